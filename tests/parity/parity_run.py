@@ -20,7 +20,7 @@ from torch import Tensor
 from pool import RankPool
 from predicted import unlike_predicted
 from weft.blueprint import look_for_blocks
-from weft.describe import look_at_tokens
+from weft.describe import look, look_at_features, look_at_tokens
 from weft.description import facts_of
 from weft.engine import TrainingState
 from weft.models import Blueprint, build_model
@@ -88,8 +88,8 @@ def run_rank(recipe: Recipe, plan: Plan, steps: int, breakage: str | None = None
 
         def make() -> Blueprint:
             blueprint = build(recipe)
-            if plan.mesh.context > 1:  # where nothing says where blocks are, and how tokens see one another
-                look_for_blocks(blueprint, plan)
+            look_at(blueprint, plan)
+            if plan.mesh.context > 1:  # where nothing says how tokens see one another
                 look_at_tokens(blueprint, plan.mesh.context)
             return blueprint
 
@@ -105,6 +105,16 @@ def run_rank(recipe: Recipe, plan: Plan, steps: int, breakage: str | None = None
         named = plan.data_parallel.algorithm
         assert (named != "auto") == (num_messages(seen[0]) > 0), f"{named} is not what ran"
         return trial
+
+
+def look_at(blueprint: Blueprint, plan: Plan) -> None:
+    """See what nothing says of a model, and a plan needs to know: its blocks; and how it splits over a grid."""
+    has_grid = plan.tensor_parallel.scheme != "1d" and not blueprint.splits
+    if plan.mesh.context > 1 or has_grid:
+        look_for_blocks(blueprint, plan)
+    if has_grid:
+        look(blueprint)
+        look_at_features(blueprint)
 
 
 @contextmanager
@@ -247,8 +257,7 @@ class Matrix:
         result = joined(trials, plan)
         if breakage is None and nudge == 0 and plan.mesh.world_size > 1:
             blueprint = build_model(recipe)
-            if plan.mesh.context > 1:
-                look_for_blocks(blueprint, plan)
+            look_at(blueprint, plan)
             known = recipe.model, blueprint.cut is None
             outline = self._outlines.get(known) or outline_of(blueprint)
             self._outlines[known] = outline

@@ -42,6 +42,8 @@ def build_blueprint(recipe: Recipe, plan: Plan | None = None) -> Blueprint:
         return blueprint
     if divides and _may_split(blueprint, bare):
         _look_for_a_split(blueprint, bare)
+    if adapter is None and bare.model.hf is not None and (plan is None or plan.tensor_parallel.scheme != "1d"):
+        _look_at_features(blueprint, bare)
     if adapter is not None:
         # Looked at are the model's own layers: how these adapters split follows from the layers beside them.
         from weft.models.adapters import apply_adapter
@@ -103,6 +105,19 @@ def _look_for_a_split(blueprint: Blueprint, recipe: Recipe) -> None:
     from weft.describe import look
 
     look(blueprint)
+
+
+def _look_at_features(blueprint: Blueprint, recipe: Recipe) -> None:
+    """Whether ranks that form a grid may have parts of the features: what was kept of the same model, or a look."""
+    from weft.description import stored  # as above
+
+    known = None if blueprint.has_known_forward else stored(recipe)
+    if known is not None:
+        blueprint.no_features = known.no_features
+        return
+    from weft.describe import look_at_features
+
+    look_at_features(blueprint)
 
 
 def _take_split(blueprint: Blueprint, tables: Tables) -> None:

@@ -5,6 +5,7 @@ from weft.describe._describe import describe as describe
 from weft.describe._describe import examine as examine
 from weft.describe._find_cut import find_cut as find_cut
 from weft.describe._find_experts import look_at_experts as look_at_experts
+from weft.describe._find_features import look_at_features as look_at_features
 from weft.describe._find_sequence import SharedSequence as SharedSequence
 from weft.describe._find_sequence import find_shared_sequence as find_shared_sequence
 from weft.describe._find_sequence import look_at_tokens as look_at_tokens

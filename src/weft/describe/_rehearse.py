@@ -152,7 +152,7 @@ class Rehearsal:
                 return
             if done >= len(self.wanted):
                 raise _Wrong("it goes on where the whole model ends")
-            wrong = self._difference(self.wanted[done], found) or _misshaped(self.reshaped[done], reshaped)
+            wrong = self._difference(self.wanted[done], found) or misshaped(self.reshaped[done], reshaped)
             reshaped.clear()
             if wrong is not None:
                 raise _Wrong(wrong)
@@ -277,7 +277,7 @@ class Rehearsal:
         return found
 
 
-def _misshaped(wanted: Iterable[tuple[Shape, Shape]], found: Iterable[tuple[Shape, Shape]]) -> str | None:
+def misshaped(wanted: Iterable[tuple[Shape, Shape]], found: Iterable[tuple[Shape, Shape]]) -> str | None:
     """What is reshaped in another way than it must be.  A shape at the end does not tell: a rank that has one of two
     groups of channels, and takes its channels for two groups, changes their places and has as many as before."""
     rest = iter(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weft.families import DROPPED_ATTENTION, NO_SEQUENCE, UNKNOWN_FEATURES, Tables
+from weft.families import DROPPED_ATTENTION, NO_SEQUENCE, ONLY_SQUARES, UNKNOWN_FEATURES, Tables
 from weft.plan import ModelFacts
 from weft.profile import ModelSizes, Profile
 
@@ -29,6 +29,9 @@ class Description:
     """Experts of every mixture that ranks can share out; 0: there are none."""
     no_experts: str = ""
     """Why ranks cannot share out those that it has, where the reason is known: a sentence without its end."""
+    no_features: str = UNKNOWN_FEATURES
+    """Why tensor ranks form no grid for a model that had to be built, as `Blueprint.no_grid` says: a sentence without
+    its end; empty: they can."""
     notes: tuple[str, ...] = ()
     """What was assumed, or could not be found out: whole sentences without their end."""
 
@@ -44,7 +47,7 @@ class Description:
             no_sequence="" if profile.can_share_sequence else NO_SEQUENCE,
             no_context="" if self.sequence_length is None else profile.no_context,
             no_grid=self._no_grid,
-            no_cube=DROPPED_ATTENTION if profile.drops_attention else profile.no_context,
+            no_cube=self._no_cube,
             no_tensor=tables.no_tensor,
             num_experts=self.num_experts,
             no_experts=self.no_experts,
@@ -63,11 +66,20 @@ class Description:
     @property
     def _no_grid(self) -> str:
         """Why tensor ranks form no grid; see `ModelFacts.no_grid`."""
-        if self.sizes is None or self.profile.num_experts:
+        if self.sizes is None:
+            return self.no_features
+        if self.profile.num_experts:
             return UNKNOWN_FEATURES
         if not self.profile.can_share_sequence:
             return NO_SEQUENCE
         return self.profile.no_shared_sequence
+
+    @property
+    def _no_cube(self) -> str:
+        """Why they form no cube where they form other grids."""
+        if self.sizes is None:
+            return ONLY_SQUARES
+        return DROPPED_ATTENTION if self.profile.drops_attention else self.profile.no_context
 
     @property
     def flops_per_sample(self) -> float:

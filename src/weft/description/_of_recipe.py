@@ -120,5 +120,4 @@ def facts_of(recipe: Recipe) -> ModelFacts:
         name=kind,
         sequence_length=model.sequence_length,
         vocabulary_size=config.get("vocab_size"),
-        no_grid=UNKNOWN_FEATURES,
     )

@@ -10,6 +10,7 @@ from weft.families._tables import INHERITED as INHERITED
 from weft.families._tables import NO_SEQUENCE as NO_SEQUENCE
 from weft.families._tables import NO_VOCABULARY as NO_VOCABULARY
 from weft.families._tables import OF_PARAMETERS as OF_PARAMETERS
+from weft.families._tables import ONLY_SQUARES as ONLY_SQUARES
 from weft.families._tables import OWN_CHECKPOINTS as OWN_CHECKPOINTS
 from weft.families._tables import UNKNOWN_ATTENTION as UNKNOWN_ATTENTION
 from weft.families._tables import UNKNOWN_FEATURES as UNKNOWN_FEATURES

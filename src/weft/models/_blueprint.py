@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from weft.families import (
     DROPPED_ATTENTION,
     NO_VOCABULARY,
+    ONLY_SQUARES,
     UNKNOWN_ATTENTION,
     UNKNOWN_FEATURES,
     SampleField,
@@ -84,6 +85,9 @@ class Blueprint(Tables):
     has_known_forward: bool = False
     """Whether it is a reference model, or of a family with a file, as it is: `build_model` says so.  Tables show what
     layers do, and not what a forward does between them, on which tensor ranks that form a grid rely."""
+    no_features: str = UNKNOWN_FEATURES
+    """Why such ranks cannot have parts of the features of another model, as looking at its forward shows (`weft
+    .describe`): a sentence without its end; empty: they can."""
     loss: Loss
     initialise: Initialiser | None
     task: Literal["causal_lm", "masked_lm", "classification", "other"] = "other"
@@ -173,7 +177,8 @@ class Blueprint(Tables):
     def no_grid(self) -> str:
         """Why tensor ranks cannot form a grid, as far as tables say: a sentence without its end; empty: they can."""
         if self.attention is None or self.attending or not self.has_known_forward:
-            return UNKNOWN_FEATURES
+            if self.no_features:
+                return self.no_features
         if any(rule.kind == "expert" for rule in self.split):
             return "its router sees all features of a token"
         if self.vocabulary_head is None:
@@ -186,6 +191,8 @@ class Blueprint(Tables):
     def no_cube(self) -> str:
         """Why tensor ranks cannot form a cube where they form other grids: a sentence without its end; empty: they
         can."""
+        if not self.has_known_forward:
+            return ONLY_SQUARES
         dropouts = (name for name, each in self.module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0)
         return DROPPED_ATTENTION if any(self.kind_of(name) == "heads" for name in dropouts) else self.no_context
 

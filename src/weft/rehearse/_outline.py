@@ -263,7 +263,8 @@ class _Notes:
             return None
         if kind in _NOTED:
             return kind  # pyright: ignore[reportReturnType]
-        return grid_kind(self.blueprint, name, module) if self.blueprint.attention is not None else None
+        has_grid = self.blueprint.attention is not None or not self.blueprint.no_features
+        return grid_kind(self.blueprint, name, module) if has_grid else None
 
     def _is_in_region(self, name: str) -> bool:
         return self.region is not None and self.region.contains(name)

@@ -7,7 +7,7 @@ it, which merge without cancellation, Chan et al. 1979).  Backward one sum of as
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,34 @@ _CLASSES = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 
 def is_norm(module: nn.Module) -> bool:
     """Whether this is a norm over the last dim, as `norm_forward` computes it."""
-    return isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__ in _CLASSES
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__ in _CLASSES:
+        return True
+    return _kind_by_trial(module) is not None
 
 
 def is_centred(module: nn.Module) -> bool:
     """Whether the norm subtracts the mean."""
-    return isinstance(module, nn.LayerNorm)
+    if isinstance(module, nn.LayerNorm):
+        return True
+    is_known = isinstance(module, nn.RMSNorm) or type(module).__name__ in _CLASSES
+    return not is_known and _kind_by_trial(module) == "layer_norm"
+
+
+def _kind_by_trial(module: nn.Module) -> Literal["rms_norm", "layer_norm"] | None:
+    """What a trial shows of a module of another class."""
+    if not type(module).__module__.startswith("transformers."):
+        return None
+    from weft.techniques.tensor.norm_trial import kind_by_trial  # ranks of few models need it
+
+    return kind_by_trial(module)
+
+
+def epsilon_of(module: nn.Module) -> float | None:
+    """Return what a norm adds to the mean square, by the names that it has in torch and transformers; None: it takes
+    the least step of its input's type."""
+    given: Any = getattr(module, "eps", None)
+    given = getattr(module, "variance_epsilon", None) if given is None else given
+    return None if given is None else float(given)
 
 
 class _Norm(torch.autograd.Function):
@@ -81,10 +103,10 @@ def norm_forward(module: nn.Module, view: GroupView) -> Callable[[Tensor], Tenso
     Statistics are in fp32 or wider.  Call it on every rank of the line.
     """
     centred = is_centred(module)
-    given: Any = getattr(module, "eps", None) or getattr(module, "variance_epsilon", None)
+    given = epsilon_of(module)
 
     def forward(x: Tensor) -> Tensor:
-        epsilon = torch.finfo(x.dtype).eps if given is None else float(given)
+        epsilon = torch.finfo(x.dtype).eps if given is None else given
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
         return _Norm.apply(x, weight, bias, view, epsilon, centred)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
 

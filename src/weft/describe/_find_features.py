@@ -1,0 +1,310 @@
+"""Finds whether tensor ranks may have parts of the features between the layers of a model that was looked at.
+
+A model's own forward runs with what ranks of a grid do together (products, norms, the embedding) in the places of the
+modules that do it, twice without memory: as a whole, where every operator on features is followed (`_feature_flow`),
+and on one rank's part.  The second shows where a forward counts features by numbers of its own: it must run the same
+operators on the shapes of parts, with the same numbers and the same values of everything that has any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import handle_torch_function
+from torch.utils._pytree import tree_leaves
+
+from weft.describe._events import Event, Trace, Value
+from weft.describe._feature_flow import STAND_IN, FeatureWalker, NoPartsError, Parts
+from weft.describe._fused import FUSED, FusedCall
+from weft.describe._modes import BOTH
+from weft.describe._rehearse import DTYPE, RESHAPES, misshaped
+from weft.describe._trace import trace
+from weft.errors import PlanError, RecipeError
+from weft.models import Blueprint
+from weft.stand_ins import copy_on_meta
+from weft.techniques.tensor.cuts import is_conv1d
+from weft.techniques.tensor.grid import Role, cut_of, role_of
+from weft.techniques.tensor.layers import localise
+
+_LAID_OUT = frozenset({*RESHAPES, "clone", "alias", "detach", "_assert_tensor_metadata", "_assert_async"})
+"""Operators that may run or not, as a part lies in memory."""
+_PIECES = ("split", "split_with_sizes", "chunk", "unsafe_split", "expand")
+_FORWARDS = (nn.Linear.forward, nn.Embedding.forward, nn.LayerNorm.forward, nn.RMSNorm.forward)
+
+
+def look_at_features(blueprint: Blueprint) -> None:
+    """Where a model of `transformers` was split by looking at it, see whether its tensor ranks may form a grid.
+
+    Enters into the blueprint why not (`Blueprint.no_features`), empty where they may.  A module of one's own may do in
+    its backward what no forward shows.
+    """
+    if blueprint.has_known_forward or not type(blueprint.module).__module__.startswith("transformers."):
+        return
+    try:
+        _look(blueprint)
+        blueprint.no_features = ""
+    except NoPartsError as problem:
+        blueprint.no_features = str(problem)
+    except PlanError as problem:
+        blueprint.no_features = _first_sentence(str(problem))
+    except RecipeError as problem:
+        blueprint.no_features = f"its forward could not be followed ({_first_sentence(str(problem))})"
+    except Exception as problem:  # a forward may do what no rule of the analysis foresaw
+        said = next(iter(str(problem).splitlines()), "")
+        blueprint.no_features = f"looking at its forward failed ({type(problem).__name__}: {said})"
+
+
+def _first_sentence(text: str) -> str:
+    return text.splitlines()[0].split(". ")[0].rstrip(".")
+
+
+def _look(blueprint: Blueprint) -> None:
+    if not blueprint.splits:
+        raise NoPartsError(blueprint.no_tensor or "nothing says how its layers split")
+    if blueprint.vocabulary_head is None:
+        raise NoPartsError("it has no head over a vocabulary that its loss alone reads")
+    roles = {name: role_of(blueprint, name, module) for name, module in blueprint.module.named_modules(remove_duplicate=False)}
+    for name, role in roles.items():
+        _check_role(blueprint, name, role)
+    _check_ties(blueprint, roles)
+    whole = _Forward(blueprint, roles, 1)
+    found = whole.run()
+    walker = whole.walker(found)
+    walker.run()
+    _check_sizes(blueprint, walker.sizes)
+    parts = _least_prime(math.gcd(*walker.sizes, *blueprint.divisible.values()))
+    share = _Forward(blueprint, roles, parts)
+    _compare(found, share.run(), walker.parts, parts)
+
+
+def _check_role(blueprint: Blueprint, name: str, role: Role | None) -> None:
+    """Refuse modules whose forward is another than that which ranks of a grid run in its place."""
+    module: Any = blueprint.module.get_submodule(name)
+    what = f"{name}, a {type(module).__name__},"
+    if role in (None, "heads"):
+        return
+    if is_parametrized(module) or any(isinstance(each, Tensor) for each in vars(module).values()):
+        raise NoPartsError(f"{what} computes its weights from others")
+    if role == "table":
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            raise NoPartsError(f"{what} has options that want all its features on one rank")
+        return
+    is_plain = type(module).forward in _FORWARDS or is_conv1d(module)
+    if role == "norm" and not is_plain:
+        from weft.techniques.tensor.norm_trial import kind_by_trial
+
+        is_plain = kind_by_trial(module) is not None
+    if role == "norm" and isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        is_plain = is_plain and len(module.normalized_shape) == 1
+    if not is_plain:
+        raise NoPartsError(f"{what} has a forward of its own")
+    rule = blueprint.rule_of(name)
+    if role == "product" and rule is not None and rule.kind == "row" and rule.blocks > 1:
+        raise NoPartsError(f"{what} takes its input in {rule.blocks} blocks")
+
+
+def _check_ties(blueprint: Blueprint, roles: Mapping[str, Role | None]) -> None:
+    """Refuse parameters that two modules share and ranks would cut in two ways."""
+    cuts: dict[int, tuple[str, Any]] = {}
+    for owner, module in blueprint.module.named_modules(remove_duplicate=False):
+        for leaf, parameter in module.named_parameters(recurse=False):
+            cut = cut_of(roles[owner], module, leaf, blueprint.rule_of(owner))
+            first, known = cuts.setdefault(id(parameter), (f"{owner}.{leaf}", cut))
+            if known != cut:
+                raise NoPartsError(f"{owner}.{leaf} and {first} are one parameter, which ranks would cut in two ways")
+
+
+def _check_sizes(blueprint: Blueprint, sizes: Mapping[int, str]) -> None:
+    """Whatever side divides the sizes that messages name must divide all others."""
+    common = math.gcd(*blueprint.divisible.values())
+    for size, place in sizes.items():
+        if size % common:
+            named = ", ".join(f"{name} = {number}" for name, number in blueprint.divisible.items())
+            raise NoPartsError(f"{place} has {size} to divide, which a side that divides {named} need not")
+    if common == 1:
+        raise NoPartsError("its sizes have no divisor in common")
+
+
+def _least_prime(number: int) -> int:
+    return next(each for each in range(2, number + 1) if number % each == 0)
+
+
+# ── a forward with what ranks do together in the places of modules ────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """What ranks of a grid do in the place of a module's forward."""
+
+    kind: Role
+    module: str
+    reads: int
+    """Features of a rank's input; of an embedding 0."""
+    makes: int
+    """Features of its result."""
+    blocks: int = 1
+
+
+def _together(x: Tensor, what: _Together) -> Tensor:
+    return handle_torch_function(_together, (x,), x, what)
+
+
+def _as_event(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
+    x, what = args
+
+    def run() -> Tensor:
+        if what.reads and x.shape[-1] != what.reads:
+            raise RuntimeError(f"{what.module} is given {x.shape[-1]} features instead of {what.reads}")
+        shape = (*x.shape[:-1], what.makes) if what.reads else (*x.shape, what.makes)
+        return torch.empty(shape, dtype=x.dtype if x.is_floating_point() else DTYPE, device="meta")
+
+    settings = {"kind": what.kind, "module": what.module, "blocks": what.blocks}
+    return FusedCall(run=run, name=STAND_IN, operands=(x,), settings=settings)
+
+
+class _Forward:
+    """A copy of the model for a forward on one of `parts` of the features."""
+
+    def __init__(self, blueprint: Blueprint, roles: Mapping[str, Role | None], parts: int) -> None:
+        self._roles, self._parts = roles, parts
+        module = copy_on_meta(blueprint.module).train()
+        self._blueprint = replace(blueprint, module=module)
+        self._cuts = {
+            f"{name}.{leaf}": cut
+            for name, each in module.named_modules(remove_duplicate=False)
+            for leaf, _ in each.named_parameters(recurse=False)
+            if (cut := cut_of(roles[name], each, leaf, blueprint.rule_of(name))) is not None
+        }
+        self._local = {name: self._part(name) for name in self._cuts} if parts > 1 else {}
+        for name, role in roles.items():
+            if role in ("product", "norm", "vocabulary"):
+                each: Any = module.get_submodule(name)
+                each.forward = partial(_stand_in_forward, self._stand_in(name, role, each))
+        if parts > 1:
+            localise(module, blueprint, parts)
+
+    def run(self) -> Trace:
+        """Run it in training and in evaluation."""
+        fused = {**FUSED, _together: _as_event}
+        return trace(self._blueprint, DTYPE, self._local, loss=False, fused=fused, reads=True, modes=BOTH)
+
+    def walker(self, found: Trace) -> FeatureWalker:
+        """Return what follows its features."""
+        tables = {name for name in self._cuts if self._roles[name.rpartition(".")[0]] == "table"}
+        shapes = {name: tuple(each.shape) for name, each in self._blueprint.module.named_parameters()}
+        own: dict[int, str] = {}
+        parts: dict[Value, Parts] = {}
+        for storage, names in found.parameters.items():
+            if tables.intersection(names):
+                shape = shapes[names[0]]
+                parts[Value(storage, 0, shape, (shape[1], 1), DTYPE)] = Parts(1)
+            elif names[0] in self._cuts:
+                own[storage] = names[0]
+        dropouts = (name for name in self._roles if self._blueprint.kind_of(name) == "heads")
+        return FeatureWalker(found, self._blueprint.module, own, parts, frozenset(dropouts))
+
+    def _stand_in(self, name: str, role: Role, module: Any) -> _Together:
+        rule, parts = self._blueprint.rule_of(name), self._parts
+        if role == "vocabulary":
+            return _Together(role, name, 0, module.embedding_dim // parts)
+        if role == "norm":
+            shape = module.normalized_shape if hasattr(module, "normalized_shape") else module.weight.shape
+            return _Together(role, name, shape[0] // parts, shape[0] // parts)
+        weight: Tensor = module.weight
+        makes, reads = weight.shape[::-1] if is_conv1d(module) else weight.shape
+        blocks = rule.blocks if rule is not None and rule.kind == "column" else 1
+        return _Together(role, name, reads // parts, makes // parts, blocks)
+
+    def _part(self, name: str) -> Tensor:
+        cut, whole = self._cuts[name], self._blueprint.module.get_parameter(name)
+        dims = range(whole.dim()) if cut.is_matrix else (cut.dim,)
+        shape = [size // self._parts if dim in dims else size for dim, size in enumerate(whole.shape)]
+        return nn.Parameter(torch.empty(shape, dtype=DTYPE, device="meta"), requires_grad=whole.requires_grad)
+
+
+def _stand_in_forward(what: _Together, input: Tensor) -> Tensor:
+    return _together(input, what)
+
+
+# ── whether a forward on a part does the same ─────────────────────────────────────────────────────────────────────────
+
+
+def _compare(whole: Trace, share: Trace, held: Mapping[Value, Parts], parts: int) -> None:
+    """Refuse a forward that does something else on a part.
+
+    Raises:
+        NoPartsError: names the first operator that differs.
+    """
+    theirs = _Steps(share.events)
+    reshaped: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def local(value: Value) -> tuple[int, ...]:
+        found = held.get(value)
+        return tuple(size // parts if found and found.dim == dim else size for dim, size in enumerate(value.shape))
+
+    for mine in whole.events:
+        if mine.name in RESHAPES and mine.inputs[0] in held:
+            reshaped.append((local(mine.inputs[0]), local(mine.outputs[0])))
+        if mine.name in _LAID_OUT:
+            continue
+        other, before = theirs.next()
+        problem = "it ends" if other is None else _difference(mine, other, local, held, parts)
+        problem = problem or misshaped(reshaped, before)
+        if problem:
+            raise NoPartsError(f"{mine.module or 'the forward'} cannot work on a part of the features: {problem}")
+        reshaped.clear()
+    if theirs.next()[0] is not None:
+        raise NoPartsError("its forward on a part of the features goes on where the whole one ends")
+
+
+class _Steps:
+    def __init__(self, events: Iterable[Event]) -> None:
+        self._events = iter(events)
+
+    def next(self) -> tuple[Event | None, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+        """Return the next event that computes something, and what was reshaped before it."""
+        reshaped: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        for event in self._events:
+            if event.name in RESHAPES:
+                reshaped.append((event.inputs[0].shape, event.outputs[0].shape))
+            if event.name not in _LAID_OUT:
+                return event, reshaped
+        return None, reshaped
+
+
+def _difference(mine: Event, other: Event, local: Any, held: Mapping[Value, Parts], parts: int) -> str:
+    if (mine.name, mine.module) != (other.name, other.module):
+        return f"it computes {other.name} where the whole model computes {mine.name}"
+    for what, values, found in (("takes", mine.inputs, other.inputs), ("makes", mine.outputs, other.outputs)):
+        shapes = [local(value) for value in values], [value.shape for value in found]
+        if shapes[0] != shapes[1]:
+            return f"{mine.name} {what} {shapes[1]} instead of {shapes[0]}"
+    numbers = list(_numbers(mine, held, parts)), list(_numbers(other, {}, 1))
+    if numbers[0] != numbers[1]:
+        return f"{mine.name} takes the numbers {numbers[1]} instead of {numbers[0]}"
+    return "" if mine.reads == other.reads else f"{mine.name} takes other values"
+
+
+def _numbers(event: Event, held: Mapping[Value, Parts], parts: int) -> Iterator[object]:
+    """Numbers that an operator computes with, and where it does; sizes left out, which the shapes tell."""
+    if event.name in _PIECES:
+        given: Sequence[Any] = ()
+    elif event.name == "slice":
+        at, start = int(event.arguments[1]), int(event.arguments[2] or 0)
+        found = held.get(event.inputs[0])
+        yield at
+        yield start // parts if found and found.dim == at % len(event.inputs[0].shape) else start
+        given = event.arguments[4:]
+    else:
+        shape = list(event.outputs[0].shape) if event.outputs else []
+        given = [each for each in event.arguments if not (isinstance(each, list | tuple) and list(each) == shape)]
+    for leaf in tree_leaves((list(given), {name: event.keywords[name] for name in sorted(event.keywords)})):
+        if isinstance(leaf, int | float | str):
+            yield leaf

@@ -1,0 +1,107 @@
+"""Whether a module of `transformers` is a norm that ranks of a grid can share: shown by trials in fp64.
+
+Every family has a class of its own for the same few formulas, and a name says little of what a forward does.  So the
+module computes on random numbers, large and so small that its epsilon counts, and its results and gradients must be
+those of the formula.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.techniques.tensor.grid_norms import epsilon_of
+
+Kind = Literal["rms_norm", "layer_norm"]
+"""Which formula: x̂ · weight + bias, where x̂ has a mean square of one, and in a layer norm a mean of zero, too."""
+_KINDS: tuple[Kind, ...] = ("rms_norm", "layer_norm")
+_SCALES = (1.0, 1e-2, 1e-4)
+_TOLERANCE = 1e-9
+_MOST_FEATURES = 1 << 16
+"""Wider parameters are no norm's."""
+_known: dict[tuple[Any, ...], Kind | None] = {}
+
+
+def kind_by_trial(module: nn.Module) -> Kind | None:
+    """Return the formula of a norm over the last dim; None: it is none that a trial shows.
+
+    The module may be on meta, and is left as it is.
+    """
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1 or weight.numel() > _MOST_FEATURES or not _is_bare(module):
+        return None
+    own = sorted(name for name, parameter in module._parameters.items() if parameter is not None)
+    numbers = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
+    key = (type(module), *own, weight.numel(), repr(sorted(numbers.items())))
+    if key not in _known:
+        _known[key] = next((kind for kind in _KINDS if _computes(module, kind)), None)
+    return _known[key]
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether it holds a weight and a bias at most."""
+    tensors = {*module._parameters, *module._buffers}
+    return tensors <= {"weight", "bias"} and not module._buffers and not module._modules
+
+
+def _computes(module: nn.Module, kind: Kind) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.enable_grad(), torch.device("cpu"):
+            return all(_agrees(module, kind, scale, generator) for scale in _SCALES)
+    except Exception:  # it wants more than an activation, or does with it what it likes
+        return False
+
+
+def _agrees(module: nn.Module, kind: Kind, scale: float, generator: torch.Generator) -> bool:
+    """Whether results and gradients on some random numbers are those of the formula, in training and evaluation."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    stand_ins: dict[int, Any] = {
+        id(each): nn.Parameter(draw(*each.shape)) for each in module._parameters.values() if each is not None
+    }
+    tried = copy.deepcopy(module, stand_ins)
+    features = tried.weight.shape[0]  # pyright: ignore[reportIndexIssue, reportCallIssue]
+    x = (scale * (draw(2, 3, features) + 0.5)).requires_grad_()
+    weights, by = [each for each in tried.parameters()], draw(2, 3, features)
+    epsilon = epsilon_of(tried)
+    wanted = _formula(x, tried, kind, torch.finfo(x.dtype).eps if epsilon is None else epsilon)
+    expected = [wanted, *torch.autograd.grad((wanted * by).sum(), [x, *weights])]
+    for training in (True, False):
+        tried.train(training)
+        with _Wide():
+            made = tried(x)
+            found = [made, *torch.autograd.grad((made * by).sum(), [x, *weights])]
+        if not all(_is_near(mine, theirs) for mine, theirs in zip(expected, found, strict=True)):
+            return False
+    return True
+
+
+def _formula(x: Tensor, module: Any, kind: Kind, epsilon: float) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True) if kind == "layer_norm" else x
+    made = centred * (centred.square().mean(-1, keepdim=True) + epsilon).rsqrt() * module.weight
+    bias = getattr(module, "bias", None)
+    return made if bias is None else made + bias
+
+
+def _is_near(mine: Tensor, theirs: Tensor) -> bool:
+    if mine.shape != theirs.shape or theirs.dtype != mine.dtype:
+        return False
+    return bool((mine - theirs).abs().max() <= _TOLERANCE * mine.abs().max())
+
+
+class _Wide(TorchDispatchMode):
+    """Casts of fp64 to less are none: many norms compute in fp32, where a trial would show nothing but rounding."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        wide = any(isinstance(each, Tensor) and each.dtype == torch.float64 for each in args)
+        if wide and isinstance(given.get("dtype"), torch.dtype) and given["dtype"].is_floating_point:
+            given["dtype"] = torch.float64
+        return func(*args, **given)

@@ -20,7 +20,7 @@ _SIZES: dict[str, Any] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "tie_word_embeddings": True, "no_rope_layers": [1, 0]},
     "starcoder2": {
-        "architectures": ["Starcoder2ForCausalLM"], "residual_dropout": 0.1, "embedding_dropout": 0.1,
+        "architectures": ["Starcoder2ForCausalLM"], "residual_dropout": 0.0, "embedding_dropout": 0.0,
         "attention_dropout": 0.1, "tie_word_embeddings": True,
     },
     "arcee": {"architectures": ["ArceeForCausalLM"], "head_dim": 8, "attention_dropout": 0.1},

@@ -74,14 +74,13 @@ def _look(blueprint: Blueprint) -> None:
     for name, role in roles.items():
         _check_role(blueprint, name, role)
     _check_ties(blueprint, roles)
-    whole = _Forward(blueprint, roles, 1)
-    found = whole.run()
-    walker = whole.walker(found)
-    walker.run()
+    for dtype in (torch.float16, torch.bfloat16):  # some forwards look at all features where a type has small numbers
+        _Forward(blueprint, roles, 1, dtype).followed()
+    walker = _Forward(blueprint, roles, 1).followed()
     _check_sizes(blueprint, walker.sizes)
     parts = _least_prime(math.gcd(*walker.sizes, *blueprint.divisible.values()))
     share = _Forward(blueprint, roles, parts)
-    _compare(found, share.run(), walker.parts, parts)
+    _compare(walker.trace, share.run(), walker.parts, parts)
 
 
 def _check_role(blueprint: Blueprint, name: str, role: Role | None) -> None:
@@ -149,6 +148,8 @@ class _Together:
     """Features of a rank's input; of an embedding 0."""
     makes: int
     """Features of its result."""
+    dtype: torch.dtype
+    """Of the model."""
     blocks: int = 1
 
 
@@ -163,7 +164,7 @@ def _as_event(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
         if what.reads and x.shape[-1] != what.reads:
             raise RuntimeError(f"{what.module} is given {x.shape[-1]} features instead of {what.reads}")
         shape = (*x.shape[:-1], what.makes) if what.reads else (*x.shape, what.makes)
-        return torch.empty(shape, dtype=x.dtype if x.is_floating_point() else DTYPE, device="meta")
+        return torch.empty(shape, dtype=x.dtype if what.reads else what.dtype, device="meta")
 
     settings = {"kind": what.kind, "module": what.module, "blocks": what.blocks}
     return FusedCall(run=run, name=STAND_IN, operands=(x,), settings=settings)
@@ -172,8 +173,8 @@ def _as_event(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
 class _Forward:
     """A copy of the model for a forward on one of `parts` of the features."""
 
-    def __init__(self, blueprint: Blueprint, roles: Mapping[str, Role | None], parts: int) -> None:
-        self._roles, self._parts = roles, parts
+    def __init__(self, blueprint: Blueprint, roles: Mapping[str, Role | None], parts: int, dtype: torch.dtype = DTYPE) -> None:
+        self._roles, self._parts, self._dtype = roles, parts, dtype
         module = copy_on_meta(blueprint.module).train()
         self._blueprint = replace(blueprint, module=module)
         self._cuts = {
@@ -193,10 +194,11 @@ class _Forward:
     def run(self) -> Trace:
         """Run it in training and in evaluation."""
         fused = {**FUSED, _together: _as_event}
-        return trace(self._blueprint, DTYPE, self._local, loss=False, fused=fused, reads=True, modes=BOTH)
+        return trace(self._blueprint, self._dtype, self._local, loss=False, fused=fused, reads=True, modes=BOTH)
 
-    def walker(self, found: Trace) -> FeatureWalker:
-        """Return what follows its features."""
+    def followed(self) -> FeatureWalker:
+        """Run it, and follow its features.  Raises NoPartsError where they meet."""
+        found = self.run()
         tables = {name for name in self._cuts if self._roles[name.rpartition(".")[0]] == "table"}
         shapes = {name: tuple(each.shape) for name, each in self._blueprint.module.named_parameters()}
         own: dict[int, str] = {}
@@ -204,23 +206,25 @@ class _Forward:
         for storage, names in found.parameters.items():
             if tables.intersection(names):
                 shape = shapes[names[0]]
-                parts[Value(storage, 0, shape, (shape[1], 1), DTYPE)] = Parts(1)
+                parts[Value(storage, 0, shape, (shape[1], 1), self._dtype)] = Parts(1)
             elif names[0] in self._cuts:
                 own[storage] = names[0]
         dropouts = (name for name in self._roles if self._blueprint.kind_of(name) == "heads")
-        return FeatureWalker(found, self._blueprint.module, own, parts, frozenset(dropouts))
+        walker = FeatureWalker(found, self._blueprint.module, own, parts, frozenset(dropouts))
+        walker.run()
+        return walker
 
     def _stand_in(self, name: str, role: Role, module: Any) -> _Together:
         rule, parts = self._blueprint.rule_of(name), self._parts
         if role == "vocabulary":
-            return _Together(role, name, 0, module.embedding_dim // parts)
+            return _Together(role, name, 0, module.embedding_dim // parts, self._dtype)
         if role == "norm":
             shape = module.normalized_shape if hasattr(module, "normalized_shape") else module.weight.shape
-            return _Together(role, name, shape[0] // parts, shape[0] // parts)
+            return _Together(role, name, shape[0] // parts, shape[0] // parts, self._dtype)
         weight: Tensor = module.weight
         makes, reads = weight.shape[::-1] if is_conv1d(module) else weight.shape
         blocks = rule.blocks if rule is not None and rule.kind == "column" else 1
-        return _Together(role, name, reads // parts, makes // parts, blocks)
+        return _Together(role, name, reads // parts, makes // parts, self._dtype, blocks)
 
     def _part(self, name: str) -> Tensor:
         cut, whole = self._cuts[name], self._blueprint.module.get_parameter(name)

@@ -1,0 +1,201 @@
+"""Whether looking at a forward shows that ranks may have parts of its features: nets that mix them are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.describe import look, look_at_features
+from weft.models import Blueprint, token_example, token_loss
+
+VOCABULARY, LENGTH, WIDTH, HEADS = 48, 6, 16, 4
+
+
+class Norm(nn.Module):
+    """A root-mean-square norm of a class of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(WIDTH)), 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class ShiftedNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1e-6
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = HEADS
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        heads = (
+            each(x).view(batch, length, self.num_heads, -1).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+
+
+Between = Callable[[Tensor, "Net"], Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self, between: Between, norm: Callable[[], nn.Module] = Norm) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.norms = nn.ModuleList(norm() for _ in range(3))
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.register_buffer("table", torch.randn(WIDTH, WIDTH))
+        self.between, self.width = between, WIDTH
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed(input_ids) + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device))
+        hidden = hidden + self.attention(self.norms[0](hidden))
+        hidden = self.between(hidden, self)
+        hidden = hidden + self.drop(self.down(F.gelu(self.up(self.norms[1](hidden)))))
+        return self.head(self.norms[2](hidden))
+
+
+class Scaled(Net):
+    def __init__(self, between: Between) -> None:
+        super().__init__(between)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+
+class ReadsItsWeight(Net):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) * self.down.weight.mean()
+
+
+for each in (Norm, ShiftedNorm, Net, Scaled, ReadsItsWeight):  # a module of one's own is refused before it is looked at
+    each.__module__ = "transformers.of_this_test"
+
+
+def looked(module: nn.Module) -> str:
+    blueprint = Blueprint(
+        module=module, inputs={"input_ids": "tokens"}, loss=token_loss, initialise=None, task="causal_lm",
+        vocabulary_size=VOCABULARY, sequence_length=LENGTH, example=token_example(LENGTH, ["tokens"]),
+    )  # fmt: skip
+    look(blueprint)
+    assert blueprint.splits, blueprint.no_tensor
+    look_at_features(blueprint)
+    return blueprint.no_grid
+
+
+def as_it_is(hidden: Tensor, net: Any) -> Tensor:
+    return hidden
+
+
+def only_in_evaluation(hidden: Tensor, net: Any) -> Tensor:
+    return hidden if net.training else hidden.softmax(-1)
+
+
+def only_in_half(hidden: Tensor, net: Any) -> Tensor:
+    return hidden.flip(-1) if hidden.dtype == torch.float16 else hidden
+
+
+def written(hidden: Tensor, net: Any) -> Tensor:
+    made = torch.empty_like(hidden)
+    made[..., : WIDTH // 2] = hidden[..., WIDTH // 2 :]
+    made[..., WIDTH // 2 :] = hidden[..., : WIDTH // 2]
+    return made
+
+
+FITTING: dict[str, Between] = {
+    "nothing": as_it_is,
+    "entry by entry": lambda hidden, net: hidden + torch.tanh(hidden) * 0.5,
+    "along the tokens": lambda hidden, net: hidden + hidden.cumsum(1) / 8 + hidden.mean(1, keepdim=True),
+    "within runs of features": lambda hidden, net: hidden.view(2, LENGTH, -1, 2).flip(-1).flatten(2),
+    "the same number for all": lambda hidden, net: hidden * net.width**-0.5,
+}
+MIXING: dict[str, Between] = {
+    "softmax": lambda hidden, net: hidden.softmax(-1),
+    "slice": lambda hidden, net: hidden + hidden[..., : WIDTH // 2].repeat(1, 1, 2),
+    "flip": lambda hidden, net: hidden.flip(-1),
+    "roll": lambda hidden, net: hidden.roll(1, -1),
+    "roll of all": lambda hidden, net: hidden.roll(1),
+    "cumsum": lambda hidden, net: hidden.cumsum(-1),
+    "mean": lambda hidden, net: hidden - hidden.mean(-1, keepdim=True),
+    "largest": lambda hidden, net: hidden / hidden.abs().amax(-1, keepdim=True),
+    "length": lambda hidden, net: hidden / hidden.norm(dim=-1, keepdim=True),
+    "sum of all": lambda hidden, net: hidden * hidden.sum(),
+    "sort": lambda hidden, net: hidden.sort(-1).values,
+    "buffer": lambda hidden, net: hidden @ net.table,
+    "buffer added": lambda hidden, net: hidden + net.table[0],
+    "einsum": lambda hidden, net: torch.einsum("blh,hk->blk", hidden, net.table),
+    "gram": lambda hidden, net: hidden + (hidden @ hidden.transpose(1, 2)).softmax(-1) @ hidden,
+    "shuffle": lambda hidden, net: hidden + hidden.view(2, LENGTH, 2, -1).transpose(2, 3).flatten(2),
+    "layer norm by a function": lambda hidden, net: F.layer_norm(hidden, (WIDTH,)),
+    "width of the input": lambda hidden, net: hidden * hidden.shape[-1] ** -0.5,
+    "width as a tensor": lambda hidden, net: hidden * torch.arange(hidden.shape[-1])[-1],
+    "width in a reshape": lambda hidden, net: hidden.view(-1, net.width).view(hidden.shape),
+    "positions of features": lambda hidden, net: hidden * (torch.arange(WIDTH) % 3),
+    "weight of a layer": lambda hidden, net: hidden + F.linear(hidden, net.down.weight[:, :WIDTH]),
+    "noise": lambda hidden, net: hidden + torch.randn_like(hidden),
+    "dropout by a function": lambda hidden, net: F.dropout(hidden, 0.1),
+    "dropout of a part": lambda hidden, net: hidden + net.drop(hidden.mean(1, keepdim=True)).transpose(1, 2).mean(),
+    "joined": lambda hidden, net: torch.cat([hidden, hidden], -1)[..., ::2],
+    "convolved": lambda hidden, net: F.avg_pool1d(hidden, 3, 1, 1),
+    "padded": lambda hidden, net: F.pad(hidden, (1, 0))[..., :WIDTH],
+    "gathered": lambda hidden, net: hidden.gather(-1, torch.zeros_like(hidden, dtype=torch.int64)),
+    "squeezed out": lambda hidden, net: hidden + hidden.view(2, LENGTH, 2, -1).select(2, 0).repeat(1, 1, 2),
+    "written": written,
+    "in evaluation": only_in_evaluation,
+    "in half precision": only_in_half,
+}
+
+
+@pytest.mark.parametrize("between", FITTING.values(), ids=FITTING)
+def test_what_works_on_parts_may_have_them(between: Between) -> None:
+    assert looked(Net(between)) == ""
+
+
+@pytest.mark.parametrize("between", MIXING.values(), ids=MIXING)
+def test_what_mixes_features_is_refused(between: Between) -> None:
+    assert looked(Net(between)) != ""
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (lambda: Net(as_it_is, ShiftedNorm), "nothing says how norms.0, a ShiftedNorm, works on a part of them"),
+        (lambda: Scaled(lambda hidden, net: hidden * net.scale), "a Scaled, works on a part of them"),
+        (lambda: ReadsItsWeight(as_it_is), ""),
+        (lambda: Net(lambda hidden, net: hidden.flip(-1)), "the model's forward runs along what ranks have parts of"),
+    ],
+    ids=["norm of another formula", "parameter at the top", "reads a weight", "said where"],
+)
+def test_the_reason_names_what_stands_in_the_way(module: Callable[[], nn.Module], words: str) -> None:
+    found = looked(module())
+    assert found and words in found
+
+
+def test_layer_norms_and_those_of_torch_may_have_parts() -> None:
+    assert looked(Net(as_it_is, lambda: nn.LayerNorm(WIDTH))) == ""
+    assert looked(Net(as_it_is, lambda: nn.RMSNorm(WIDTH))) == ""
+    assert looked(Net(as_it_is, lambda: nn.LayerNorm((WIDTH,), elementwise_affine=False))) == ""
+
+
+def test_a_module_of_ones_own_is_not_looked_at() -> None:
+    class Own(Net):
+        """Of this file."""
+
+    Own.__module__ = __name__
+    assert "how features meet is known only of" in looked(Own(as_it_is))

@@ -111,6 +111,9 @@ def _look_at_features(blueprint: Blueprint, recipe: Recipe) -> None:
     """Whether ranks that form a grid may have parts of the features: what was kept of the same model, or a look."""
     from weft.description import stored  # as above
 
+    if recipe.data.documents == "isolated" and not blueprint.has_known_forward:
+        blueprint.no_features = "its documents are kept apart by masks that a look at one document does not show"
+        return
     known = None if blueprint.has_known_forward else stored(recipe)
     if known is not None:
         blueprint.no_features = known.no_features

@@ -27,11 +27,10 @@ from weft.describe._modes import BOTH
 from weft.describe._rehearse import DTYPE, RESHAPES, misshaped
 from weft.describe._trace import trace
 from weft.errors import PlanError, RecipeError
-from weft.models import Blueprint
+from weft.models import Blueprint, localise
 from weft.stand_ins import copy_on_meta
-from weft.techniques.tensor.cuts import is_conv1d
-from weft.techniques.tensor.grid import Role, cut_of, role_of
-from weft.techniques.tensor.layers import localise
+from weft.techniques.tensor.grid_roles import Role, cut_of, role_of
+from weft.techniques.tensor.linears import is_conv1d
 
 _LAID_OUT = frozenset({*RESHAPES, "clone", "alias", "detach", "_assert_tensor_metadata", "_assert_async"})
 """Operators that may run or not, as a part lies in memory."""
@@ -70,7 +69,10 @@ def _look(blueprint: Blueprint) -> None:
         raise NoPartsError(blueprint.no_tensor or "nothing says how its layers split")
     if blueprint.vocabulary_head is None:
         raise NoPartsError("it has no head over a vocabulary that its loss alone reads")
-    roles = {name: role_of(blueprint, name, module) for name, module in blueprint.module.named_modules(remove_duplicate=False)}
+    roles: dict[str, Role | None] = {
+        name: role_of(blueprint, name, module)
+        for name, module in blueprint.module.named_modules(remove_duplicate=False)
+    }
     for name, role in roles.items():
         _check_role(blueprint, name, role)
     _check_ties(blueprint, roles)
@@ -78,9 +80,9 @@ def _look(blueprint: Blueprint) -> None:
         _Forward(blueprint, roles, 1, dtype).followed()
     walker = _Forward(blueprint, roles, 1).followed()
     _check_sizes(blueprint, walker.sizes)
-    parts = _least_prime(math.gcd(*walker.sizes, *blueprint.divisible.values()))
-    share = _Forward(blueprint, roles, parts)
-    _compare(walker.trace, share.run(), walker.parts, parts)
+    most = math.gcd(*walker.sizes, *blueprint.divisible.values())
+    for parts in sorted({_least_prime(most), most}):  # what a forward does may depend on how small a part is
+        _compare(walker.trace, _Forward(blueprint, roles, parts).run(), walker.parts, parts)
 
 
 def _check_role(blueprint: Blueprint, name: str, role: Role | None) -> None:
@@ -170,10 +172,23 @@ def _as_event(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
     return FusedCall(run=run, name=STAND_IN, operands=(x,), settings=settings)
 
 
+def _constant(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
+    """A tensor made of numbers, whose values nobody would see again on a device without memory."""
+    data = kwargs.get("data", args[-1] if args else None)
+    if any(isinstance(leaf, Tensor) for leaf in tree_leaves(data)):
+        return None
+    return FusedCall(run=lambda: function(*args, **kwargs), name="constant", settings={"data": repr(data)})
+
+
+_CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+
+
 class _Forward:
     """A copy of the model for a forward on one of `parts` of the features."""
 
-    def __init__(self, blueprint: Blueprint, roles: Mapping[str, Role | None], parts: int, dtype: torch.dtype = DTYPE) -> None:
+    def __init__(
+        self, blueprint: Blueprint, roles: Mapping[str, Role | None], parts: int, dtype: torch.dtype = DTYPE
+    ) -> None:
         self._roles, self._parts, self._dtype = roles, parts, dtype
         module = copy_on_meta(blueprint.module).train()
         self._blueprint = replace(blueprint, module=module)
@@ -193,7 +208,8 @@ class _Forward:
 
     def run(self) -> Trace:
         """Run it in training and in evaluation."""
-        fused = {**FUSED, _together: _as_event}
+        made = {function: partial(_constant, function) for function in _CONSTANTS}
+        fused = {**FUSED, **made, _together: _as_event}
         return trace(self._blueprint, self._dtype, self._local, loss=False, fused=fused, reads=True, modes=BOTH)
 
     def followed(self) -> FeatureWalker:

@@ -20,7 +20,10 @@ from weft.files import cache_folder, write_whole
 from weft.recipe import Recipe, hf_config_file, read_hf_config
 from weft.recipe.hf_folder import read_hf_processors
 
-_DESCRIBING = ("blueprint", "describe", "description", "families", "models", "plan", "profile", "recipe", "stand_ins")
+_DESCRIBING = (
+    *("blueprint", "describe", "description", "families", "models", "plan", "profile", "recipe", "stand_ins"),
+    "techniques/tensor",
+)
 """Packages of Weft whose code decides what a description says."""
 _MOST_BYTES = 32 << 20
 _MOST_KEPT = 256

@@ -176,9 +176,9 @@ class Blueprint(Tables):
     @property
     def no_grid(self) -> str:
         """Why tensor ranks cannot form a grid, as far as tables say: a sentence without its end; empty: they can."""
-        if self.attention is None or self.attending or not self.has_known_forward:
-            if self.no_features:
-                return self.no_features
+        is_known = self.has_known_forward and self.attention is not None and not self.attending
+        if not is_known and self.no_features:
+            return self.no_features
         if any(rule.kind == "expert" for rule in self.split):
             return "its router sees all features of a token"
         if self.vocabulary_head is None:

@@ -20,7 +20,7 @@ from weft.parallel.region import SequenceRegion, sequence_region
 from weft.rehearse._follow import AttentionWatch, CallFlow
 from weft.stand_ins import copy_on_meta
 from weft.techniques.tensor.cuts import is_magnitude, split_parameters
-from weft.techniques.tensor.grid import cut_of, grid_kind, role_of
+from weft.techniques.tensor.grid_roles import cut_of, grid_kind, role_of
 from weft.techniques.tensor.grid_shape import GridCut
 from weft.techniques.tensor.magnitudes import column_magnitudes, row_magnitudes
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from weft.comm import GroupView, Mesh, all_gather, reduce_scatter_shards
 from weft.parallel import Split
 from weft.parallel.grid import GridSplit
-from weft.techniques.tensor.grid import Kind, SampleShares, create_line
+from weft.techniques.tensor.grid import SampleShares, create_line
+from weft.techniques.tensor.grid_roles import Kind
 from weft.techniques.tensor.grid_shape import (
     BETWEEN_COPIES,
     INSIDE_COPIES,

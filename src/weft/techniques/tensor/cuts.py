@@ -14,6 +14,7 @@ from weft.comm import GroupView
 from weft.errors import PlanError
 from weft.models import INHERITED, Blueprint, SplitRule, Tables
 from weft.parallel import ModelLayout, Split
+from weft.techniques.tensor.linears import is_conv1d, is_linear
 
 _NO_CUTS = (*INHERITED, "whole", "gather", "part")
 """Kinds of modules whose parameters stay whole."""
@@ -24,15 +25,6 @@ _FITTING = {
     "channels": "a batch norm, an nn.GroupNorm or a convolution in groups",
 }
 """Kind → the modules that split so."""
-
-
-def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is Hugging Face's `Conv1D`: a linear layer whose weight is stored (in, out)."""
-    return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__) and hasattr(module, "nf")
 
 
 def is_coded(module: nn.Module) -> bool:

@@ -11,19 +11,12 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView, Mesh
 from weft.errors import PlanError
-from weft.models import IGNORED, Blueprint, SplitRule
+from weft.models import IGNORED, Blueprint
 from weft.parallel.grid import GridSplit, PartGrid
 from weft.plan import MeshPlan, axis_coordinates
-from weft.techniques.tensor.cuts import is_conv1d, is_linear
-from weft.techniques.tensor.grid_norms import is_centred, is_norm
+from weft.techniques.tensor.grid_roles import Kind, cut_of, role_of
 from weft.techniques.tensor.grid_shape import GridCut, GridShape
 from weft.techniques.tensor.summa import Gathered
-
-Kind = Literal["column", "row", "alone"]
-"""What a product is: the first or the second one of a layer, or a layer by itself."""
-Role = Literal["product", "vocabulary", "table", "norm", "heads"]
-"""What a module does with features of which a rank has a part: multiplies them, looks them up in a table that is cut by
-vocabulary, or in one that is not, normalises them, or works on whole heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,43 +101,6 @@ def _partition(plan: MeshPlan, shape: GridShape, fixed: Callable[[int, int, int]
     return list(parts.values())
 
 
-# ── what each module is ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def role_of(blueprint: Blueprint, name: str, module: nn.Module) -> Role | None:
-    """Return what a module of the model does with features that are cut; None: what works feature by feature.
-
-    Raises:
-        PlanError: a module whose work on a part of the features nothing tells.
-    """
-    rule = blueprint.rule_of(name)
-    kind = None if rule is None else rule.kind
-    if kind == "heads":
-        return "heads"
-    if is_linear(module) or is_conv1d(module):
-        if kind in (None, "column", "row", "sequence"):
-            return "product"
-    elif isinstance(module, nn.Embedding):
-        if kind in (None, "vocab", "sequence"):
-            return "vocabulary" if kind == "vocab" else "table"
-    elif is_norm(module):
-        if kind in (None, "sequence"):
-            return "norm"
-    elif next(module.parameters(recurse=False), None) is None and kind not in ("gather", "replicate", "expert"):
-        return None
-    raise PlanError(
-        f"plan.tensor_parallel.scheme cuts features between the layers, too, and nothing says how {name}, a"
-        f" {type(module).__name__}{f' of the kind {chr(34)}{kind}{chr(34)}' if kind else ''}, works on a part of them."
-        ' Use scheme = "1d".'
-    )
-
-
-def kind_of_product(blueprint: Blueprint, name: str) -> Kind:
-    """Return whether a product is the first or the second one of a layer, as the one-dimensional table has it."""
-    kind = blueprint.kind_of(name)
-    return kind if kind in ("column", "row") else "alone"
-
-
 def grid_splits(blueprint: Blueprint, grid: TensorGrid) -> dict[str, GridSplit | Literal["partial"]]:
     """Return the cut of every parameter of the whole model by name; `partial`: whole, with parts of its gradient.
 
@@ -163,32 +119,6 @@ def grid_splits(blueprint: Blueprint, grid: TensorGrid) -> dict[str, GridSplit |
             split = splits[whole_name] = grid.split_of(cut)
             _check_divides(whole_name, parameter, split)
     return splits
-
-
-def grid_kind(
-    blueprint: Blueprint, name: str, module: nn.Module
-) -> Literal["product", "rms_norm", "layer_norm"] | None:
-    """Return what ranks of a grid share of a module that no table lets one-dimensional ranks share."""
-    try:
-        role = role_of(blueprint, name, module)
-    except PlanError:
-        return None
-    if role == "norm":
-        return "layer_norm" if is_centred(module) else "rms_norm"
-    return "product" if role == "product" else None
-
-
-def cut_of(role: Role | None, module: nn.Module, leaf: str, rule: SplitRule | None) -> GridCut | None:
-    """Return how a module's parameter is cut; None: every rank has all of it, and a part of its gradient."""
-    blocks = 1 if rule is None else rule.blocks
-    if role == "heads":
-        return None
-    if role == "table":
-        return GridCut(1)
-    is_product = role == "product"
-    is_matrix = role == "vocabulary" or (is_product and leaf == "weight")
-    is_inside = role == "vocabulary" or (is_product and (rule is None or rule.kind != "row"))
-    return GridCut(1 if is_matrix and is_conv1d(module) else 0, blocks, is_matrix, is_inside)
 
 
 def _check_divides(name: str, parameter: nn.Parameter, split: GridSplit) -> None:

@@ -17,22 +17,17 @@ from torch import Tensor, nn
 
 from weft.comm import Mesh
 from weft.errors import PlanError
-from weft.models import Blueprint
+from weft.models import Blueprint, localise
 from weft.parallel import ModelPart, NestedSplit, fill_layout, first_names, is_own
 from weft.parallel.grid import GridSplit
 from weft.parallel.technique import Build
-from weft.techniques.tensor.cuts import check_sizes, is_conv1d, mark_partial
-from weft.techniques.tensor.grid import (
-    Kind,
-    TensorGrid,
-    check_grid_ties,
-    grid_splits,
-    kind_of_product,
-    role_of,
-)
+from weft.techniques.tensor.cuts import check_sizes, mark_partial
+from weft.techniques.tensor.grid import TensorGrid, check_grid_ties, grid_splits
 from weft.techniques.tensor.grid_norms import norm_forward
+from weft.techniques.tensor.grid_roles import Kind, kind_of_product, role_of
 from weft.techniques.tensor.grid_shape import GridShape
-from weft.techniques.tensor.layers import check_embedding, localise
+from weft.techniques.tensor.layers import check_embedding
+from weft.techniques.tensor.linears import is_conv1d
 from weft.techniques.tensor.summa import Gathered
 
 

@@ -7,47 +7,13 @@ it, which merge without cancellation, Chan et al. 1979).  Backward one sum of as
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.comm import GroupView, all_gather, all_reduce
-
-_CLASSES = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
-"""Norms of transformers that scale by their weight and nothing else."""
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether this is a norm over the last dim, as `norm_forward` computes it."""
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__ in _CLASSES:
-        return True
-    return _kind_by_trial(module) is not None
-
-
-def is_centred(module: nn.Module) -> bool:
-    """Whether the norm subtracts the mean."""
-    if isinstance(module, nn.LayerNorm):
-        return True
-    is_known = isinstance(module, nn.RMSNorm) or type(module).__name__ in _CLASSES
-    return not is_known and _kind_by_trial(module) == "layer_norm"
-
-
-def _kind_by_trial(module: nn.Module) -> Literal["rms_norm", "layer_norm"] | None:
-    """What a trial shows of a module of another class."""
-    if not type(module).__module__.startswith("transformers."):
-        return None
-    from weft.techniques.tensor.norm_trial import kind_by_trial  # ranks of few models need it
-
-    return kind_by_trial(module)
-
-
-def epsilon_of(module: nn.Module) -> float | None:
-    """Return what a norm adds to the mean square, by the names that it has in torch and transformers; None: it takes
-    the least step of its input's type."""
-    given: Any = getattr(module, "eps", None)
-    given = getattr(module, "variance_epsilon", None) if given is None else given
-    return None if given is None else float(given)
+from weft.techniques.tensor.grid_roles import epsilon_of, is_centred
 
 
 class _Norm(torch.autograd.Function):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView, Mesh
 from weft.errors import PlanError
-from weft.models import Blueprint, SplitRule, number_of, set_number
+from weft.models import Blueprint, SplitRule, localise
 from weft.parallel import ModelLayout, Split, StepContext, fill_layout, first_names, is_own
 from weft.parallel.autograd import (
     copy_to_group,
@@ -37,12 +37,11 @@ from weft.techniques.tensor.cuts import (
     check_ties,
     cut_parameters,
     is_coded,
-    is_conv1d,
-    is_linear,
     is_magnitude,
     mark_partial,
     split_parameters,
 )
+from weft.techniques.tensor.linears import is_conv1d, is_linear
 
 Forward = Callable[..., Any]
 
@@ -360,26 +359,3 @@ def _vocabulary_forward(module: nn.Embedding, forward: Forward, view: GroupView,
     finally:
         module.padding_idx = padding
     return reduce_from_group(found.masked_fill(elsewhere[..., None], 0), view)
-
-
-def localise(part: nn.Module, blueprint: Blueprint, parts: int) -> None:
-    """Divide the attributes that count something split over tensor ranks into so many parts; a shared module once.
-
-    Raises:
-        PlanError: a number that cannot be divided.
-    """
-    done: set[tuple[int, str]] = set()
-    for name, module in part.named_modules():
-        for entry in blueprint.localise:
-            if not fnmatchcase(name, entry.match) or (id(module), entry.attribute) in done:
-                continue
-            value = number_of(module, entry.attribute)
-            if value is None:
-                continue
-            if not isinstance(value, int) or value % parts:
-                raise PlanError(
-                    f"{name}.{entry.attribute} = {value} cannot be divided into {parts} parts, as plan.mesh.tensor"
-                    " asks. Use a size that can, or tensor = 1."
-                )
-            set_number(module, entry.attribute, value // parts)
-            done.add((id(module), entry.attribute))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.techniques.tensor.grid_norms import epsilon_of
+from weft.techniques.tensor.grid_roles import epsilon_of
 
 Kind = Literal["rms_norm", "layer_norm"]
 """Which formula: x̂ · weight + bias, where x̂ has a mean square of one, and in a layer norm a mean of zero, too."""
@@ -31,12 +31,12 @@ def kind_by_trial(module: nn.Module) -> Kind | None:
 
     The module may be on meta, and is left as it is.
     """
-    weight = module._parameters.get("weight")
+    own = dict(module.named_parameters(recurse=False))
+    weight = own.get("weight")
     if weight is None or weight.dim() != 1 or weight.numel() > _MOST_FEATURES or not _is_bare(module):
         return None
-    own = sorted(name for name, parameter in module._parameters.items() if parameter is not None)
     numbers = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
-    key = (type(module), *own, weight.numel(), repr(sorted(numbers.items())))
+    key = (type(module), *sorted(own), weight.numel(), repr(sorted(numbers.items())))
     if key not in _known:
         _known[key] = next((kind for kind in _KINDS if _computes(module, kind)), None)
     return _known[key]
@@ -44,8 +44,8 @@ def kind_by_trial(module: nn.Module) -> Kind | None:
 
 def _is_bare(module: nn.Module) -> bool:
     """Whether it holds a weight and a bias at most."""
-    tensors = {*module._parameters, *module._buffers}
-    return tensors <= {"weight", "bias"} and not module._buffers and not module._modules
+    held = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    return held <= {"weight", "bias"} and not any(module.named_buffers()) and not any(module.named_children())
 
 
 def _computes(module: nn.Module, kind: Kind) -> bool:
@@ -63,13 +63,12 @@ def _agrees(module: nn.Module, kind: Kind, scale: float, generator: torch.Genera
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    stand_ins: dict[int, Any] = {
-        id(each): nn.Parameter(draw(*each.shape)) for each in module._parameters.values() if each is not None
-    }
+    own = [*module.parameters()]
+    stand_ins: dict[int, Any] = {id(each): nn.Parameter(draw(*each.shape)) for each in own}
     tried = copy.deepcopy(module, stand_ins)
-    features = tried.weight.shape[0]  # pyright: ignore[reportIndexIssue, reportCallIssue]
-    x = (scale * (draw(2, 3, features) + 0.5)).requires_grad_()
-    weights, by = [each for each in tried.parameters()], draw(2, 3, features)
+    weights = [*tried.parameters()]
+    x = (scale * (draw(2, 3, own[0].numel()) + 0.5)).requires_grad_()
+    by = draw(2, 3, own[0].numel())
     epsilon = epsilon_of(tried)
     wanted = _formula(x, tried, kind, torch.finfo(x.dtype).eps if epsilon is None else epsilon)
     expected = [wanted, *torch.autograd.grad((wanted * by).sum(), [x, *weights])]

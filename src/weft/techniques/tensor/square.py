@@ -14,7 +14,8 @@ from torch import Tensor
 from weft.comm import GroupView, Mesh
 from weft.parallel import Split
 from weft.parallel.grid import GridSplit
-from weft.techniques.tensor.grid import Kind, SampleShares, create_line
+from weft.techniques.tensor.grid import SampleShares, create_line
+from weft.techniques.tensor.grid_roles import Kind
 from weft.techniques.tensor.grid_shape import COLUMN, COPIES, DEPTH, ROW, GridCut, GridShape
 from weft.techniques.tensor.summa import Gathered, embed, enter, gather_rows, product
 

@@ -89,7 +89,7 @@ def _check_role(blueprint: Blueprint, name: str, role: Role | None) -> None:
     """Refuse modules whose forward is another than that which ranks of a grid run in its place."""
     module: Any = blueprint.module.get_submodule(name)
     what = f"{name}, a {type(module).__name__},"
-    if role in (None, "heads"):
+    if role in (None, "heads", "alias"):
         return
     if is_parametrized(module) or any(isinstance(each, Tensor) for each in vars(module).values()):
         raise NoPartsError(f"{what} computes its weights from others")

@@ -16,9 +16,10 @@ from weft.techniques.tensor.linears import is_conv1d, is_linear
 
 Kind = Literal["column", "row", "alone"]
 """What a product is: the first or the second one of a layer, or a layer by itself."""
-Role = Literal["product", "vocabulary", "table", "norm", "heads"]
+Role = Literal["product", "vocabulary", "table", "norm", "heads", "alias"]
 """What a module does with features of which a rank has a part: multiplies them, looks them up in a table that is cut by
-vocabulary, or in one that is not, normalises them, or works on whole heads."""
+vocabulary, or in one that is not, normalises them, works on whole heads, or nothing, but that it holds vectors of other
+modules by names of its own."""
 _CLASSES = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 """Norms of transformers that scale by their weight and nothing else."""
 
@@ -44,11 +45,26 @@ def role_of(blueprint: Blueprint, name: str, module: nn.Module) -> Role | None:
             return "norm"
     elif next(module.parameters(recurse=False), None) is None and kind not in ("gather", "replicate", "expert"):
         return None
+    elif kind is None and _holds_aliases(blueprint, name):
+        return "alias"
     raise PlanError(
         f"plan.tensor_parallel.scheme cuts features between the layers, too, and nothing says how {name}, a"
         f" {type(module).__name__}{f' of the kind {chr(34)}{kind}{chr(34)}' if kind else ''}, works on a part of them."
         ' Use scheme = "1d".'
     )
+
+
+def _holds_aliases(blueprint: Blueprint, name: str) -> bool:
+    """Whether its own parameters are vectors, each cut as one of another module that it is."""
+    module = blueprint.module.get_submodule(name)
+    own = {f"{name}.{leaf}": each for leaf, each in module.named_parameters(recurse=False)}
+    rules = [blueprint.rule_of_parameter(each) for each in own]
+    is_cut = all(each.dim() == 1 for each in own.values()) and all(rule and rule.kind == "part" for rule in rules)
+    if not own or not is_cut:
+        return False
+    others = blueprint.module.named_parameters(remove_duplicate=False)
+    held = {id(each) for other, each in others if other not in own}
+    return all(id(each) in held for each in own.values())
 
 
 def kind_of_product(blueprint: Blueprint, name: str) -> Kind:
@@ -77,6 +93,8 @@ def cut_of(role: Role | None, module: nn.Module, leaf: str, rule: SplitRule | No
         return None
     if role == "table":
         return GridCut(1)
+    if role == "alias":
+        return GridCut(0, is_inside=True)
     is_product = role == "product"
     is_matrix = role == "vocabulary" or (is_product and leaf == "weight")
     is_inside = role == "vocabulary" or (is_product and (rule is None or rule.kind != "row"))

@@ -43,7 +43,9 @@ def build_blueprint(recipe: Recipe, plan: Plan | None = None) -> Blueprint:
     if divides and _may_split(blueprint, bare):
         _look_for_a_split(blueprint, bare)
     if adapter is None and bare.model.hf is not None and (plan is None or plan.tensor_parallel.scheme != "1d"):
-        _look_at_features(blueprint, bare)
+        from weft.blueprint._features import look_at_its_features  # as above
+
+        look_at_its_features(blueprint, bare)
     if adapter is not None:
         # Looked at are the model's own layers: how these adapters split follows from the layers beside them.
         from weft.models.adapters import apply_adapter
@@ -105,22 +107,6 @@ def _look_for_a_split(blueprint: Blueprint, recipe: Recipe) -> None:
     from weft.describe import look
 
     look(blueprint)
-
-
-def _look_at_features(blueprint: Blueprint, recipe: Recipe) -> None:
-    """Whether ranks that form a grid may have parts of the features: what was kept of the same model, or a look."""
-    from weft.description import stored  # as above
-
-    if recipe.data.documents == "isolated" and not blueprint.has_known_forward:
-        blueprint.no_features = "its documents are kept apart by masks that a look at one document does not show"
-        return
-    known = None if blueprint.has_known_forward else stored(recipe)
-    if known is not None:
-        blueprint.no_features = known.no_features
-        return
-    from weft.describe import look_at_features
-
-    look_at_features(blueprint)
 
 
 def _take_split(blueprint: Blueprint, tables: Tables) -> None:

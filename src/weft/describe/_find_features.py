@@ -27,10 +27,10 @@ from weft.describe._modes import BOTH
 from weft.describe._rehearse import DTYPE, RESHAPES, misshaped
 from weft.describe._trace import trace
 from weft.errors import PlanError, RecipeError
-from weft.models import Blueprint, localise
+from weft.models import Blueprint
 from weft.stand_ins import copy_on_meta
 from weft.techniques.tensor.grid_roles import Role, cut_of, role_of
-from weft.techniques.tensor.linears import is_conv1d
+from weft.techniques.tensor.plain_layers import is_conv1d, localise
 
 _LAID_OUT = frozenset({*RESHAPES, "clone", "alias", "detach", "_assert_tensor_metadata", "_assert_async"})
 """Operators that may run or not, as a part lies in memory."""
@@ -151,7 +151,7 @@ class _Together:
     makes: int
     """Features of its result."""
     dtype: torch.dtype
-    """Of the model."""
+    """Type that the model computes in."""
     blocks: int = 1
 
 

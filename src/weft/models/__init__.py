@@ -19,8 +19,8 @@ from weft.models._blueprint import logits_of as logits_of
 from weft.models._build import build_model as build_model
 from weft.models._build import build_reference as build_reference
 from weft.models._examples import token_example as token_example
-from weft.models._localise import localise as localise
 from weft.models._localise import localised as localised
+from weft.models._localise import number_of as number_of
 from weft.models._localise import numbers_of as numbers_of
 from weft.models._localise import set_number as set_number
 from weft.models._losses import IGNORED as IGNORED

@@ -5,13 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
-
-from weft.errors import PlanError
-from weft.families import Tables
 
 
 def numbers_of(module: nn.Module) -> Iterator[tuple[str, int]]:
@@ -65,26 +61,3 @@ def _is_configuration(value: Any) -> bool:
     """Whether it is an object of settings, such as transformers' `config`."""
     plain = isinstance(value, nn.Module | Tensor | type) or not hasattr(value, "__dict__")
     return not plain and type(value).__name__.endswith(("Config", "Namespace", "Settings", "Args", "Arguments"))
-
-
-def localise(part: nn.Module, tables: Tables, parts: int) -> None:
-    """Divide the attributes that count something split over tensor ranks into so many parts; a shared module once.
-
-    Raises:
-        PlanError: a number that cannot be divided.
-    """
-    done: set[tuple[int, str]] = set()
-    for name, module in part.named_modules():
-        for entry in tables.localise:
-            if not fnmatchcase(name, entry.match) or (id(module), entry.attribute) in done:
-                continue
-            value = number_of(module, entry.attribute)
-            if value is None:
-                continue
-            if not isinstance(value, int) or value % parts:
-                raise PlanError(
-                    f"{name}.{entry.attribute} = {value} cannot be divided into {parts} parts, as plan.mesh.tensor"
-                    " asks. Use a size that can, or tensor = 1."
-                )
-            set_number(module, entry.attribute, value // parts)
-            done.add((id(module), entry.attribute))

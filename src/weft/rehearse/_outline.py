@@ -140,7 +140,13 @@ def _parameters(blueprint: Blueprint, region: SequenceRegion | None) -> Iterator
         )
 
 
+def _may_form_grid(blueprint: Blueprint) -> bool:
+    return blueprint.attention is not None or not blueprint.no_features
+
+
 def _grid_cut(blueprint: Blueprint, name: str) -> GridCut | None:
+    if not _may_form_grid(blueprint):
+        return None
     owner, _, leaf = name.rpartition(".")
     module = blueprint.module.get_submodule(owner)
     try:
@@ -263,8 +269,7 @@ class _Notes:
             return None
         if kind in _NOTED:
             return kind  # pyright: ignore[reportReturnType]
-        has_grid = self.blueprint.attention is not None or not self.blueprint.no_features
-        return grid_kind(self.blueprint, name, module) if has_grid else None
+        return grid_kind(self.blueprint, name, module) if _may_form_grid(self.blueprint) else None
 
     def _is_in_region(self, name: str) -> bool:
         return self.region is not None and self.region.contains(name)

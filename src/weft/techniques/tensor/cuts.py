@@ -14,7 +14,7 @@ from weft.comm import GroupView
 from weft.errors import PlanError
 from weft.models import INHERITED, Blueprint, SplitRule, Tables
 from weft.parallel import ModelLayout, Split
-from weft.techniques.tensor.linears import is_conv1d, is_linear
+from weft.techniques.tensor.plain_layers import is_conv1d, is_linear
 
 _NO_CUTS = (*INHERITED, "whole", "gather", "part")
 """Kinds of modules whose parameters stay whole."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from weft.comm import Mesh
 from weft.errors import PlanError
-from weft.models import Blueprint, localise
+from weft.models import Blueprint
 from weft.parallel import ModelPart, NestedSplit, fill_layout, first_names, is_own
 from weft.parallel.grid import GridSplit
 from weft.parallel.technique import Build
@@ -27,7 +27,7 @@ from weft.techniques.tensor.grid_norms import norm_forward
 from weft.techniques.tensor.grid_roles import Kind, kind_of_product, role_of
 from weft.techniques.tensor.grid_shape import GridShape
 from weft.techniques.tensor.layers import check_embedding
-from weft.techniques.tensor.linears import is_conv1d
+from weft.techniques.tensor.plain_layers import is_conv1d, localise
 from weft.techniques.tensor.summa import Gathered
 
 

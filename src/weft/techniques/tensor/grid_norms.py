@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm import GroupView, all_gather, all_reduce
-from weft.techniques.tensor.grid_roles import epsilon_of, is_centred
+from weft.techniques.tensor.grid_roles import is_centred
+from weft.techniques.tensor.plain_layers import epsilon_of
 
 
 class _Norm(torch.autograd.Function):

@@ -5,14 +5,14 @@ Looking at a model asks it, too, so nothing here needs other ranks.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
 from weft.errors import PlanError
 from weft.models import Blueprint, SplitRule
 from weft.techniques.tensor.grid_shape import GridCut
-from weft.techniques.tensor.linears import is_conv1d, is_linear
+from weft.techniques.tensor.plain_layers import is_conv1d, is_linear
 
 Kind = Literal["column", "row", "alone"]
 """What a product is: the first or the second one of a layer, or a layer by itself."""
@@ -126,11 +126,3 @@ def _kind_by_trial(module: nn.Module) -> Literal["rms_norm", "layer_norm"] | Non
     from weft.techniques.tensor.norm_trial import kind_by_trial  # ranks of few models need it
 
     return kind_by_trial(module)
-
-
-def epsilon_of(module: nn.Module) -> float | None:
-    """Return what a norm adds to the mean square, by the names that it has in torch and transformers; None: it takes
-    the least step of its input's type."""
-    given: Any = getattr(module, "eps", None)
-    given = getattr(module, "variance_epsilon", None) if given is None else given
-    return None if given is None else float(given)

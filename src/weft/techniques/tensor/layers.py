@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView, Mesh
 from weft.errors import PlanError
-from weft.models import Blueprint, SplitRule, localise
+from weft.models import Blueprint, SplitRule
 from weft.parallel import ModelLayout, Split, StepContext, fill_layout, first_names, is_own
 from weft.parallel.autograd import (
     copy_to_group,
@@ -41,7 +41,7 @@ from weft.techniques.tensor.cuts import (
     mark_partial,
     split_parameters,
 )
-from weft.techniques.tensor.linears import is_conv1d, is_linear
+from weft.techniques.tensor.plain_layers import is_conv1d, is_linear, localise
 
 Forward = Callable[..., Any]
 

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.techniques.tensor.grid_roles import epsilon_of
+from weft.techniques.tensor.plain_layers import epsilon_of
 
 Kind = Literal["rms_norm", "layer_norm"]
-"""Which formula: x̂ · weight + bias, where x̂ has a mean square of one, and in a layer norm a mean of zero, too."""
+"""Formula of a norm, x̂ · weight + bias: x̂ has a mean square of one, and in a layer norm a mean of zero, too."""
 _KINDS: tuple[Kind, ...] = ("rms_norm", "layer_norm")
 _SCALES = (1.0, 1e-2, 1e-4)
 _TOLERANCE = 1e-9
 _MOST_FEATURES = 1 << 16
 """Wider parameters are no norm's."""
-_known: dict[tuple[Any, ...], Kind | None] = {}
 
 
 def kind_by_trial(module: nn.Module) -> Kind | None:
@@ -35,11 +34,7 @@ def kind_by_trial(module: nn.Module) -> Kind | None:
     weight = own.get("weight")
     if weight is None or weight.dim() != 1 or weight.numel() > _MOST_FEATURES or not _is_bare(module):
         return None
-    numbers = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str)}
-    key = (type(module), *sorted(own), weight.numel(), repr(sorted(numbers.items())))
-    if key not in _known:
-        _known[key] = next((kind for kind in _KINDS if _computes(module, kind)), None)
-    return _known[key]
+    return next((kind for kind in _KINDS if _computes(module, kind)), None)
 
 
 def _is_bare(module: nn.Module) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.families import Tables, found_split_note
 from weft.models import Blueprint, build_model
 from weft.plan import Plan
 from weft.recipe import Recipe
@@ -41,9 +40,11 @@ def build_blueprint(recipe: Recipe, plan: Plan | None = None) -> Blueprint:
         _adapt_and_look(blueprint, recipe, divides=divides)
         return blueprint
     if divides and _may_split(blueprint, bare):
-        _look_for_a_split(blueprint, bare)
+        from weft.blueprint._looks import look_for_a_split  # as below
+
+        look_for_a_split(blueprint, bare)
     if adapter is None and bare.model.hf is not None and (plan is None or plan.tensor_parallel.scheme != "1d"):
-        from weft.blueprint._features import look_at_its_features  # as above
+        from weft.blueprint._looks import look_at_its_features  # as above
 
         look_at_its_features(blueprint, bare)
     if adapter is not None:
@@ -94,23 +95,3 @@ def look_for_blocks(blueprint: Blueprint, plan: Plan | None = None) -> None:
 def _may_split(blueprint: Blueprint, recipe: Recipe) -> bool:
     usual = not blueprint.splits and not recipe.model.split and recipe.model.reference is None
     return usual if recipe.model.propose_split is None else recipe.model.propose_split
-
-
-def _look_for_a_split(blueprint: Blueprint, recipe: Recipe) -> None:
-    """Take what was kept of the same model, described by the same code; else see what its forward shows."""
-    from weft.description import stored  # as above
-
-    known = stored(recipe)
-    if known is not None:
-        _take_split(blueprint, known.tables)
-        return
-    from weft.describe import look
-
-    look(blueprint)
-
-
-def _take_split(blueprint: Blueprint, tables: Tables) -> None:
-    blueprint.split, blueprint.localise, blueprint.divisible = tables.split, tables.localise, tables.divisible
-    blueprint.vocabulary_head, blueprint.no_tensor = tables.vocabulary_head, tables.no_tensor
-    if tables.splits:  # other notes that were kept are not of this model: its folder may have got weights since
-        blueprint.notes = (*blueprint.notes, found_split_note(tables.split))

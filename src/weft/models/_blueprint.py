@@ -86,8 +86,7 @@ class Blueprint(Tables):
     """Whether it is a reference model, or of a family with a file, as it is: `build_model` says so.  Tables show what
     layers do, and not what a forward does between them, on which tensor ranks that form a grid rely."""
     no_features: str = UNKNOWN_FEATURES
-    """Why such ranks cannot have parts of the features of another model, as looking at its forward shows (`weft
-    .describe`): a sentence without its end; empty: they can."""
+    """Why they cannot have parts of the features of another model, as looking at it shows; empty: they can."""
     loss: Loss
     initialise: Initialiser | None
     task: Literal["causal_lm", "masked_lm", "classification", "other"] = "other"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView, all_gather, all_reduce
 from weft.techniques.tensor.grid_roles import is_centred
-from weft.techniques.tensor.plain_layers import epsilon_of
+from weft.techniques.tensor.norm_trial import epsilon_of
 
 
 class _Norm(torch.autograd.Function):

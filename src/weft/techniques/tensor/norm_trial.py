@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.techniques.tensor.plain_layers import epsilon_of
-
 Kind = Literal["rms_norm", "layer_norm"]
 """Formula of a norm, x̂ · weight + bias: x̂ has a mean square of one, and in a layer norm a mean of zero, too."""
 _KINDS: tuple[Kind, ...] = ("rms_norm", "layer_norm")
@@ -23,6 +21,14 @@ _SCALES = (1.0, 1e-2, 1e-4)
 _TOLERANCE = 1e-9
 _MOST_FEATURES = 1 << 16
 """Wider parameters are no norm's."""
+
+
+def epsilon_of(module: nn.Module) -> float | None:
+    """Return what a norm adds to the mean square, by the names that it has in torch and transformers; None: it takes
+    the least step of its input's type."""
+    given: Any = getattr(module, "eps", None)
+    given = getattr(module, "variance_epsilon", None) if given is None else given
+    return None if given is None else float(given)
 
 
 def kind_by_trial(module: nn.Module) -> Kind | None:

@@ -1,9 +1,8 @@
-"""What layers say of themselves: which are linear, what a norm adds, what counts heads and widths."""
+"""What layers say of themselves: which are linear, and what counts heads and widths."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import nn
 
@@ -18,14 +17,6 @@ def is_linear(module: nn.Module) -> bool:
 def is_conv1d(module: nn.Module) -> bool:
     """Whether this is Hugging Face's `Conv1D`: a linear layer whose weight is stored (in, out)."""
     return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__) and hasattr(module, "nf")
-
-
-def epsilon_of(module: nn.Module) -> float | None:
-    """Return what a norm adds to the mean square, by the names that it has in torch and transformers; None: it takes
-    the least step of its input's type."""
-    given: Any = getattr(module, "eps", None)
-    given = getattr(module, "variance_epsilon", None) if given is None else given
-    return None if given is None else float(given)
 
 
 def localise(part: nn.Module, tables: Tables, parts: int) -> None:

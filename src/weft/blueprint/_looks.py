@@ -1,0 +1,42 @@
+"""What looking at a recipe's model shows of its split and its features, or what was kept of an earlier look."""
+
+from __future__ import annotations
+
+from weft.description import stored
+from weft.families import Tables, found_split_note
+from weft.models import Blueprint
+from weft.recipe import Recipe
+
+
+def look_for_a_split(blueprint: Blueprint, recipe: Recipe) -> None:
+    """Take what was kept of the same model, described by the same code; else see what its forward shows."""
+    known = stored(recipe)
+    if known is not None:
+        _take_split(blueprint, known.tables)
+        return
+    from weft.describe import look  # thousands of lines, which ranks do without where something was kept
+
+    look(blueprint)
+
+
+def _take_split(blueprint: Blueprint, tables: Tables) -> None:
+    blueprint.split, blueprint.localise, blueprint.divisible = tables.split, tables.localise, tables.divisible
+    blueprint.vocabulary_head, blueprint.no_tensor = tables.vocabulary_head, tables.no_tensor
+    if tables.splits:  # other notes that were kept are not of this model: its folder may have got weights since
+        blueprint.notes = (*blueprint.notes, found_split_note(tables.split))
+
+
+def look_at_its_features(blueprint: Blueprint, recipe: Recipe) -> None:
+    """Enter into the blueprint of a model without known forward why its ranks may not have parts of the features."""
+    if blueprint.has_known_forward:
+        return
+    if recipe.data.documents == "isolated":
+        blueprint.no_features = "its documents are kept apart by masks that a look at one document does not show"
+        return
+    known = stored(recipe)
+    if known is not None:
+        blueprint.no_features = known.no_features
+        return
+    from weft.describe import look_at_features  # as above
+
+    look_at_features(blueprint)

@@ -206,7 +206,7 @@ class Family:
 
 
 def _alone(plan: Plan) -> Plan:
-    return replace(plan, mesh=MeshPlan(), microbatch=MicrobatchPlan(size=8), data_parallel=DataParallelPlan(zero=0))
+    return Plan(microbatch=MicrobatchPlan(size=8), compute=plan.compute)
 
 
 def _sentence(error: Exception, folder: Path) -> str:

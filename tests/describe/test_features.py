@@ -50,6 +50,22 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
+class NormedHeads(Attention):
+    """Normalises each head of the queries and keys, with weights that all heads share."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.of_queries, self.of_keys = norm(WIDTH // HEADS), norm(WIDTH // HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        query, key, value = (
+            each(x).view(batch, length, self.num_heads, -1) for each in (self.query, self.key, self.value)
+        )
+        heads = (each.transpose(1, 2) for each in (self.of_queries(query), self.of_keys(key), value))
+        return self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+
+
 Between = Callable[[Tensor, Any], Any]
 
 
@@ -189,6 +205,13 @@ def test_layer_norms_and_those_of_torch_may_have_parts() -> None:
     assert looked(Net(as_it_is, lambda: nn.LayerNorm(WIDTH))) == ""
     assert looked(Net(as_it_is, lambda: nn.RMSNorm(WIDTH))) == ""
     assert looked(Net(as_it_is, lambda: nn.LayerNorm(WIDTH, elementwise_affine=False))) == ""
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_norms_of_heads_work_on_each_ranks_heads(norm: Callable[[int], nn.Module]) -> None:
+    net = Net(as_it_is)
+    net.attention = NormedHeads(norm)
+    assert looked(net) == ""
 
 
 def test_a_module_of_ones_own_is_not_looked_at() -> None:

@@ -29,6 +29,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "architectures": ["PhiForCausalLM"], "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attention_dropout": 0.1,
     },
     "stablelm": {"architectures": ["StableLmForCausalLM"], "use_qkv_bias": True, "hidden_dropout": 0.1},
+    "persimmon": {"architectures": ["PersimmonForCausalLM"], "hidden_dropout": 0.1, "attention_dropout": 0.0},
     "gptj": {
         "architectures": ["GPTJForCausalLM"], "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64,
         "rotary_dim": 4, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0,

@@ -292,7 +292,9 @@ class FeatureWalker:
         count = len(event.arguments[1]) if event.name == "native_layer_norm" else 1
         if found is None or found.dim >= rank - count or any(each in self.parts for each in event.inputs[1:]):
             raise self._against(event, "normalises over what ranks have parts of")
-        self._put(event, event.outputs[0], found)
+        for output in event.outputs:  # statistics of a layer norm among them
+            if len(output.shape) == rank:
+                self._put(event, output, found)
 
     def _product(self, event: Event) -> None:
         start = 1 if event.name in ("addmm", "baddbmm") else 0

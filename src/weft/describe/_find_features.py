@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from weft.describe._events import Event, Trace, Value
 from weft.describe._feature_flow import STAND_IN, FeatureWalker, NoPartsError, Parts
-from weft.describe._fused import FUSED, FusedCall
+from weft.describe._fused import FUSED, FUSED_NAMES, FusedCall
 from weft.describe._modes import BOTH
 from weft.describe._rehearse import DTYPE, RESHAPES, misshaped
 from weft.describe._trace import trace
@@ -302,7 +302,9 @@ class _Steps:
 def _difference(mine: Event, other: Event, local: Any, held: Mapping[Value, Parts], parts: int) -> str:
     if (mine.name, mine.module) != (other.name, other.module):
         return f"it computes {other.name} where the whole model computes {mine.name}"
-    for what, values, found in (("takes", mine.inputs, other.inputs), ("makes", mine.outputs, other.outputs)):
+    count = 1 if mine.name in FUSED_NAMES else None  # others are what a kernel keeps
+    made = mine.outputs[:count], other.outputs[:count]
+    for what, values, found in (("takes", mine.inputs, other.inputs), ("makes", *made)):
         shapes = [local(value) for value in values], [value.shape for value in found]
         if shapes[0] != shapes[1]:
             return f"{mine.name} {what} {shapes[1]} instead of {shapes[0]}"

@@ -28,7 +28,6 @@ IMPOSSIBLE = {
     *(f"zero{low} and zero{high}" for low in range(4) for high in range(low + 1, 4)),
     "hybrid and zero0",  # nothing would be sharded
     "compile and split_backward",  # a compiled block has one backward
-    "compile and context",  # attention waits for other ranks
     *(f"grid and {name}" for name in ("sequence", "split_backward")),
     "context and grid",  # refused
     "compile and grid",  # refused

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from gpu_parity import Verdict
 from torch import Tensor
 
-from weft.techniques.context.kernels import kernel_for
+from weft.techniques.context.kernels import Scoring, kernel_for
 from weft.techniques.context.partial import Partial, attend, attend_backward, merge, nothing_seen
 
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -108,7 +108,7 @@ def _apart(
     mask = _mask(kind, lengths, generator)
     wanted = _whole(inputs, gradient, _seen(kind, mask, lengths), causal=kind == "causal")
     moved = [each.to(device) for each in (*inputs, gradient)]
-    kernel = kernel_for(moved[0], moved[1], moved[2], causal=kind == "causal", mask=mask)
+    kernel = kernel_for(moved[0], moved[1], moved[2], Scoring(0.3, kind == "causal", mask))
     found = _in_parts(moved, mask, _pairs(kind, lengths), causal=kind == "causal")
     apart = [float((a - b.double().cpu()).norm() / a.norm()) for a, b in zip(wanted, found, strict=True)]
     # The greatest, where nan, which compares with nothing, is greater than all.

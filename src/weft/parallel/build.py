@@ -268,7 +268,7 @@ def _create_stores(
         from weft.parallel.zero3 import FullyShardedStore, apply_zero3, cut_of, fill_shards  # where weights are cut
 
         kept_out = tables.keys() | {
-            key for key, each in members.items() if key[1] in parts[key[0]].ties or not cut_of(each.layout, mesh)
+            key for key, each in members.items() if key[1] in parts[key[0]].ties or cut_of(each.layout, mesh) is None
         }
         sharded = {key: member for key, member in members.items() if key not in kept_out}
         frozen = _cast_frozen(parts, dtypes, lambda layout: cut_of(layout, mesh) is None)

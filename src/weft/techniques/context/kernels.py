@@ -7,6 +7,7 @@ computed in chunks (`partial.py`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol, final
 
 import torch
@@ -26,12 +27,26 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 """The gradients of query, key and value."""
 
 
-class Kernel(Protocol):
-    """How torch attends on a device.  Shapes, `causal` and `mask` are those of `partial.attend`."""
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What scores are multiplied by, and which of them count."""
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    scale: float
+    causal: bool = False
+    """Whether query i sees keys 0 to i alone."""
+    mask: Tensor | None = None
+    """Which keys a query sees, bool (samples or 1, 1, queries, keys); it goes before `causal`."""
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether a kernel's own causal mask does it."""
+        return self.causal and self.mask is None
+
+
+class Kernel(Protocol):
+    """How torch attends on a device.  Shapes are those of `partial.attend`."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """Return output and L.  Of queries that see no key both say anything."""
         ...
 
@@ -41,15 +56,13 @@ class Kernel(Protocol):
         inputs: tuple[Tensor, Tensor, Tensor],
         output: Tensor,
         log_sum: Tensor,
-        scale: float,
-        causal: bool,
-        mask: Tensor | None,
+        scoring: Scoring,
     ) -> Gradients:
         """Return the shares that these keys have in the gradients; `output` and `log_sum` are those over all keys."""
         ...
 
 
-def kernel_for(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, mask: Tensor | None) -> Kernel | None:
+def kernel_for(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Kernel | None:
     """Return what torch has here for these, or None."""
     if query.shape[-1] != value.shape[-1]:
         return None
@@ -61,24 +74,22 @@ def kernel_for(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, mask:
         return None
     is_new = torch.cuda.get_device_capability(query.device) >= _AMPERE
     # With more keys than queries, the flash kernel's last query sees the last key, not its own.
-    is_square = not causal or query.shape[2] == key.shape[2]
+    is_square = not scoring.causal or query.shape[2] == key.shape[2]
     has_flash = is_new and torch.backends.cuda.is_flash_attention_available()
-    if has_flash and mask is None and query.dtype in _HALVES and query.shape[-1] <= _FLASH_SIZE and is_square:
+    if has_flash and scoring.mask is None and query.dtype in _HALVES and query.shape[-1] <= _FLASH_SIZE and is_square:
         return CudaFlash()
     takes = (*_HALVES, torch.float32) if is_new else (torch.float16, torch.float32)
-    return CudaEfficient() if query.dtype in takes and (mask is not None or is_square) else None
+    return CudaEfficient() if query.dtype in takes and (scoring.mask is not None or is_square) else None
 
 
 @final
 class CpuFlash:
     """`_scaled_dot_product_flash_attention_for_cpu`."""
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal and mask is None, attn_mask=_added(mask, query), scale=scale
+            query, key, value, 0.0, scoring.by_kernel, attn_mask=_added(scoring.mask, query), scale=scoring.scale
         )
 
     def backward(
@@ -87,14 +98,12 @@ class CpuFlash:
         inputs: tuple[Tensor, Tensor, Tensor],
         output: Tensor,
         log_sum: Tensor,
-        scale: float,
-        causal: bool,
-        mask: Tensor | None,
+        scoring: Scoring,
     ) -> Gradients:
         """See `Kernel`."""
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, *inputs, output, log_sum, 0.0, causal and mask is None,
-            attn_mask=_added(mask, inputs[0]), scale=scale,
+            gradient, *inputs, output, log_sum, 0.0, scoring.by_kernel,
+            attn_mask=_added(scoring.mask, inputs[0]), scale=scoring.scale,
         )  # fmt: skip
 
 
@@ -102,13 +111,11 @@ class CpuFlash:
 class CudaFlash:
     """`_scaled_dot_product_flash_attention`, without a mask."""
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        assert mask is None, "the flash kernel takes no mask"
+        assert scoring.mask is None, "the flash kernel takes no mask"
         found = torch.ops.aten._scaled_dot_product_flash_attention(
-            *readable(query, key, value), 0.0, causal, return_debug_mask=False, scale=scale
+            *readable(query, key, value), 0.0, scoring.causal, return_debug_mask=False, scale=scoring.scale
         )
         return found[0], found[1]
 
@@ -118,9 +125,7 @@ class CudaFlash:
         inputs: tuple[Tensor, Tensor, Tensor],
         output: Tensor,
         log_sum: Tensor,
-        scale: float,
-        causal: bool,
-        mask: Tensor | None,
+        scoring: Scoring,
     ) -> Gradients:
         """See `Kernel`."""
         query, key, _ = inputs
@@ -129,7 +134,7 @@ class CudaFlash:
         seed, offset = (torch.empty(0, dtype=torch.int64, device=query.device) for _ in range(2))
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
             *readable(gradient, *inputs, output), log_sum.contiguous(), None, None,
-            query.shape[2], key.shape[2], 0.0, causal, seed, offset, scale=scale,
+            query.shape[2], key.shape[2], 0.0, scoring.causal, seed, offset, scale=scoring.scale,
         )  # fmt: skip
 
 
@@ -137,15 +142,13 @@ class CudaFlash:
 class CudaEfficient:
     """`_scaled_dot_product_efficient_attention`: each head of keys is given once for every head of queries."""
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
         groups = query.shape[1] // key.shape[1]
         (query,) = readable(query)
         found = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1),
-            _aligned(mask, query, key), True, 0.0, causal and mask is None, scale=scale,
+            _aligned(scoring.mask, query, key), True, 0.0, scoring.by_kernel, scale=scoring.scale,
         )  # fmt: skip
         return found[0], found[1][:, :, : query.shape[2]]
 
@@ -155,9 +158,7 @@ class CudaEfficient:
         inputs: tuple[Tensor, Tensor, Tensor],
         output: Tensor,
         log_sum: Tensor,
-        scale: float,
-        causal: bool,
-        mask: Tensor | None,
+        scoring: Scoring,
     ) -> Gradients:
         """See `Kernel`."""
         query, key, value = inputs
@@ -168,8 +169,8 @@ class CudaEfficient:
         seed, offset = (torch.empty(0, dtype=torch.int64, device=query.device) for _ in range(2))
         by_query, by_key, by_value, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             gradient, query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1),
-            _aligned(mask, query, key), output, _in_full_rows(log_sum), seed, offset, 0.0,
-            [True, True, True, False], causal and mask is None, scale=scale,
+            _aligned(scoring.mask, query, key), output, _in_full_rows(log_sum), seed, offset, 0.0,
+            [True, True, True, False], scoring.by_kernel, scale=scoring.scale,
         )  # fmt: skip
         by_key, by_value = (
             each.unflatten(1, (-1, groups)).sum(2, dtype=torch.float32).to(key.dtype) for each in (by_key, by_value)

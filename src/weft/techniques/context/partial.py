@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.techniques.context.kernels import kernel_for
+from weft.techniques.context.kernels import Scoring, kernel_for
 
 Kept = Callable[[slice], Tensor]
 """Rows of queries → which of their probabilities are kept, times what they are scaled by:
@@ -49,8 +49,9 @@ def attend(
     `causal`: query i sees keys 0 to i.  `mask` is of bool, (samples or 1, 1, queries, keys), and goes before `causal`.
     `kept`: probabilities are dropped after the softmax, so L is what it would be without, and results merge as ever.
     """
-    if kept is None and (kernel := kernel_for(query, key, value, causal=causal, mask=mask)):
-        output, log_sum = kernel.attend(query, key, value, scale, causal, mask)
+    scoring = Scoring(scale, causal, mask)
+    if kept is None and (kernel := kernel_for(query, key, value, scoring)):
+        output, log_sum = kernel.attend(query, key, value, scoring)
         if mask is not None:  # of who sees nothing each kernel says something else
             sees = mask.to(query.device).any(-1)
             output, log_sum = output.masked_fill(~sees[..., None], 0.0), log_sum.masked_fill(~sees, -torch.inf)
@@ -84,8 +85,9 @@ def attend_backward(
 
     `gradient` and `whole` are those of the queries over all keys, `whole.output` in the dtype of `query`.
     """
-    if kept is None and (kernel := kernel_for(query, key, value, causal=causal, mask=mask)):
-        return kernel.backward(gradient, (query, key, value), whole.output, whole.log_sum, scale, causal, mask)
+    scoring = Scoring(scale, causal, mask)
+    if kept is None and (kernel := kernel_for(query, key, value, scoring)):
+        return kernel.backward(gradient, (query, key, value), whole.output, whole.log_sum, scoring)
     if mask is not None:
         mask = mask.to(query.device)
     elif causal:

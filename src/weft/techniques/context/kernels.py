@@ -35,7 +35,7 @@ class Scoring:
     causal: bool = False
     """Whether query i sees keys 0 to i alone."""
     mask: Tensor | None = None
-    """Which keys a query sees, bool (samples or 1, 1, queries, keys); it goes before `causal`."""
+    """Visible keys of each query, bool (samples or 1, 1, queries, keys); they go before `causal`."""
 
     @property
     def by_kernel(self) -> bool:

@@ -14,7 +14,8 @@ from torch import Tensor
 from pool import RankPool
 from weft.comm import Mesh
 from weft.plan import MeshPlan
-from weft.techniques.expert.exchange import Journey, arrive, find_route, leave
+from weft.techniques.expert.exchange import RowJourney, find_route
+from weft.techniques.expert.journey import arrive, leave
 from weft.techniques.expert.shares import rows_of_expert, rows_of_rank
 
 WIDTH = 3
@@ -36,7 +37,7 @@ def _travelled(drawn: list[list[list[int]]]) -> list[str]:
         own = len(counts) // ranks
         rows = _rows_of(view.index, counts)
         route = find_route(torch.tensor(counts), len(rows), view)
-        outward, back = Journey(route, is_outward=True), Journey(route, is_outward=False)
+        outward, back = RowJourney(route, is_outward=True), RowJourney(route, is_outward=False)
         here = arrive(leave(rows, outward), outward)
         mine = range(view.index * own, (view.index + 1) * own)
         wanted = [(r, e, p) for e in mine for r in range(ranks) for p in range(by_rank[r][e])]
@@ -88,7 +89,7 @@ def _crossing() -> list[str]:
     view, found = mesh["expert"], list[Any]()
     for scale in (1.0, 10.0):
         rows = (_rows_of(view.index, [2, 1]).detach() * scale).requires_grad_()
-        outward = Journey(find_route(torch.tensor([2, 1]), 3, view), is_outward=True)
+        outward = RowJourney(find_route(torch.tensor([2, 1]), 3, view), is_outward=True)
         found.append((rows, outward, leave(rows, outward)))
     made = [arrive(arriving, outward) for _, outward, arriving in reversed(found)]
     torch.stack([each.sum() for each in made]).sum().backward()

@@ -26,7 +26,7 @@ from weft.techniques.context import attention, partial, shares, ulysses
 from weft.techniques.context import runtime as context
 from weft.techniques.context.exchange import RingExchange
 from weft.techniques.context.partial import Partial
-from weft.techniques.expert import exchange
+from weft.techniques.expert import exchange, journey
 from weft.techniques.expert import runtime as expert
 from weft.techniques.offload import depot
 from weft.techniques.pipeline import runtime as pipeline
@@ -263,7 +263,7 @@ def _rows_as_they_came() -> list[Patch]:
         as_they_came = torch.arange(route.num_taken)
         return replace(route, by_expert=as_they_came, by_rank=as_they_came)
 
-    return [(expert, "find_route", unsorted)]
+    return [(exchange, "find_route", unsorted)]
 
 
 def _gradients_of_rows_stay() -> list[Patch]:
@@ -271,21 +271,19 @@ def _gradients_of_rows_stay() -> list[Patch]:
 
     def nothing(ctx: Any, *grads: Tensor) -> Any:
         said = ctx.journey.end()
-        if ctx.journey.is_outward:
-            return torch.zeros_like(said), None
-        return said.index_select(0, ctx.journey.route.by_expert), None
+        return torch.zeros_like(said) if ctx.journey.is_outward else ctx.journey.sort(said), None
 
-    return [(exchange._Leave, "backward", staticmethod(nothing))]
+    return [(journey._Leave, "backward", staticmethod(nothing))]
 
 
 def _weights_of_the_choices_before() -> list[Patch]:
     """What comes back is weighted as if a token's choices stood in the other order."""
-    combine = expert.combine
+    combine = exchange.combine
 
     def turned(rows: Tensor, weights: Tensor, *of: Any) -> Tensor:
         return combine(rows, weights.flip(1), *of)
 
-    return [(expert, "combine", turned)]
+    return [(exchange, "combine", turned)]
 
 
 def _no_sum_over_depth() -> list[Patch]:

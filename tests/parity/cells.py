@@ -13,6 +13,7 @@ from weft.plan import (
     ComputePlan,
     ContextParallelPlan,
     DataParallelPlan,
+    ExpertParallelPlan,
     MemoryPlan,
     MeshPlan,
     MicrobatchPlan,
@@ -161,6 +162,7 @@ def plan(
     scheme: str = "ring",
     pipeline: int = 1,
     expert: int = 1,
+    exchange: str = "all_to_all",
     schedule: str = "1f1b",
     chunks: int = 1,
     cuts: tuple[int, ...] | None = None,
@@ -191,6 +193,7 @@ def plan(
         ),
         tensor_parallel=TensorParallelPlan(scheme=grid, sequence=sequence),
         context_parallel=ContextParallelPlan(scheme=scheme),  # type: ignore[arg-type]
+        expert_parallel=ExpertParallelPlan(exchange=exchange),  # type: ignore[arg-type]
         pipeline_parallel=PipelineParallelPlan(schedule=schedule, chunks_per_rank=chunks, cuts=cuts),  # type: ignore[arg-type]
         microbatch=MicrobatchPlan(size=micro, per_step=per_step),
         memory=MemoryPlan(recompute=recompute, fused_loss=fused),
@@ -205,7 +208,7 @@ def name_of(plan: Plan) -> str:
         if getattr(mesh, axis) > 1:
             parts.append(f"{axis[0] if axis != 'shard' else 'h'}{getattr(mesh, axis)}")
     if mesh.expert > 1:
-        parts.append(f"e{mesh.expert}")
+        parts.append(f"e{mesh.expert}" + "_gathered" * (plan.expert_parallel.exchange == "all_gather"))
     if plan.tensor_parallel.scheme != "1d":
         parts.append(plan.tensor_parallel.scheme.replace(".", "_"))
     if mesh.context > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from cells import Cell, decoder, plan
 from matrix import MIXED, ZERO
@@ -131,7 +132,42 @@ def of_context() -> Iterator[Cell]:
         yield from _cells("mixture_biased", plan(pipeline=2, shard=2, context=2, expert=experts, zero=zero, micro=1))
 
 
-ALL = tuple(dict.fromkeys([*alone(), *with_data(), *with_others(), *fourfold(), *with_tensor(), *of_context()]))
+def gathered() -> Iterator[Cell]:
+    """Tokens that are gathered instead of sent: every axis, shares of unequal length, and recomputation."""
+    for zero in ZERO:
+        yield from _cells("mixture_dropout", gathering(expert=2, shard=2, zero=zero))
+    yield from _cells("mixture", gathering(expert=4, shard=4, zero=3, micro=3), gathering(expert=4, context=4))
+    yield from _cells("mixture_six", gathering(expert=3, shard=3, replicate=2, zero=2, micro=1))
+    yield from _cells("mixture_six", gathering(expert=3, context=3, replicate=2, zero=1))
+    yield from _cells("mixture_eight", gathering(expert=2, shard=2, replicate=2, zero=1, micro=3))
+    for scheme in ("ring", "all_gather", "ulysses"):
+        yield from _cells("mixture_untied", gathering(expert=2, context=2, scheme=scheme, micro=3))
+        yield from _cells("mixture_decoder", gathering(expert=2, context=2, shard=2, zero=1, scheme=scheme))
+    for word in ("full", "selective", MIXED):
+        yield from _cells("mixture_dropout", gathering(expert=2, shard=2, zero=1, recompute=word))
+        yield from _cells("mixture_decoder", gathering(expert=2, context=2, zero=3, recompute=word))
+    for schedule in ("1f1b", "interleaved_zero_bubble", "zbv"):
+        chunks = 1 if schedule == "1f1b" else 2
+        yield from _cells(
+            "mixture_dropout",
+            gathering(expert=2, shard=2, zero=1, pipeline=2, schedule=schedule, chunks=chunks, micro=1),
+        )
+    for sequence in (False, True):
+        yield from _cells("mixture_decoder", gathering(expert=2, shard=2, zero=1, tensor=2, sequence=sequence))
+    yield from _cells("mixture_losses", gathering(expert=2, shard=2, zero=1, micro=2, recompute="full"))
+    yield from _cells("mixture_biased", gathering(expert=2, context=2, micro=3))
+    for zero in (1, 3):
+        yield from _cells("mixture_dropout", gathering(pipeline=2, shard=2, context=2, expert=4, zero=zero, micro=1))
+
+
+def gathering(**of: Any) -> Plan:
+    """A plan whose ranks gather tokens."""
+    return plan(exchange="all_gather", **of)
+
+
+ALL = tuple(
+    dict.fromkeys([*alone(), *with_data(), *with_others(), *fourfold(), *with_tensor(), *of_context(), *gathered()])
+)
 DRAWN = (
     Cell("mixture_dropout", plan(expert=2, shard=2, zero=1, recompute="full")),
     Cell("mixture", plan(expert=4, shard=4, zero=3, micro=1)),
@@ -139,4 +175,6 @@ DRAWN = (
     Cell("mixture_untied", plan(expert=2, context=2, shard=2, zero=0)),
     Cell("mixture_dropout", plan(pipeline=2, shard=2, context=2, expert=4, zero=1, micro=1)),
     Cell("mixture_decoder", plan(expert=2, shard=2, zero=1, tensor=2, sequence=True, recompute="full")),
+    Cell("mixture_six", gathering(expert=3, context=3, zero=1)),
+    Cell("mixture_decoder", gathering(expert=2, shard=2, zero=1, tensor=2, sequence=True, recompute="full")),
 )

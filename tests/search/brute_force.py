@@ -76,11 +76,12 @@ def _axes(cluster: Cluster, space: Space, batch: int, every_data: bool) -> Itera
                 continue
             if space.single_microbatch and data != total:
                 continue
-            for precision, parallel, scheme, way in product(
+            for precision, parallel, scheme, way, exchange in product(
                 space.precisions,
                 space.sequence_parallels if tensor > 1 else (False,),
                 space.tensor_schemes if tensor > 1 else space.tensor_schemes[:1],
                 space.context_schemes if context > 1 else ("ring",),
+                space.expert_exchanges if expert > 1 else ("all_to_all",),
             ):
                 element = 8 if precision == "fp64" else 4
                 copies = 2 if precision in ("fp32", "tf32", "fp64") else 3
@@ -89,6 +90,7 @@ def _axes(cluster: Cluster, space: Space, batch: int, every_data: bool) -> Itera
                     microbatch_size=size, microbatches=-(-total // data), uneven=total % data > 0,
                     precision=precision, gradient_bytes=element, master_bytes=copies * element,
                     sequence_parallel=parallel, tensor_scheme=scheme, context_scheme=way,
+                    expert_exchange=exchange,
                 )  # fmt: skip
 
 

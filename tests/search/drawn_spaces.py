@@ -31,7 +31,8 @@ CORES = ("4xcpu", "2x2xcpu", "3xcpu", "2x1xcpu", "4x1xcpu")
 WIDE = ("2x8xh100", "4x4xa100-40gb", "4x8xh100", "3x8xh100", "5x4xh100", "16x1xh100")
 _CHOSEN = (
     "pipelines", "tensors", "contexts", "experts", "microbatch_sizes", "schedules", "zeros", "recomputes", "offloads",
-    "sequence_parallels", "fused_losses", "precisions", "tensor_schemes", "context_schemes", "algorithms",
+    "sequence_parallels", "fused_losses", "precisions", "tensor_schemes", "context_schemes",
+    "expert_exchanges", "algorithms",
 )  # fmt: skip
 MEBI = 1 << 20
 

@@ -40,7 +40,7 @@ PAIRS: dict[str, tuple[str, str, int, int | None]] = {
 }  # fmt: skip
 SETTINGS = (
     "pipelines", "tensors", "contexts", "experts", "microbatch_sizes", "schedules", "zeros", "recomputes", "offloads",
-    "sequence_parallels", "fused_losses", "tensor_schemes", "context_schemes", "algorithms",
+    "sequence_parallels", "fused_losses", "tensor_schemes", "context_schemes", "expert_exchanges", "algorithms",
 )  # fmt: skip
 
 REFUSALS: dict[str, Callable[[Plan], str]] = {

@@ -24,7 +24,7 @@ from weft.techniques.zero.cost import reduces_once
 
 SAME = (
     "pipeline", "data", "context", "tensor", "expert", "schedule", "chunks", "microbatch_size", "precision",
-    "sequence_parallel", "tensor_scheme", "context_scheme",
+    "sequence_parallel", "tensor_scheme", "context_scheme", "expert_exchange",
 )  # fmt: skip
 
 

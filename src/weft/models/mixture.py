@@ -132,28 +132,30 @@ class Mixture(nn.Module):
         routing: Routing = self.router(tokens)
         if self.record is not None:
             self.record(routing)
-        order, places, counts = arrange(routing.chosen, self.router.num_experts)
-        rows = spread(tokens, order, places)
-        results, shared = self.dispatch(rows, counts, lambda: None if self.shared is None else self.shared(tokens))
-        mixed = combine(results, routing.weights, order, places)
+        mixed, shared = self.dispatch(
+            tokens, routing.chosen, routing.weights, lambda: None if self.shared is None else self.shared(tokens)
+        )
         return (mixed if shared is None else mixed + shared).view(hidden.shape)
 
     def dispatch(
-        self, rows: Tensor, counts: Tensor, meanwhile: Callable[[], Tensor | None]
+        self, tokens: Tensor, chosen: Tensor, weights: Tensor, meanwhile: Callable[[], Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what the experts make of rows (n, hidden), in their order, and what `meanwhile` returns.
+        """Return what the experts make of tokens (n, hidden), and what `meanwhile` returns.
 
         The one place where tokens meet experts: ranks that share experts out set this attribute of the instance to
-        what sends rows to where their expert is, calls `meanwhile` (the shared expert) while they travel, runs
+        what sends tokens to where their experts are, calls `meanwhile` (the shared expert) while they travel, runs
         `self.experts` with its own share of experts, and brings the results back.
 
         Args:
-            rows: the tokens, one copy per choice, sorted by expert, those of an expert in the order of the tokens.
-            counts: (experts,), int64: rows for each of all experts, here or elsewhere.
+            tokens: (n, hidden).
+            chosen: (n, top_k), int64: the experts of each.
+            weights: (n, top_k): what each choice counts.
             meanwhile: computes beside; to be called once.
         """
+        order, places, counts = arrange(chosen, self.router.num_experts)
+        rows = spread(tokens, order, places)
         beside = meanwhile()
-        return self.experts(rows, counts), beside
+        return combine(self.experts(rows, counts), weights, order, places), beside
 
 
 def arrange(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,11 +15,12 @@ from weft.techniques.tensor.grid_shape import GridCut
 Shape = tuple[int, ...]
 CallKind = Literal[
     "column", "row", "vocab", "whole", "replicate", "gather", "batch_norm", "enter", "sum", "norms", "attention",
-    "expert", "experts", "channel_out", "channel_in", "product", "rms_norm", "layer_norm",
+    "expert", "experts", "mixture", "channel_out", "channel_in", "product", "rms_norm", "layer_norm",
 ]  # fmt: skip
 """How ranks share a module's work; `batch_norm`: data ranks share its statistics; `expert`: a mixture; `experts`: what
-reads its rows, sorted by expert, which may be those of other ranks.  `product` and the two norms are layers that only a
-grid of tensor ranks shares.  Four are no calls but what a module does inside of its forward: `enter` copies an
+reads its rows, sorted by expert, which may be those of other ranks; `mixture`: what reads its tokens and ends with what
+experts make of them, a mixture of Weft's or a module of stacked experts.  `product` and the two norms are layers that
+only a grid of tensor ranks shares.  Four are no calls but what a module does inside of its forward: `enter` copies an
 activation, `sum` sums its parts, `norms` those of norms of weights, and `attention` lets tokens see one another: it
 reads keys, and its output has the shape of the values."""
 
@@ -78,6 +79,10 @@ class ModuleCall:
     """Keys that each query of attention sees, its own and those before; None: as many as there are."""
     experts: int = 0
     """Experts of all ranks together, of such a call."""
+    copies: int = 0
+    """Experts that a token of a mixture chooses."""
+    weighs: bool = False
+    """Whether a gradient flows back into what these choices count."""
     needs_gradient: bool
     """Whether a gradient flows back into what it reads."""
     gives_gradient: bool

@@ -19,6 +19,7 @@ from weft.plan._plan import BATCH_AXES as BATCH_AXES
 from weft.plan._plan import Axis as Axis
 from weft.plan._plan import ContextParallelPlan as ContextParallelPlan
 from weft.plan._plan import DataParallelPlan as DataParallelPlan
+from weft.plan._plan import ExpertParallelPlan as ExpertParallelPlan
 from weft.plan._plan import MemoryPlan as MemoryPlan
 from weft.plan._plan import MeshPlan as MeshPlan
 from weft.plan._plan import MeshSettings as MeshSettings

@@ -16,7 +16,7 @@ from weft.techniques.compression.contract import CompressionSettings
 from weft.techniques.compute.contract import ComputePlan
 from weft.techniques.context.contract import ContextSettings
 from weft.techniques.data.contract import MicrobatchPlan
-from weft.techniques.expert.contract import EXPERT_LENDERS
+from weft.techniques.expert.contract import EXPERT_LENDERS, ExpertSettings
 from weft.techniques.fused_loss.contract import FusedLossSettings
 from weft.techniques.local_steps.contract import LocalStepsSettings
 from weft.techniques.offload.contract import OffloadSettings
@@ -112,6 +112,14 @@ class ContextParallelPlan(ContextSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertParallelPlan(ExpertSettings):
+    """How tokens meet experts that other ranks have."""
+
+    def __post_init__(self) -> None:
+        _RULES.types(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineParallelPlan(PipelineSettings):
     """How blocks are cut into stages and in which order microbatches pass them."""
 
@@ -137,6 +145,7 @@ class Plan:
     data_parallel: DataParallelPlan = field(default_factory=DataParallelPlan)
     tensor_parallel: TensorParallelPlan = field(default_factory=TensorParallelPlan)
     context_parallel: ContextParallelPlan = field(default_factory=ContextParallelPlan)
+    expert_parallel: ExpertParallelPlan = field(default_factory=ExpertParallelPlan)
     pipeline_parallel: PipelineParallelPlan = field(default_factory=PipelineParallelPlan)
     microbatch: MicrobatchPlan = field(default_factory=MicrobatchPlan)
     memory: MemoryPlan = field(default_factory=MemoryPlan)

@@ -12,6 +12,7 @@ from weft.techniques.buckets.contract import FIRST_BUCKET_BYTES as FIRST_BUCKET_
 from weft.techniques.buckets.contract import BucketSettings
 from weft.techniques.compression.contract import CompressionSettings
 from weft.techniques.context.contract import ContextScheme
+from weft.techniques.expert.contract import ExpertExchange
 from weft.techniques.fused_loss.contract import FusedLossSettings
 from weft.techniques.local_steps.contract import LocalStepsSettings
 from weft.techniques.offload.contract import OffloadSettings
@@ -51,6 +52,7 @@ class Layout(
     context_scheme: ContextScheme = "ring"
     context_ulysses: int = 0
     """Neighbours that exchange heads under `usp`; 0: as many as fit."""
+    expert_exchange: ExpertExchange = "all_to_all"
     schedule: PricedSchedule = "1f1b"
     chunks: int = 1
     """Stages on each pipeline rank."""

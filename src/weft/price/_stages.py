@@ -87,6 +87,7 @@ class CostKey(NamedTuple):
     tensor_scheme: str
     context_scheme: str
     context_ulysses: int
+    expert_exchange: str
     precision: str
     gradient_bytes: int
     tensor: AxisGroup
@@ -228,7 +229,7 @@ _COMPUTED = 3
 _TRAFFIC = (
     (tensor_traffic, attrgetter("tensor")),
     (context_traffic, attrgetter("context", "context_scheme", "context_ulysses")),
-    (expert_traffic, attrgetter("expert")),
+    (expert_traffic, attrgetter("expert", "expert_exchange")),
     (statistics_traffic, attrgetter("statistics")),
 )
 """What blocks send, in the order of a `PassCost`'s fields, each with all of a `CostKey` that decides how long it takes
@@ -280,6 +281,7 @@ def key_of(layout: Layout, groups: Groups, *, has_batch_norm: bool) -> CostKey:
         tensor_scheme=layout.tensor_scheme,
         context_scheme=layout.context_scheme,
         context_ulysses=layout.context_ulysses,
+        expert_exchange=layout.expert_exchange,
         precision=layout.precision,
         gradient_bytes=layout.gradient_bytes,
         tensor=groups.tensor,

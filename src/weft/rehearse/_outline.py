@@ -195,6 +195,8 @@ class _Notes:
     region: SequenceRegion | None = field(init=False)
     _experts: Mapping[str, int] = field(init=False)
     """Module of stacked experts → how many they are."""
+    _top_k: Mapping[str, int] = field(init=False)
+    """Mixture of Weft's → how many experts a token chooses."""
     _flow: CallFlow = field(default_factory=CallFlow)
     _num_kept: int = 0
     _tokens: int = 0
@@ -212,6 +214,7 @@ class _Notes:
 
     def __post_init__(self) -> None:
         self._experts = self.blueprint.experts
+        self._top_k = {name: mixture.router.top_k for name, mixture in self.blueprint.mixtures.items()}
         self.region = sequence_region(self.blueprint) if isinstance(self.blueprint.cut, CutTable) else None
 
     def run(self, batch: Mapping[str, Tensor]) -> tuple[int, ...]:
@@ -241,6 +244,8 @@ class _Notes:
                 continue
             if stack := self.blueprint.stacks.get(name):
                 self._note_stack(name, module, stack)
+            if name in self._top_k:
+                self._note(name, module, "mixture", is_inside_whole=False)
             kind = self._kind(name, module)
             if kind in ("column", "row") and is_magnitude(module):
                 self._note_magnitudes(name, module, kind)
@@ -339,7 +344,7 @@ class _Notes:
         opened: list[tuple[int, int]] = []
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            tokens, choices, _ = stack.operands(args, kwargs)
+            tokens, choices, weights = stack.operands(args, kwargs)
             opened.append((len(self.calls), self._num_kept))
             call = ModuleCall(
                 module=name,
@@ -352,15 +357,17 @@ class _Notes:
                 needs_gradient=tokens.requires_grad,
                 gives_gradient=False,
             )
-            self.calls.append(call)
+            whole = {"shape": tuple(tokens.shape), "output": tuple(tokens.shape), "copies": choices.shape[1]}
+            self.calls += [call, replace(call, kind="mixture", weighs=weights.requires_grad, **whole)]
 
         def leave(module: nn.Module, args: Any, output: Tensor) -> None:
             index, num_kept = opened.pop()
-            call = self.calls[index]
-            assert call is not None, "noted when it was entered"
-            self.calls[index] = replace(call, gives_gradient=output.requires_grad)
-            # What came back is kept for the weights of the choices, so whoever computes again gets it again.
-            self._in_block.append((index, num_kept, num_kept))
+            for place in (index, index + 1):
+                call = self.calls[place]
+                assert call is not None, "noted when it was entered"
+                self.calls[place] = replace(call, gives_gradient=output.requires_grad)
+            # Rows that came back are kept for the weights of the choices, so whoever computes again gets them again.
+            self._in_block += [(index, num_kept, num_kept), (index + 1, num_kept, self._num_kept)]
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave)
@@ -398,6 +405,8 @@ class _Notes:
                 gathers_output=rule is not None and rule.gather_output,
                 is_divided=rule is not None and rule.kind == "channels",
                 experts=self._experts.get(name, 0),
+                copies=self._top_k.get(name, 0),
+                weighs=kind == "mixture" and (read.requires_grad or _is_trained(module.get_submodule("router"))),
                 source=self._number(read),
                 shape=self._by_sample(read) if kind == "expert" else tuple(read.shape),
                 output=(),
@@ -475,6 +484,10 @@ def _crossing(cut: Cut | None, index: int) -> tuple[int, int] | None:
         elements = math.prod(crossing.shape)
         grows, stays = (grows + elements, stays) if crossing.is_per_sample else (grows, stays + elements)
     return grows, stays
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _first(values: Sequence[Any], named: Mapping[str, Any]) -> Tensor:

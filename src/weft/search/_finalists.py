@@ -23,8 +23,8 @@ _BUCKETS_MATTER = 1.02
 """Prices up to so many times the limit are tried with other buckets."""
 
 _SHAPE = (
-    "pipeline", "context", "tensor", "expert", "sequence_parallel", "tensor_scheme", "context_scheme", "schedule",
-    "chunks", "microbatch_size", "microbatches", "recompute", "offload", "precision",
+    "pipeline", "context", "tensor", "expert", "sequence_parallel", "tensor_scheme", "context_scheme",
+    "expert_exchange", "schedule", "chunks", "microbatch_size", "microbatches", "recompute", "offload", "precision",
 )  # fmt: skip
 _TIMED = attrgetter(*_SHAPE, "cuts")
 """What the time of a step depends on, the reduction of gradients and where axes lie left out."""

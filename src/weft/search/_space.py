@@ -14,6 +14,7 @@ from weft.price import PricedPrecision
 from weft.profile import Profile
 from weft.recipe import PermitRecipe
 from weft.techniques.context.contract import ContextScheme
+from weft.techniques.expert.contract import ExpertExchange
 from weft.techniques.offload.contract import Offload as Offload
 from weft.techniques.tensor.contract import TensorScheme
 from weft.techniques.zero.contract import Stage
@@ -73,6 +74,7 @@ class Space:
     precisions: tuple[PricedPrecision, ...] = ("bf16",)
     tensor_schemes: tuple[TensorScheme, ...] = get_args(TensorScheme)
     context_schemes: tuple[ContextScheme, ...] = get_args(ContextScheme)
+    expert_exchanges: tuple[ExpertExchange, ...] = get_args(ExpertExchange)
     bucket_bytes: tuple[int, ...] | None = None
     """None: for every plan the size that its gradients, its links and its backward ask for
     (`weft.techniques.buckets.sizes`), and neighbours of it as long as they are better."""

@@ -18,12 +18,19 @@ _INNER: tuple[Axis, ...] = ("context", "tensor")
 def variants(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
     """Yield a layout with every choice that changes what its blocks cost: sequence parallelism and the schemes."""
     has_tensor, has_context = layout.tensor > 1, layout.context > 1
-    for parallel, scheme, way in product(
+    for parallel, scheme, way, exchange in product(
         space.sequence_parallels if has_tensor else (False,),
         space.tensor_schemes if has_tensor else space.tensor_schemes[:1],
         space.context_schemes if has_context else (layout.context_scheme,),
+        space.expert_exchanges if layout.expert > 1 else (layout.expert_exchange,),
     ):
-        found = replace(layout, sequence_parallel=parallel, tensor_scheme=scheme, context_scheme=way)
+        found = replace(
+            layout,
+            sequence_parallel=parallel,
+            tensor_scheme=scheme,
+            context_scheme=way,
+            expert_exchange=exchange,
+        )
         if not (has_tensor or has_context) or not check_layout(pricer.profile, pricer.cluster, found):
             yield found
 

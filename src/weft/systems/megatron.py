@@ -32,6 +32,7 @@ class Megatron(System):
             "offloads": ("none",),
             "fused_losses": (True,),
             "context_schemes": ("ring", "all_gather", "ulysses"),
+            "expert_exchanges": ("all_to_all",),
             "tensors": tuple(size for size in space.tensors if _splits(sizes, size)),
         }
         # Experts beside a tensor axis need sequence parallelism there.

@@ -60,6 +60,7 @@ class Torchtitan(System):
             "offloads": ("none",),
             "fused_losses": (True,),
             "context_schemes": ("all_gather",),
+            "expert_exchanges": ("all_to_all",),
             "zeros": (0, 3),
             "tensors": tuple(size for size in space.tensors if sizes.kv_heads % size == 0),
         }

@@ -6,10 +6,11 @@ Source: Lepikhin et al. 2020 (GShard, https://arxiv.org/abs/2006.16668).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, final
 
 from weft.techniques.contract import Case, Removal, Technique, list_choices
+from weft.techniques.settings import setting
 
 if TYPE_CHECKING:
     from weft.plan import Plan
@@ -18,8 +19,26 @@ EXPERT_LENDERS: tuple[Literal["shard", "context"], ...] = ("shard", "context")
 """Axes whose ranks share out experts: the one place that says so."""
 
 
+ExpertExchange = Literal["all_to_all", "all_gather"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSettings:
+    """The section `expert_parallel`."""
+
+    exchange: ExpertExchange = setting(
+        "all_to_all", layout="expert_exchange", space="expert_exchanges", asked=("expert_exchange",)
+    )
+    """`all_to_all`: a copy of a token goes to each expert that it has chosen; `all_gather`: all tokens go to all ranks
+    once, which sends less where a token chooses more experts than there are ranks."""
+
+
 def _without(plan: Plan) -> Plan:
-    return plan if plan.mesh.expert == 1 else replace(plan, mesh=replace(plan.mesh, expert=1))
+    return plan if plan.mesh.expert == 1 else replace(_without_gather(plan), mesh=replace(plan.mesh, expert=1))
+
+
+def _without_gather(plan: Plan) -> Plan:
+    return replace(plan, expert_parallel=replace(plan.expert_parallel, exchange="all_to_all"))
 
 
 @final
@@ -27,9 +46,12 @@ class Expert(Technique):
     """Experts on different ranks, to which tokens travel."""
 
     name = "expert parallelism"
-    part = type(None)
-    removals = (Removal("expert ranks", _without),)
-    judged_alone = ("mesh.expert",)
+    part = ExpertSettings
+    removals = (
+        Removal("expert ranks", _without),
+        Removal("the all-gather of tokens", _without_gather),
+    )
+    judged_alone = ("mesh.expert", "expert_parallel.exchange")
 
     def runs(self, plan: Plan) -> bool:
         return plan.mesh.expert > 1
@@ -63,6 +85,9 @@ class Expert(Technique):
             lenders = " × ".join(EXPERT_LENDERS)
             problem = f"does not divide {lenders} = {room}, from which experts borrow their ranks.\nUse {choices}."
             raise case.refuse(path, problem)
+        if mesh.expert == 1 and case.plan.expert_parallel.exchange != "all_to_all":
+            problem = 'has no effect with mesh.expert = 1.\nUse "all_to_all", or more expert ranks.'
+            raise case.refuse(("expert_parallel", "exchange"), problem)
         if mesh.expert > 1:
             from weft.techniques.expert.limits import plan_problem  # as above
 

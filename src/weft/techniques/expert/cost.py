@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 _NEVER_HIDDEN = 0.1
 """Share of the tokens' way that comes before there is anything to compute beside it."""
+_CHOICE_BYTES = 8
+"""The number of an expert, and what it counts."""
 
 
 def expert_traffic(sender: Sender) -> tuple[float, float]:
@@ -19,12 +21,24 @@ def expert_traffic(sender: Sender) -> tuple[float, float]:
         return 0.0, 0.0
     first, last = experts[0], experts[-1]
     rows = share.tokens * share.element_bytes / share.tensor
-    once = _travel(sender, rows * first.k, first.rows_per_token) + _travel(sender, rows * last.n, last.rows_per_token)
+    if sender.key.expert_exchange == "all_gather":
+        once = _gathered(sender, rows * first.k, rows * last.n, first.rows_per_token)
+    else:
+        once = _travel(sender, rows * first.k, first.rows_per_token)
+        once += _travel(sender, rows * last.n, last.rows_per_token)
     if not stack.overlap_expert:
         return once, once
     beside = sender.device.calibration.overlap_share * sum(work.forward.seconds for _, work in sender.works)
     least = _NEVER_HIDDEN * once
     return max(least, once - beside), max(least, once - 2.0 * beside)
+
+
+def _gathered(sender: Sender, own_bytes: float, made_bytes: float, copies: float) -> float:
+    """Tokens of all ranks come to all, with their choices, and the sums of what experts make of them go home."""
+    group, share = sender.key.expert, sender.share
+    choices = share.tokens / share.tensor * copies * _CHOICE_BYTES
+    gathered = sum(sender.seconds("all_gather", size * group.size, group) for size in (choices, own_bytes))
+    return gathered + sender.seconds("reduce_scatter", made_bytes * group.size, group)
 
 
 def _travel(sender: Sender, size_bytes: float, copies: float) -> float:

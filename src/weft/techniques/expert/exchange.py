@@ -4,21 +4,22 @@ Every rank of the group has as many experts, those of rank r following those of 
 expert are sorted by rank.  First a rank tells every other how many rows come for each of its experts; then the rows
 themselves go by one uneven all-to-all.  Gradients take the same ways in the other direction.
 
-An exchange is begun (`leave`) and ended (`arrive`), forward and backward: what is computed in between hides it.  Call
-on every rank of the group in the same order, also on one without a row; a rank to which no row comes gets none.
+A rank to which no row comes gets none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, final
+from dataclasses import dataclass
+from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm import GroupView, runs_on_gloo
+from weft.models.mixture import arrange, combine, spread
+from weft.techniques.expert.journey import Compute, Journey, arrive, leave
 from weft.techniques.expert.shares import rows_of_expert
 
 
@@ -73,18 +74,16 @@ def find_route(counts: Tensor, num_rows: int, view: GroupView) -> Route:
 
 
 @final
-@dataclass(slots=True)
-class Journey:
-    """One way of rows along a route: `is_outward` to the experts, else back."""
+class RowJourney(Journey):
+    """One way of rows along a route."""
 
-    route: Route
-    is_outward: bool
-    _wait: Callable[[], Tensor] | None = field(default=None)
+    def __init__(self, route: Route, *, is_outward: bool) -> None:
+        super().__init__(is_outward=is_outward)
+        self.route = route
 
-    def begin(self, leaving: Tensor, *, is_outward: bool) -> Tensor:
-        """Start to send (rows, features); return what will hold the rows that come, which `end` returns."""
+    def start(self, leaving: Tensor, *, is_outward: bool) -> tuple[Tensor, Callable[[], Tensor]]:
+        """See `Journey`: (rows, features) go, and those that come are of other ranks."""
         view, route = self.route.view, self.route
-        assert self._wait is None, "an exchange was begun before the last one had ended"
         assert view.group is not None, "a group of one member exchanges nothing"
         given, taken = (route.given, route.taken) if is_outward else (route.taken, route.given)
         arriving = leaving.new_empty((sum(taken), *leaving.shape[1:]))
@@ -98,53 +97,39 @@ class Journey:
                 work.wait()
             return arriving.copy_(buffer) if is_by_way else arriving
 
-        self._wait = wait
-        return arriving
+        return arriving, wait
 
-    def end(self) -> Tensor:
-        """Wait for the rows, and return them."""
-        assert self._wait is not None, "an exchange was ended that had not begun"
-        wait, self._wait = self._wait, None
-        return wait()
+    def sort(self, arrived: Tensor) -> Tensor:
+        """See `Journey`: from rank by rank to expert by expert, and within one by rank."""
+        return arrived.index_select(0, self.route.by_expert)
 
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, journey: Journey) -> Tensor:
-        ctx.journey = journey
-        leaving = rows if journey.is_outward else rows.index_select(0, journey.route.by_rank)
-        return journey.begin(leaving, is_outward=journey.is_outward)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        journey: Journey = ctx.journey
-        said = journey.end()
-        return said if journey.is_outward else said.index_select(0, journey.route.by_expert), None
+    def unsort(self, rows: Tensor) -> Tensor:
+        """See `Journey`."""
+        return rows.index_select(0, self.route.by_rank)
 
 
-class _Arrive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, arriving: Tensor, journey: Journey) -> Tensor:
-        ctx.journey = journey
-        journey.end()
-        if journey.is_outward:
-            return arriving.index_select(0, journey.route.by_expert)
-        return torch.ops.aten._unsafe_view(arriving, arriving.shape)
+@final
+class RowExchange:
+    """A copy of a token goes to each of its experts, by all-to-all, and what that makes of it comes back."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        journey: Journey = ctx.journey
-        leaving = grads[0].index_select(0, journey.route.by_rank) if journey.is_outward else grads[0]
-        journey.begin(leaving, is_outward=not journey.is_outward)
-        # What is under way has another shape than what autograd asks for: the other node takes it from the journey.
-        return grads[0].new_zeros(()).expand_as(leaving), None
+    def __init__(self, view: GroupView, num_experts: int, note: Callable[[int], None]) -> None:
+        """`num_experts`: those of all ranks together.  `note` hears how many rows came."""
+        self._view, self._num_experts, self._note = view, num_experts, note
 
-
-def leave(rows: Tensor, journey: Journey) -> Tensor:
-    """Send rows, (rows, features), on their journey; return what `arrive` takes, and nothing else may read."""
-    return _Leave.apply(rows, journey)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
-
-
-def arrive(arriving: Tensor, journey: Journey) -> Tensor:
-    """Return the rows that came: outward sorted by expert, and within one by rank; back as they had left."""
-    return _Arrive.apply(arriving, journey)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
+    def mix(
+        self,
+        tokens: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        compute: Compute,
+        meanwhile: Callable[[], Tensor | None],
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Exchange`."""
+        order, places, counts = arrange(chosen, self._num_experts)
+        route = find_route(counts, chosen.numel(), self._view)
+        self._note(route.num_taken)
+        outward, back = RowJourney(route, is_outward=True), RowJourney(route, is_outward=False)
+        leaving = leave(spread(tokens, order, places), outward)
+        beside = meanwhile()
+        made = compute(arrive(leaving, outward), route.counts)
+        return combine(arrive(leave(made, back), back), weights, order, places).to(tokens.dtype), beside

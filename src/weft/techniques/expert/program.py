@@ -2,6 +2,7 @@
 
 Forward and backward are those of `weft.techniques.expert.exchange`.  Only data decide how many rows come to a rank, so
 what it sends back is a number of rows that the comparison is told, or an assumption: to all experts equally many.
+Where all tokens are gathered (`weft.techniques.expert.gathered`), nothing depends on data.
 """
 
 from __future__ import annotations
@@ -9,21 +10,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from weft.outline import ModelShare, ModuleCall, RankSend
+from weft.outline import ModelShare, ModuleCall, Operation, RankSend
+from weft.techniques.context.shares import most_tokens
 from weft.techniques.expert.contract import Expert
 from weft.techniques.expert.shares import rows_of_rank
 
 _COUNT_BYTES = 8
-"""Size of the number of an expert's rows, int64."""
+"""Size of the number of an expert's rows, or of a rank's tokens, int64."""
+_CHOICE_BYTES = 4
+_WEIGHT_BYTES = 4
+"""What a choice counts travels in fp32 or wider."""
 
 
 def sends(share: ModelShare) -> Iterator[RankSend]:
     """Yield what a rank sends over the expert axis around each mixture, in all microbatches of a step."""
     if share.plan.mesh.expert == 1:
         return
+    gathers = share.plan.expert_parallel.exchange == "all_gather"
     for part in share.parts:
         for call in part.calls:
-            if call.kind == "experts":
+            if gathers and call.kind == "mixture":
+                yield from _gathered(share, call)
+            elif not gathers and call.kind == "experts":
                 yield from _around(share, call)
 
 
@@ -41,6 +49,47 @@ def _around(share: ModelShare, call: ModuleCall) -> Iterator[RankSend]:
         yield from _returned(share, call, 1, "gradients of rows")
 
 
+def _gathered(share: ModelShare, call: ModuleCall) -> Iterator[RankSend]:
+    again = share.recomputes(call.block)
+    forwards = 1 + share.runs_ahead + (again and call.is_entry_repeated)
+    returns = 1 + share.runs_ahead + (again and call.is_exit_repeated)
+    ranks = len(share.expert_ranks)
+    tokens = ranks * _most_tokens(share, call)
+    size_bytes = tokens * call.shape[-1] * share.compute_bytes
+    weights = tokens * call.copies * max(_WEIGHT_BYTES, share.compute_bytes)
+    yield _whole(share, call, "all_gather", ranks * _COUNT_BYTES, forwards, "numbers of tokens")
+    yield _whole(share, call, "all_gather", tokens * call.copies * _CHOICE_BYTES, forwards, "choices of tokens")
+    yield _whole(share, call, "all_gather", weights, forwards, "what choices count")
+    yield _whole(share, call, "all_gather", size_bytes, forwards, "tokens")
+    yield _whole(share, call, "reduce_scatter", size_bytes, returns, "what experts made of tokens")
+    if call.gives_gradient:
+        yield _whole(share, call, "all_gather", size_bytes, 1, "gradients of what experts made")
+    if call.needs_gradient:
+        yield _whole(share, call, "reduce_scatter", size_bytes, 1, "gradients of tokens")
+    if call.weighs:
+        yield _whole(share, call, "reduce_scatter", weights, 1, "gradients of what choices count")
+
+
+def _most_tokens(share: ModelShare, call: ModuleCall) -> int:
+    """Tokens of one microbatch on the rank with the most."""
+    samples = share.of_microbatch(call.shape)[:-1]
+    context, tokens = share.plan.mesh.context, math.prod(samples)
+    if context == 1:
+        return tokens
+    return tokens // share.outline.tokens * most_tokens(share.outline.tokens, context)
+
+
+def _whole(share: ModelShare, call: ModuleCall, operation: Operation, size: int, times: int, what: str) -> RankSend:
+    return RankSend(
+        operation=operation,
+        axis="expert",
+        size_bytes=size,
+        count=times * share.microbatches,
+        technique=Expert.name,
+        reason=f"{what}, {call.module}",
+    )
+
+
 def _own_rows(share: ModelShare, call: ModuleCall) -> int:
     """Rows that this rank's own tokens make, of one microbatch."""
     outline = share.outline
@@ -55,14 +104,7 @@ def _row_bytes(share: ModelShare, call: ModuleCall) -> int:
 
 
 def _sent(share: ModelShare, call: ModuleCall, size_bytes: int, times: int, what: str) -> RankSend:
-    return RankSend(
-        operation="all_to_all",
-        axis="expert",
-        size_bytes=size_bytes,
-        count=times * share.microbatches,
-        technique=Expert.name,
-        reason=f"{what}, {call.module}",
-    )
+    return _whole(share, call, "all_to_all", size_bytes, times, what)
 
 
 def _returned(share: ModelShare, call: ModuleCall, times: int, what: str) -> Iterator[RankSend]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models.mixture import Experts, Mixture, arrange, combine, spread
+from weft.models.mixture import Experts, Mixture
 from weft.parallel import MicrobatchState, ModelPart, Split, StepContext
 from weft.parallel.technique import Build, TechniqueRuntime
-from weft.techniques.expert.exchange import Journey, arrive, find_route, leave
+from weft.techniques.expert.exchange import RowExchange
+from weft.techniques.expert.journey import Exchange
 from weft.techniques.tensor.cuts import cut_parameters
 
 if TYPE_CHECKING:
@@ -40,13 +42,27 @@ class ExpertRanks(TechniqueRuntime):
         for name, module in part.module.named_modules():
             if isinstance(module, Mixture):
                 experts, name = module.experts, f"{name}.experts" if name else "experts"
+                exchange = self._exchange(name, experts, experts.num_experts)
                 self._share_out(part, name, experts, experts.num_experts, view)
-                dispatch = _Dispatch(name, experts, view, self._arrivals)
-                module.dispatch = dispatch  # pyright: ignore[reportAttributeAccessIssue]
+                module.dispatch = _Dispatch(exchange, experts)  # pyright: ignore[reportAttributeAccessIssue]
             elif stack := blueprint.stacks.get(name):
+                exchange = self._exchange(name, module, stack.num_experts)
                 self._share_out(part, name, module, stack.num_experts, view)
-                forward = _StackDispatch(name, module, stack, view, self._arrivals)
-                module.forward = forward
+                module.forward = _StackDispatch(exchange, module, stack)
+
+    def _exchange(self, name: str, experts: nn.Module, num_experts: int) -> Exchange:
+        build = self._build
+        view, context = build.mesh["expert"], build.context
+        if build.plan.expert_parallel.exchange == "all_gather":
+            from weft.techniques.expert.gathered import TokenExchange  # loaded where tokens travel so
+
+            return TokenExchange(view, num_experts, context, build.plan.mesh.context)
+
+        def note(rows: int) -> None:
+            if experts.training:
+                self._arrivals.note(name, rows)
+
+        return RowExchange(view, num_experts, note)
 
     def _share_out(self, part: ModelPart, name: str, experts: nn.Module, num_experts: int, view: GroupView) -> None:
         if num_experts % view.size:
@@ -92,42 +108,30 @@ class _Arrivals:
 class _Dispatch:
     """Stands for `Mixture.dispatch`."""
 
-    def __init__(self, name: str, experts: Experts, view: GroupView, arrivals: _Arrivals) -> None:
-        self._name, self._experts, self._view, self._arrivals = name, experts, view, arrivals
+    def __init__(self, exchange: Exchange, experts: Experts) -> None:
+        self._exchange, self._experts = exchange, experts
 
     def __call__(
-        self, rows: Tensor, counts: Tensor, meanwhile: Callable[[], Tensor | None]
+        self, tokens: Tensor, chosen: Tensor, weights: Tensor, meanwhile: Callable[[], Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
         """See `Mixture.dispatch`.  Call on every rank that shares the experts out, forward and backward."""
-        route = find_route(counts, rows.shape[0], self._view)
-        if self._experts.training:
-            self._arrivals.note(self._name, route.num_taken)
-        outward, back = Journey(route, is_outward=True), Journey(route, is_outward=False)
-        leaving = leave(rows, outward)
-        beside = meanwhile()
-        made = self._experts(arrive(leaving, outward), route.counts)
-        return arrive(leave(made, back), back), beside
+        return self._exchange.mix(tokens, chosen, weights, self._experts, meanwhile)
 
 
 @final
 class _StackDispatch:
     """Stands for the forward of a module of stacked experts of transformers, of which it holds this rank's."""
 
-    def __init__(self, name: str, experts: nn.Module, stack: ExpertStack, view: GroupView, arrivals: _Arrivals) -> None:
-        self._name, self._experts, self._stack, self._view, self._arrivals = name, experts, stack, view, arrivals
+    def __init__(self, exchange: Exchange, experts: nn.Module, stack: ExpertStack) -> None:
+        self._exchange, self._experts, self._stack = exchange, experts, stack
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return what each token's choices make of it.  Call on every rank that shares the experts out, forward and
         backward."""
         tokens, choices, weights = self._stack.operands(args, kwargs)
-        order, places, counts = arrange(choices, self._stack.num_experts)
-        route = find_route(counts, choices.numel(), self._view)
-        if self._experts.training:
-            self._arrivals.note(self._name, route.num_taken)
-        outward, back = Journey(route, is_outward=True), Journey(route, is_outward=False)
-        rows = arrive(leave(spread(tokens, order, places), outward), outward)
-        made = self._stack.run(self._experts, rows, route.counts)
-        return combine(arrive(leave(made, back), back), weights, order, places).to(tokens.dtype)
+        compute = partial(self._stack.run, self._experts)
+        mixed, _ = self._exchange.mix(tokens, choices, weights, compute, lambda: None)
+        return mixed
 
 
 def create(build: Build) -> TechniqueRuntime:

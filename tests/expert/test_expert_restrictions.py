@@ -14,6 +14,7 @@ from weft.models import build_model
 from weft.plan import (
     ComputePlan,
     DataParallelPlan,
+    ExpertParallelPlan,
     MemoryPlan,
     MeshPlan,
     MicrobatchPlan,
@@ -62,6 +63,11 @@ REFUSED: dict[str, tuple[Recipe, Plan, str]] = {
         "has not been proven with mixtures of experts",
     ),
     "offloaded": (recipe_of(), plan_of(memory=MemoryPlan(offload="optimizer")), "what waits elsewhere in memory"),
+    "gathers from nobody": (
+        recipe_of(),
+        plan_of(1, expert_parallel=ExpertParallelPlan(exchange="all_gather")),
+        'plan.expert_parallel.exchange = "all_gather" has no effect with mesh.expert = 1.\nUse "all_to_all"',
+    ),
     "named": (
         recipe_of(),
         plan_of(data_parallel=DataParallelPlan(zero=1, algorithm="ring")),
@@ -76,7 +82,7 @@ def test_what_does_not_fit_is_refused_with_the_change_to_make(name: str) -> None
     with pytest.raises(PlanError) as refusal:
         check_plan(plan, recipe, facts_of(recipe))
     assert message in str(refusal.value)
-    assert "Use 1" in str(refusal.value) or "Use false" in str(refusal.value)
+    assert any(change in str(refusal.value) for change in ("Use 1", "Use false", 'Use "all_to_all"'))
 
 
 def test_what_fits_is_no_longer_only_predictable() -> None:

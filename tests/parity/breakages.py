@@ -13,6 +13,7 @@ from functools import partial as partial_of
 from typing import Any
 
 import channel_breakages
+import dispatcher_breakages
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,7 +27,6 @@ from weft.techniques.context import attention, partial, shares, ulysses
 from weft.techniques.context import runtime as context
 from weft.techniques.context.exchange import RingExchange
 from weft.techniques.context.partial import Partial
-from weft.techniques.expert import exchange, journey
 from weft.techniques.expert import runtime as expert
 from weft.techniques.offload import depot
 from weft.techniques.pipeline import runtime as pipeline
@@ -254,38 +254,6 @@ def _neighbours_part_of_experts() -> list[Patch]:
     return [(zero3.ShardCut, "place", wrong)]
 
 
-def _rows_as_they_came() -> list[Patch]:
-    """Rows are taken to be sorted by expert, and are by the rank that sent them."""
-    route_of = exchange.find_route
-
-    def unsorted(*of: Any) -> Any:
-        route = route_of(*of)
-        as_they_came = torch.arange(route.num_taken)
-        return replace(route, by_expert=as_they_came, by_rank=as_they_came)
-
-    return [(exchange, "find_route", unsorted)]
-
-
-def _gradients_of_rows_stay() -> list[Patch]:
-    """What experts elsewhere say of a rank's rows is lost: the counts are right, the numbers zero."""
-
-    def nothing(ctx: Any, *grads: Tensor) -> Any:
-        said = ctx.journey.end()
-        return torch.zeros_like(said) if ctx.journey.is_outward else ctx.journey.sort(said), None
-
-    return [(journey._Leave, "backward", staticmethod(nothing))]
-
-
-def _weights_of_the_choices_before() -> list[Patch]:
-    """What comes back is weighted as if a token's choices stood in the other order."""
-    combine = exchange.combine
-
-    def turned(rows: Tensor, weights: Tensor, *of: Any) -> Tensor:
-        return combine(rows, weights.flip(1), *of)
-
-    return [(exchange, "combine", turned)]
-
-
 def _no_sum_over_depth() -> list[Patch]:
     """As in the one public implementation of 2.5 dimensions: layers of a grid keep the gradients of their samples."""
     split_of = SquareGrid.split_of
@@ -422,15 +390,13 @@ PATCHES: Mapping[str, Callable[[], list[Patch]]] = {
     "experts summed over all data ranks": partial_of(_experts_summed_over, True),
     "experts cut over all shards": _experts_cut_over_all_shards,
     "neighbour's part of experts": _neighbours_part_of_experts,
-    "rows as they came": _rows_as_they_came,
-    "weights of the choices before": _weights_of_the_choices_before,
-    "gradients of rows stay": _gradients_of_rows_stay,
     "no sum over depth": _no_sum_over_depth,
     "weights from the row": _weights_from_the_row,
     "norms by part": _norms_by_part,
     "layouts that do not change places": _layouts_that_stay,
     "copies of norms not summed": _copies_not_summed,
     **channel_breakages.PATCHES,
+    **dispatcher_breakages.PATCHES,
 }
 BLUEPRINTS: Mapping[str, Callable[[Blueprint], Blueprint]] = {
     "mean of means": _mean_of_means,

@@ -117,11 +117,30 @@ def with_context() -> Iterator[Cell]:
     yield from _cells("qwen3_moe", plan(context=2, expert=2, shard=2, pipeline=2, zero=3, micro=1))
 
 
-ALL = tuple(dict.fromkeys([*alone(), *with_others(), *with_context()]))
+def gathered() -> Iterator[Cell]:
+    """Tokens that are gathered instead of sent."""
+    for model in ("mixtral", "qwen3_moe", "deepseek_v3", *LOOKED):
+        yield from _cells(model, plan(expert=2, shard=2, zero=1, exchange="all_gather"))
+    yield from _cells("mixtral", plan(expert=4, shard=4, zero=3, micro=3, exchange="all_gather"))
+    for word in ("full", "selective"):
+        yield from _cells("deepseek_v3", plan(expert=2, shard=2, zero=1, recompute=word, exchange="all_gather"))
+    for sequence in (False, True):
+        yield from _cells("qwen3_moe", plan(expert=2, shard=2, tensor=2, sequence=sequence, exchange="all_gather"))
+    yield from _cells("deepseek_v3", plan(context=2, expert=3, shard=3, zero=3, micro=2, exchange="all_gather"))
+    yield from _cells("mixtral", plan(context=2, expert=2, shard=2, zero=1, exchange="all_gather", scheme="ulysses"))
+    yield from _cells(
+        "qwen3_moe", plan(context=2, expert=4, shard=2, pipeline=2, zero=1, micro=1, exchange="all_gather")
+    )
+    yield from _cells("mixtral_balanced", plan(expert=2, shard=2, zero=1, micro=2, exchange="all_gather"))
+
+
+ALL = tuple(dict.fromkeys([*alone(), *with_others(), *with_context(), *gathered()]))
 DRAWN = (
     Cell("mixtral", plan(expert=2, shard=2, zero=1, tensor=2, sequence=True, recompute="full")),
     Cell("deepseek_v3", plan(expert=3, shard=3, zero=1)),
     Cell("gpt_oss", plan(expert=2, shard=2, zero=1, recompute="selective")),
     Cell("qwen3_moe", plan(context=2, expert=4, shard=2, pipeline=2, zero=1, micro=1)),
     Cell("mixtral_balanced", plan(expert=2, shard=2, zero=1, micro=2)),
+    Cell("deepseek_v3", plan(context=2, expert=3, shard=3, zero=3, micro=2, exchange="all_gather")),
+    Cell("qwen3_moe", plan(expert=2, shard=2, zero=1, recompute="full", exchange="all_gather")),
 )

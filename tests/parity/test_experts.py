@@ -49,6 +49,13 @@ def test_a_broken_piece_is_seen(parity: Matrix, breakage: str, seen_in: str) -> 
     assert any(seen_in in failure for failure in failures), failures
 
 
+@pytest.mark.parametrize("breakage", ["sums of own experts alone", "gathered weights by rank"])
+def test_a_broken_piece_of_gathering_is_seen(parity: Matrix, breakage: str) -> None:
+    cell = Cell("mixture", expert_cells.gathering(expert=2, shard=4, zero=1, micro=1))
+    failures = parity.verdict(cell, breakage=breakage).failures("fp64")
+    assert any("gradient" in failure for failure in failures), failures
+
+
 @pytest.mark.parametrize("cell", expert_cells.DRAWN, ids=str)
 def test_a_dry_run_sends_what_is_predicted(cell: Cell) -> None:
     check(cell, expert_cells.MODELS)

@@ -12,6 +12,7 @@ from weft.price import FITTED, WEFT, Device, Layout, Pricer
 from weft.price._compute import Share, operator_work
 from weft.profile import profile_of_sizes
 from weft.profile.known import KNOWN_MODELS
+from weft.search import Space, search
 
 
 def test_expert_parallelism_costs_no_alignment() -> None:
@@ -42,6 +43,20 @@ def test_experts_of_mixtral_are_faster_shared_out() -> None:
         for zero in (1, 3):
             layout = Layout(shard=64, zero=zero, microbatch_size=size, microbatches=4)
             assert pricer.time(replace(layout, expert=8)).total < pricer.time(layout).total
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "is_gathered"),
+    [("qwen3-30b-a3b", 4, True), ("qwen3-30b-a3b", 8, False), ("mixtral-8x7b", 4, False), ("mixtral-8x7b", 8, False)],
+)
+def test_tokens_are_gathered_where_they_choose_more_experts_than_there_are_ranks(
+    model: str, ranks: int, is_gathered: bool
+) -> None:
+    """Eight of 128 experts, and two of eight."""
+    profile, cluster = profile_of_sizes(KNOWN_MODELS[model].sizes, 4096), parse_cluster_spec("1x8xh100")
+    space = Space(pipelines=(1,), tensors=(1,), contexts=(1,), experts=(ranks,), microbatch_sizes=(1,), zeros=(3,))
+    best = search(profile, cluster, global_batch_size=64, space=space).best[0].layout
+    assert (best.expert_exchange == "all_gather") is is_gathered
 
 
 def test_gradients_of_weights_take_any_number_of_tokens() -> None:

@@ -70,7 +70,7 @@ def _axes(cluster: Cluster, space: Space, batch: int, every_data: bool) -> Itera
             continue
         for data in _data_ranks(space, most, total, every_data):
             world = data * pipeline * tensor * context
-            if space.even_shares and total % data:
+            if (space.even_shares or expert > 1) and total % data:  # experts would wait for those who have fewer
                 continue
             if space.node_size is not None and world > space.node_size and world % space.node_size:
                 continue

@@ -23,7 +23,6 @@ from weft.events import CheckpointEvent, EndEvent, EvaluationEvent, MessageEvent
 from weft.models import Batch, count_labels
 from weft.recipe import Recipe, learning_rate
 from weft.record import Recorder, StepTraffic
-from weft.techniques.buckets.advice import advise_bucket
 from weft.techniques.registry import saved_states
 
 _TRAFFIC_STEPS = 100
@@ -293,6 +292,8 @@ class Trainer:
         """Say on rank 0 whether other gradient buckets would have left less to wait for."""
         if self._mesh.rank != 0:
             return
+        from weft.techniques.buckets.advice import advise_bucket  # loaded when a run ends, by one rank
+
         model = self._training.model
         outermost = next((each for each in model.module.parameters() if each.requires_grad), None)
         tail = outermost.numel() * model.dtypes.gradient.itemsize if outermost is not None else 0

@@ -109,7 +109,7 @@ class RowJourney(Journey):
 
 
 @final
-class RowExchange:
+class AllToAllDispatcher:
     """A copy of a token goes to each of its experts, by all-to-all, and what that makes of it comes back."""
 
     def __init__(self, view: GroupView, num_experts: int, note: Callable[[int], None]) -> None:
@@ -124,7 +124,7 @@ class RowExchange:
         compute: Compute,
         meanwhile: Callable[[], Tensor | None],
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Exchange`."""
+        """See `Dispatcher`."""
         order, places, counts = arrange(chosen, self._num_experts)
         route = find_route(counts, chosen.numel(), self._view)
         self._note(route.num_taken)

@@ -79,7 +79,7 @@ class TokenJourney(Journey):
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
+class OwnCopies:
     """Which of the choices of n tokens are for some experts."""
 
     top_k: int
@@ -93,7 +93,7 @@ class Copies:
     """int64, for each choice the rows of these tokens."""
 
 
-def own_copies(chosen: Tensor, first: int, own: int, assumed: int) -> Copies:
+def own_copies(chosen: Tensor, first: int, own: int, assumed: int) -> OwnCopies:
     """Return which of the choices, (n, top_k), are for the experts from `first` on, `own` of them.
 
     Where numbers are not real (a dry run) they are taken to be `assumed`.
@@ -109,7 +109,7 @@ def own_copies(chosen: Tensor, first: int, own: int, assumed: int) -> Copies:
     order = by_expert.argsort(stable=True)[:num_rows]
     places = torch.empty_like(by_expert).scatter_(0, order, torch.arange(num_rows, device=chosen.device))
     copies = by_choice.argsort(stable=True)[:num_rows]
-    return Copies(
+    return OwnCopies(
         top_k=top_k,
         order=order,
         counts=counts,
@@ -119,7 +119,7 @@ def own_copies(chosen: Tensor, first: int, own: int, assumed: int) -> Copies:
 
 
 def _per_choice(here: Tensor, assumed: int) -> list[int]:
-    """Copies by choice: the one time that the host waits for the device."""
+    """OwnCopies by choice: the one time that the host waits for the device."""
     if type(here) is Tensor and not here.is_meta:
         return here.sum(0).tolist()
     each, more = divmod(assumed, here.shape[1])
@@ -130,7 +130,7 @@ class _SpreadOwn(torch.autograd.Function):
     """Rows of tokens (n, hidden).  No token stands twice in one choice, so that sums have an order of their own."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, copies: Copies) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, copies: OwnCopies) -> Tensor:
         ctx.save_for_backward(*copies.tokens, *copies.rows)
         ctx.num_tokens = tokens.shape[0]
         return tokens.index_select(0, copies.order // copies.top_k)
@@ -149,7 +149,7 @@ class _CombineOwn(torch.autograd.Function):
     """Sums of what became of copies, each times its weight of (n, top_k), choice by choice."""
 
     @staticmethod
-    def forward(ctx: Any, made: Tensor, weights: Tensor, copies: Copies) -> Tensor:
+    def forward(ctx: Any, made: Tensor, weights: Tensor, copies: OwnCopies) -> Tensor:
         ctx.save_for_backward(made, weights, copies.order)
         dtype = torch.promote_types(made.dtype, weights.dtype)
         total = torch.zeros((weights.shape[0], made.shape[1]), dtype=dtype, device=made.device)
@@ -172,7 +172,7 @@ class _CombineOwn(torch.autograd.Function):
 
 
 @final
-class TokenExchange:
+class AllGatherDispatcher:
     """All-gather of tokens, and reduce-scatter of what the experts of each rank make of them."""
 
     def __init__(self, view: GroupView, num_experts: int, context: StepContext, sharing: int) -> None:
@@ -187,7 +187,7 @@ class TokenExchange:
         compute: Compute,
         meanwhile: Callable[[], Tensor | None],
     ) -> tuple[Tensor, Tensor | None]:
-        """See `Exchange`."""
+        """See `Dispatcher`."""
         view, num_tokens = self._view, tokens.shape[0]
         most = self._most(num_tokens, tokens.device)
         every_choice = all_gather(_filled_up(chosen.to(torch.int32), most, _NOBODY), view).flatten(0, 1)

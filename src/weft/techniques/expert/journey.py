@@ -22,7 +22,7 @@ class Compute(Protocol):
         ...
 
 
-class Exchange(Protocol):
+class Dispatcher(Protocol):
     """How tokens meet experts that other ranks have."""
 
     def mix(

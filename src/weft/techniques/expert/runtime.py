@@ -14,8 +14,8 @@ from weft.errors import PlanError
 from weft.models.mixture import Experts, Mixture
 from weft.parallel import MicrobatchState, ModelPart, Split, StepContext
 from weft.parallel.technique import Build, TechniqueRuntime
-from weft.techniques.expert.exchange import RowExchange
-from weft.techniques.expert.journey import Exchange
+from weft.techniques.expert.exchange import AllToAllDispatcher
+from weft.techniques.expert.journey import Dispatcher
 from weft.techniques.tensor.cuts import cut_parameters
 
 if TYPE_CHECKING:
@@ -42,27 +42,27 @@ class ExpertRanks(TechniqueRuntime):
         for name, module in part.module.named_modules():
             if isinstance(module, Mixture):
                 experts, name = module.experts, f"{name}.experts" if name else "experts"
-                exchange = self._exchange(name, experts, experts.num_experts)
+                dispatcher = self._dispatcher(name, experts, experts.num_experts)
                 self._share_out(part, name, experts, experts.num_experts, view)
-                module.dispatch = _Dispatch(exchange, experts)  # pyright: ignore[reportAttributeAccessIssue]
+                module.dispatch = _Dispatch(dispatcher, experts)  # pyright: ignore[reportAttributeAccessIssue]
             elif stack := blueprint.stacks.get(name):
-                exchange = self._exchange(name, module, stack.num_experts)
+                dispatcher = self._dispatcher(name, module, stack.num_experts)
                 self._share_out(part, name, module, stack.num_experts, view)
-                module.forward = _StackDispatch(exchange, module, stack)
+                module.forward = _StackDispatch(dispatcher, module, stack)
 
-    def _exchange(self, name: str, experts: nn.Module, num_experts: int) -> Exchange:
+    def _dispatcher(self, name: str, experts: nn.Module, num_experts: int) -> Dispatcher:
         build = self._build
         view, context = build.mesh["expert"], build.context
         if build.plan.expert_parallel.exchange == "all_gather":
-            from weft.techniques.expert.gathered import TokenExchange  # loaded where tokens travel so
+            from weft.techniques.expert.gathered import AllGatherDispatcher  # loaded where tokens travel so
 
-            return TokenExchange(view, num_experts, context, build.plan.mesh.context)
+            return AllGatherDispatcher(view, num_experts, context, build.plan.mesh.context)
 
         def note(rows: int) -> None:
             if experts.training:
                 self._arrivals.note(name, rows)
 
-        return RowExchange(view, num_experts, note)
+        return AllToAllDispatcher(view, num_experts, note)
 
     def _share_out(self, part: ModelPart, name: str, experts: nn.Module, num_experts: int, view: GroupView) -> None:
         if num_experts % view.size:
@@ -108,29 +108,29 @@ class _Arrivals:
 class _Dispatch:
     """Stands for `Mixture.dispatch`."""
 
-    def __init__(self, exchange: Exchange, experts: Experts) -> None:
-        self._exchange, self._experts = exchange, experts
+    def __init__(self, dispatcher: Dispatcher, experts: Experts) -> None:
+        self._dispatcher, self._experts = dispatcher, experts
 
     def __call__(
         self, tokens: Tensor, chosen: Tensor, weights: Tensor, meanwhile: Callable[[], Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
         """See `Mixture.dispatch`.  Call on every rank that shares the experts out, forward and backward."""
-        return self._exchange.mix(tokens, chosen, weights, self._experts, meanwhile)
+        return self._dispatcher.mix(tokens, chosen, weights, self._experts, meanwhile)
 
 
 @final
 class _StackDispatch:
     """Stands for the forward of a module of stacked experts of transformers, of which it holds this rank's."""
 
-    def __init__(self, exchange: Exchange, experts: nn.Module, stack: ExpertStack) -> None:
-        self._exchange, self._experts, self._stack = exchange, experts, stack
+    def __init__(self, dispatcher: Dispatcher, experts: nn.Module, stack: ExpertStack) -> None:
+        self._dispatcher, self._experts, self._stack = dispatcher, experts, stack
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return what each token's choices make of it.  Call on every rank that shares the experts out, forward and
         backward."""
         tokens, choices, weights = self._stack.operands(args, kwargs)
         compute = partial(self._stack.run, self._experts)
-        mixed, _ = self._exchange.mix(tokens, choices, weights, compute, lambda: None)
+        mixed, _ = self._dispatcher.mix(tokens, choices, weights, compute, lambda: None)
         return mixed
 
 

@@ -111,6 +111,27 @@ def test_what_a_choice_costs(result: SearchResult, pricer: Pricer) -> None:
     assert not any("faster than the best plan's" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("question", "shown"),
+    [
+        ("context_scheme=ulysses", "× context "), ("scheme=2d", "tensor 4"), ("sequence=true", "tensor "),
+        ("schedule=zbv", "pipeline "), ("expert_exchange=all_gather", "× expert "),
+    ],
+)  # fmt: skip
+def test_a_choice_of_ranks_that_the_best_plan_lacks_is_answered_by_plans_that_have_them(
+    question: str, shown: str
+) -> None:
+    experts = {"num_experts": 8, "top_k": 2, "expert_ffn_size": 1024} if "expert" in question else {}
+    small, near = profile_of_sizes(replace(SIZES, num_layers=4, **experts)), parse_cluster_spec("1x4xh100")
+    space, pricer = space_of(small, near, global_batch_size=16), Pricer(small, near)
+    by_data = replace(space, tensors=(1,), contexts=(1,), experts=(1,), pipelines=(1,))
+    best = search(small, near, global_batch_size=16, space=by_data, pricer=pricer, top=1)
+    alone, *others = explain_choice(replace(best, space=space), pricer, question)
+    assert "has no effect with mesh." in alone
+    assert shown in others[0]
+    assert "the best plan's" in others[0]
+
+
 def test_what_does_not_fit(result: SearchResult, pricer: Pricer) -> None:
     small = replace(result.cluster, nodes=tuple(_shrunk(node) for node in result.cluster.nodes))
     tight = Pricer(result.profile, small)

@@ -77,6 +77,24 @@ class Setting:
         changed: dict[str, Any] = {knob.space: (self.value,)}
         return replace(space, **changed, **dict.fromkeys(knob.narrows, False))
 
+    def with_ranks(self, space: Space) -> Space:
+        """The space without plans in which this value has no effect: they lack the ranks that it is about."""
+        if not self._needs_ranks:
+            return space
+        sizes = _asked()[0][self._declared.knob.axis].knob.space
+        return replace(space, **{sizes: tuple(size for size in getattr(space, sizes) if size > 1)})
+
+    def idle_in(self, layout: Layout) -> str:
+        """Why it means nothing in a layout; empty: it does."""
+        axis = self._declared.knob.axis
+        if not self._needs_ranks or getattr(layout, axis) > 1:
+            return ""
+        return f"{self.text} has no effect with mesh.{axis} = 1. Ask for {axis} ranks, too."
+
+    @property
+    def _needs_ranks(self) -> bool:
+        return bool(self._declared.knob.axis) and self.value != self._declared.default
+
     def applied(self, layout: Layout, *, devices: int, global_batch_size: int) -> Layout:
         """A layout with this setting and as little else changed as can be: the data ranks make up for an axis."""
         field = self._declared.layout

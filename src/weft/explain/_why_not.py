@@ -43,6 +43,8 @@ class _Case:
     def problems(self, layout: Layout) -> list[str]:
         """Why a layout cannot be: it makes no sense, or a training of the model refuses its plan."""
         result = self.result
+        if idle := [why for setting in self.settings if (why := setting.idle_in(layout))]:
+            return idle
         found = check_layout(result.profile, result.cluster, layout)
         if not found:
             refusal = Acceptance(self.pricer, result.space, result.global_batch_size).problem(layout)
@@ -105,6 +107,8 @@ def _best_with(case: _Case, best: Candidate, alone: float) -> Iterator[str]:
     space = case.result.space
     for setting in case.settings:
         space = setting.fixed(space)
+    for setting in case.settings:
+        space = setting.with_ranks(space)
     found = search(
         case.result.profile,
         case.result.cluster,

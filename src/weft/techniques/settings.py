@@ -25,6 +25,8 @@ class Knob:
     """Whether no price depends on it."""
     follows: str = ""
     """The dotted setting that it follows from, so that a search cannot be given it alone."""
+    axis: str = ""
+    """Axis of the mesh without whose ranks only the default has a meaning."""
     narrows: tuple[str, ...] = ()
     """Flags of a space that are off where the setting is given."""
     explained: bool = False

@@ -23,7 +23,9 @@ ContextScheme = Literal["ring", "all_gather", "ulysses", "usp"]
 class ContextSettings:
     """The section `context_parallel`."""
 
-    scheme: ContextScheme = setting("ring", layout="context_scheme", space="context_schemes", asked=("context_scheme",))
+    scheme: ContextScheme = setting(
+        "ring", layout="context_scheme", space="context_schemes", asked=("context_scheme",), axis="context"
+    )
     """`ring`: keys and values go round; `all_gather`: all are gathered at once; `ulysses`: heads are exchanged for
     positions; `usp`: heads among neighbours, and keys go round between groups of these."""
     ulysses: int = setting(0, layout="context_ulysses")

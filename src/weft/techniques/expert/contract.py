@@ -27,7 +27,7 @@ class ExpertSettings:
     """The section `expert_parallel`."""
 
     exchange: ExpertExchange = setting(
-        "all_to_all", layout="expert_exchange", space="expert_exchanges", asked=("expert_exchange",)
+        "all_to_all", layout="expert_exchange", space="expert_exchanges", asked=("expert_exchange",), axis="expert"
     )
     """`all_to_all`: a copy of a token goes to each expert that it has chosen; `all_gather`: all tokens go to all ranks
     once, which sends less where a token chooses more experts than there are ranks."""

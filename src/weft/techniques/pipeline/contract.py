@@ -37,7 +37,7 @@ _PLAIN_SCHEDULE: Mapping[str, Any] = {"schedule": "1f1b", "chunks_per_rank": 1, 
 class PipelineSettings:
     """The section `pipeline_parallel`."""
 
-    schedule: Schedule = setting("1f1b", space="schedules", asked=("schedule",), explained=True)
+    schedule: Schedule = setting("1f1b", space="schedules", asked=("schedule",), axis="pipeline", explained=True)
     """The order of forwards and backwards."""
     chunks_per_rank: int = setting(
         1, layout="chunks", space="chunks", asked=("chunks_per_rank", "chunks"), explained=True

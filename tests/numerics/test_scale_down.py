@@ -158,3 +158,27 @@ def test_any_plan_folds_into_one_that_keeps_its_axes(
     assert scaled.plan.num_stages <= (scaled.num_blocks or 0) <= blocks
     assert scaled.plan.global_batch_size <= whole.global_batch_size
     assert (scaled.plan.microbatch.shares(small.data)[0] > 1) >= (per_step > 1 and per_step >= pipeline)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shard=st.integers(1, 24),
+    context=st.integers(1, 8),
+    tensor=st.sampled_from([1, 2, 4]),
+    processes=st.none() | st.integers(1, 20),
+    data=st.data(),
+)
+def test_ranks_that_share_experts_out_still_do(
+    shard: int, context: int, tensor: int, processes: int | None, data: st.DataObject
+) -> None:
+    expert = data.draw(st.sampled_from([n for n in range(1, shard * context + 1) if shard * context % n == 0]))
+    mesh = MeshPlan(shard=shard, context=context, tensor=tensor, expert=expert)
+    if processes is not None and processes < min_processes(mesh):
+        return
+    small = scale_down_plan(
+        plan(mesh, size=1, per_step=3), processes=processes, num_blocks=4, may_shrink=True
+    ).plan.mesh
+    assert (small.expert > 1) == (expert > 1)
+    assert small.shard * small.context % small.expert == 0
+    assert expert % small.expert == 0, "it divides the model's experts, as the plan's does"
+    assert small.world_size <= max(processes or 8, min_processes(mesh))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.description import facts_of, shrink_config, shrink_sizes
+from weft.description import facts_of, shrink_config, shrink_shape, shrink_sizes
 from weft.errors import RecipeError
 from weft.models import build_model
 from weft.numerics import SmallCase, shrink_case
@@ -106,6 +107,20 @@ def test_experts_become_few() -> None:
     small = shrink_config(config, 2, 1, 1)
     assert (small["num_local_experts"], small["num_experts_per_tok"]) == (4, 2)
     assert small["moe_intermediate_size"] < 64
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 6, 8])
+def test_experts_stay_divisible_by_the_ranks_that_share_them_out(ranks: int) -> None:
+    grouped = {"n_routed_experts": 120, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 8}
+    config = LLAMA | {"moe_intermediate_size": 1024, **grouped}
+    small = shrink_config(config, 2, 1, 1, experts=ranks)
+    assert small["n_routed_experts"] % math.lcm(ranks, small["n_group"]) == 0
+    assert small["num_experts_per_tok"] < small["n_routed_experts"] <= 10
+    shape = DecoderShape(num_layers=4, hidden_size=256, num_heads=4, num_experts=120, top_k=8)
+    reference = shrink_shape(shape, 2, 1, 1, experts=ranks)
+    assert isinstance(reference, DecoderShape)
+    assert reference.num_experts % ranks == 0
+    assert reference.top_k < reference.num_experts <= 8
 
 
 def test_heads_wider_than_the_model_stay_so() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,8 +18,8 @@ SMALL_SEQUENCE_LENGTH = 11
 _NARROW = 64
 """A model of this width or less keeps its widths."""
 _VOCABULARY_PER_RANK = 37
+_FEW_EXPERTS = 4
 _MOST: Mapping[str, int] = {
-    **dict.fromkeys(HF_KEYS["num_experts"], 4),
     **dict.fromkeys(("n_group", "num_experts_per_tok"), 2),
     "topk_group": 1,
     "first_k_dense_replace": 1,
@@ -31,10 +32,16 @@ _LATENT: Mapping[str, int] = {
 
 
 def shrink_shape(
-    shape: ReferenceShape, num_blocks: int, tensor: int, folded_tensor: int, length: int = SMALL_SEQUENCE_LENGTH
+    shape: ReferenceShape,
+    num_blocks: int,
+    tensor: int,
+    folded_tensor: int,
+    length: int = SMALL_SEQUENCE_LENGTH,
+    *,
+    experts: int = 1,
 ) -> ReferenceShape:
-    """Return a reference model with so many blocks, narrow layers of which `folded_tensor` ranks can have parts, and
-    samples of `length` tokens at most."""
+    """Return a reference model with so many blocks, narrow layers of which `folded_tensor` ranks can have parts,
+    mixtures whose experts `experts` ranks can share out, and samples of `length` tokens at most."""
     if isinstance(shape, MlpShape):
         hidden = min(shape.hidden_size, 14)
         return replace(
@@ -68,7 +75,7 @@ def shrink_shape(
     if getattr(shape, "num_kv_heads", None) is None:
         del sizes["num_kv_heads"]
     if isinstance(shape, DecoderShape) and shape.num_experts:
-        sizes |= _small_mixture(shape, num_blocks, small.hidden_size, folded_tensor)
+        sizes |= _small_mixture(shape, num_blocks, small.hidden_size, folded_tensor, experts)
     return replace(shape, **sizes)
 
 
@@ -79,10 +86,10 @@ def _few_channels(shape: ConvNetShape, folded_tensor: int) -> int:
     return _odd_share(8, folded_tensor) if shape.norm == "batch" else 8 * folded_tensor
 
 
-def _small_mixture(shape: DecoderShape, num_blocks: int, hidden: int, folded_tensor: int) -> dict[str, int]:
+def _small_mixture(shape: DecoderShape, num_blocks: int, hidden: int, folded_tensor: int, ranks: int) -> dict[str, int]:
     """Few experts, of which a token still leaves some out, and a block with a mixture behind dense ones."""
     width = shape.expert_ffn_size or default_ffn_size(shape)
-    num_experts = min(shape.num_experts, _MOST["num_experts"])
+    num_experts = _few_experts(shape.num_experts, ranks)
     return {
         "num_experts": num_experts,
         "top_k": min(shape.top_k, max(1, num_experts // 2)) if shape.top_k < shape.num_experts else num_experts,
@@ -92,8 +99,16 @@ def _small_mixture(shape: DecoderShape, num_blocks: int, hidden: int, folded_ten
     }
 
 
-def shrink_config(config: Mapping[str, Any], num_blocks: int | None, tensor: int, folded_tensor: int) -> dict[str, Any]:
-    """Return a Hugging Face configuration with fewer blocks and narrower layers of the same structure.
+def _few_experts(whole: int, divisor: int) -> int:
+    """Return a number of experts that `divisor` divides, where it divides the whole."""
+    return min(whole, divisor * -(-_FEW_EXPERTS // divisor))
+
+
+def shrink_config(
+    config: Mapping[str, Any], num_blocks: int | None, tensor: int, folded_tensor: int, *, experts: int = 1
+) -> dict[str, Any]:
+    """Return a Hugging Face configuration with fewer blocks and narrower layers of the same structure, and mixtures
+    whose experts `experts` ranks can share out.
 
     Settings that are not known to be sizes stay as they are; lists with one entry per block are thinned out.
     """
@@ -110,6 +125,7 @@ def shrink_config(config: Mapping[str, Any], num_blocks: int | None, tensor: int
         new = shrink_sizes(sizes, tensor, folded_tensor)
         if new != sizes:
             _enter_sizes(small, config, sizes, new, folded_tensor)
+            _enter_mixture(small, config, experts)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # a family's defaults may lie outside, too
             value = config.get(name)
             small[name] = value % new.vocabulary_size if isinstance(value, int) else None
@@ -189,8 +205,14 @@ def _enter_sizes(
         value = config.get(name)
         if isinstance(value, int):
             small[name] = _odd_share(new.hidden_size * value / old.hidden_size, folded_tensor)
-    small |= {name: min(value, _MOST[name]) for name, value in config.items() if name in _MOST and type(value) is int}
     if new.kv_rank:
         small |= {name: min(config.get(name, most), most) for name, most in _LATENT.items() if config.get(name, most)}
         small |= {"head_dim": small["qk_rope_head_dim"], "num_key_value_heads": new.num_heads}
         small["qk_head_dim"] = small["qk_rope_head_dim"] + small["qk_nope_head_dim"]
+
+
+def _enter_mixture(small: dict[str, Any], config: Mapping[str, Any], ranks: int) -> None:
+    counts = {name: value for name, value in config.items() if type(value) is int}
+    small |= {name: min(counts[name], most) for name, most in _MOST.items() if name in counts}
+    divisor = math.lcm(ranks, small["n_group"] if "n_group" in counts else 1)  # groups of a router are as large
+    small |= {name: _few_experts(counts[name], divisor) for name in HF_KEYS["num_experts"] if name in counts}

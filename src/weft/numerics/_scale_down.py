@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from weft.errors import PlanError
 from weft.plan import Axis, MeshPlan, MicrobatchPlan, Plan, Recompute
+from weft.techniques.expert.contract import EXPERT_LENDERS
 from weft.techniques.tensor.contract import TensorScheme
 from weft.techniques.tensor.grid_shape import grid_of_plan, grid_shape, least_ranks
 
@@ -35,7 +36,7 @@ class ScaledDown:
 
 def min_processes(mesh: MeshPlan, scheme: TensorScheme = "1d") -> int:
     """Return how many processes show every axis of the mesh, and its tensor ranks as the grid that `scheme` makes."""
-    return math.prod(_least(axis, int(getattr(mesh, axis)), scheme) for axis in _GROWING)
+    return math.prod(_least_sizes(mesh, scheme).values())
 
 
 def scale_down_plan(plan: Plan, *, processes: int | None, num_blocks: int | None, may_shrink: bool) -> ScaledDown:
@@ -68,6 +69,24 @@ def scale_down_plan(plan: Plan, *, processes: int | None, num_blocks: int | None
 # ── axes ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _least_sizes(mesh: MeshPlan, scheme: TensorScheme) -> dict[Axis, int]:
+    sizes: dict[Axis, int] = {axis: _least(axis, int(getattr(mesh, axis)), scheme) for axis in _GROWING}
+    if (lender := _lender(mesh)) is not None:
+        sizes[lender] = _least_divisor(mesh.expert)
+    return sizes
+
+
+def _lender(mesh: MeshPlan) -> Axis | None:
+    """The axis that keeps its ranks divisible by those that share experts out."""
+    if mesh.expert == 1:
+        return None
+    return next(axis for axis in EXPERT_LENDERS if getattr(mesh, axis) % _least_divisor(mesh.expert) == 0)
+
+
+def _least_divisor(size: int) -> int:
+    return next((n for n in range(2, math.isqrt(size) + 1) if size % n == 0), size)
+
+
 def _least(axis: Axis, size: int, scheme: TensorScheme) -> int:
     """Ranks that an axis is scaled down to: two, or as many as keep what the tensor axis divides divisible, or as many
     as make a grid of the same kind."""
@@ -75,7 +94,7 @@ def _least(axis: Axis, size: int, scheme: TensorScheme) -> int:
         return least_ranks(scheme) if shape.side % 2 == 0 else size
     if axis != "tensor":
         return min(size, 2)
-    return next((n for n in range(2, math.isqrt(size) + 1) if size % n == 0), size)
+    return _least_divisor(size)
 
 
 def _scale_mesh(plan: Plan, processes: int | None) -> MeshPlan:
@@ -89,23 +108,24 @@ def _scale_mesh(plan: Plan, processes: int | None) -> MeshPlan:
         raise PlanError(
             f"processes = {limit} is too few to show {axes}, each with 2 ranks at least. Use {least} or more."
         )
-    sizes = {axis: _least(axis, int(getattr(mesh, axis)), scheme) for axis in _GROWING}
+    sizes, lender = _least_sizes(mesh, scheme), _lender(mesh)
     # Every axis begins at its least size.  What is left of the limit goes to one axis after another, as far as each of
     # them can take it, because more ranks of one axis show more than a few more of each.
     for axis in _GROWING:
         whole = sizes[axis] if axis == "tensor" and scheme != "1d" else int(getattr(mesh, axis))  # grids do not grow
-        while (grown := _next_size(axis, sizes[axis], whole)) is not None:
+        step = _least_divisor(mesh.expert) if axis == lender else 1
+        while (grown := _next_size(axis, sizes[axis], whole, step)) is not None:
             if math.prod(sizes.values()) // sizes[axis] * grown > limit:
                 break
             sizes[axis] = grown
     room = sizes["shard"] * sizes["context"]
-    expert = max(n for n in range(1, min(mesh.expert, room) + 1) if room % n == 0)
+    expert = math.gcd(mesh.expert, room)  # it divides the model's experts, as mesh.expert does
     return replace(mesh, expert=expert, **sizes)
 
 
-def _next_size(axis: Axis, now: int, whole: int) -> int | None:
+def _next_size(axis: Axis, now: int, whole: int, step: int) -> int | None:
     """The next larger size of an axis; that of the tensor axis is a multiple, and divides the whole one."""
-    step = now if axis == "tensor" else 1
+    step = now if axis == "tensor" else step
     larger = (n for n in range(now + step, whole + 1, step) if axis != "tensor" or whole % n == 0)
     return None if now == 1 else next(larger, None)
 

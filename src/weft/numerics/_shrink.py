@@ -91,6 +91,8 @@ class _Parts:
     """The same under the plan scaled down."""
     length: int
     """Tokens of which each of the ranks that share a sequence has some."""
+    experts: int
+    """Ranks that share experts out, under the plan scaled down."""
 
     @staticmethod
     def of(plan: Plan, scaled: Plan, facts: ModelFacts) -> _Parts:
@@ -105,17 +107,21 @@ class _Parts:
             whole=whole[0] * (whole[1] if swaps else 1),
             scaled=small[0] * (small[1] if swaps else 1),
             length=min(facts.sequence_length or length, length),
+            experts=scaled.mesh.expert,
         )
 
 
 def _shrink_model(model: ModelRecipe, num_blocks: int | None, parts: _Parts, folder: Path) -> ModelRecipe:
     if model.shape is not None:
         blocks = num_blocks or model.shape.num_layers
-        return replace(model, shape=shrink_shape(model.shape, blocks, parts.whole, parts.scaled, parts.length))
+        sizes = (parts.whole, parts.scaled, parts.length)
+        return replace(model, shape=shrink_shape(model.shape, blocks, *sizes, experts=parts.experts))
     if model.hf is None:
         return model
     path = folder / "config.json"
-    path.write_text(json.dumps(shrink_config(read_hf_config(model.hf), num_blocks, parts.whole, parts.scaled)))
+    config = read_hf_config(model.hf)
+    small = shrink_config(config, num_blocks, parts.whole, parts.scaled, experts=parts.experts)
+    path.write_text(json.dumps(small))
     _copy_settings(model.hf, folder)
     return replace(model, hf=str(path), sequence_length=min(model.sequence_length or parts.length, parts.length))
 

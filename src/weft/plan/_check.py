@@ -60,13 +60,15 @@ def check_runnable(plan: Plan) -> None:
 
 
 def mesh_sizes(plan: Plan) -> str:
-    """Return the axes larger than one as a product: `data 2 × tensor 2 × pipeline 2`."""
+    """Return the axes larger than one as a product: `data 2 × tensor 2 × pipeline 2`.  Ranks that share experts out are
+    no further ones: `data 4 (expert 2)`."""
     mesh = plan.mesh
     axes: list[tuple[str, int]] = [("data", mesh.data)]
     if mesh.replicate > 1 and mesh.shard > 1:
         axes = [("replicate", mesh.replicate), ("shard", mesh.shard)]
     axes += [("tensor", mesh.tensor), ("pipeline", mesh.pipeline), ("context", mesh.context)]
-    return " × ".join(f"{name} {size}" for name, size in axes if size > 1) or "data 1"
+    product = " × ".join(f"{name} {size}" for name, size in axes if size > 1) or "data 1"
+    return f"{product} (expert {mesh.expert})" if mesh.expert > 1 else product
 
 
 def _check_world(case: Case) -> None:

@@ -106,6 +106,10 @@ def _found(blueprint: Blueprint, lengths: Iterable[int]) -> SharedSequence:
     for name, module in blueprint.module.named_modules():
         if isinstance(module, _NOT_FOLLOWED):
             raise _NoSequenceError(f"{name} is an nn.{type(module).__name__}")
+    if any(parameter.dim() > 2 for parameter in blueprint.module.parameters()):
+        from weft.describe._expert_calls import proven_stacks  # loaded where there may be any
+
+        blueprint = replace(blueprint, stacks=proven_stacks(blueprint))
     lengths = {length - 1, max(2, length // 2), max(2, length // 4), *lengths} - {length}
     placed = blueprint
     if _POSITIONS in inspect.signature(blueprint.module.forward).parameters:
@@ -157,8 +161,14 @@ def _trace(blueprint: Blueprint, length: int, mode: Mode = "as it is", *, withou
     _count_places(module)
     if without_masks:
         _drop_masks(module)
+    fused = WHOLE_ATTENTION
+    if blueprint.stacks:
+        from weft.describe._expert_calls import as_event, mix_by_token, stand_in_for_experts  # where there are any
+
+        stand_in_for_experts(module, blueprint.stacks)
+        fused = {**fused, mix_by_token: as_event}
     blueprint = replace(blueprint, module=module)
-    return trace(blueprint, torch.float32, loss=False, fused=WHOLE_ATTENTION, reads=True, modes=(mode,))
+    return trace(blueprint, torch.float32, loss=False, fused=fused, reads=True, modes=(mode,))
 
 
 def _count_places(module: nn.Module) -> None:

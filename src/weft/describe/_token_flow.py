@@ -90,7 +90,8 @@ def _is_number(argument: object) -> bool:
 
 def _live_events(trace: Trace) -> frozenset[int]:
     """Events that the result depends on, or the way that the forward takes: what is asked of a tensor's values."""
-    wanted = {value.storage for value in trace.outputs}
+    # What it leaves in buffers may be read by the forward after it.
+    wanted = {value.storage for value in trace.outputs} | set(trace.buffers)
     live: set[int] = set()
     for event in reversed(trace.events):
         asks = not event.outputs and not event.name.startswith("_assert") or _counts(event)
@@ -136,10 +137,12 @@ class _TokenWalker(DimsWalker):
             **dict.fromkeys(MATMULS, self._product),
             **dict.fromkeys(("new_empty", "new_zeros", "new_ones", "new_full"), self.make),
             "attention": self._attention,
+            "experts": self._experts,
             "constant_pad_nd": self.pad,
             "embedding": self.look_up,
             "index": self._index,
             "gather": self._gather,
+            **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), self._scatter),
         }
 
     def step(self, event: Event) -> None:
@@ -313,6 +316,12 @@ class _TokenWalker(DimsWalker):
                 self.keep_whole(event, dim, "attends with them as heads or features")
         self.dims[event.outputs[0]] = [*[()] * (len(query) - 2), query[-2], ()]
 
+    def _experts(self, event: Event) -> None:
+        """Rows, what each has chosen, and what that counts: each row's own result (`_expert_calls.py`)."""
+        for value in event.inputs:
+            self.keep_whole(event, self.dims_of(value)[1], "mixes them as features or choices")
+        self.dims[event.outputs[0]] = [self._alike(event, event.inputs, 0), ()]
+
     def _meeting(self, event: Event) -> Meeting:
         """One number for all, as scores that are added or a mask, says nothing: a softmax does not see it."""
         causal, dropped = (bool(event.keywords.get(name)) for name in ("causal", "dropout"))
@@ -350,6 +359,18 @@ class _TokenWalker(DimsWalker):
                 dims.append(())
             else:
                 dims.append(self._alike(event, (value, indices), place))
+        self.dims[event.outputs[0]] = dims
+
+    def _scatter(self, event: Event) -> None:
+        """Entries written along a dim, chosen for each entry of the others."""
+        values = event.inputs
+        at = int(argument(event, 1, "dim", 0)) % len(values[0].shape)
+        dims: Dims = []
+        for place in range(len(values[0].shape)):
+            whole = place == at or len({value.shape[place] for value in values}) > 1
+            for value in values if whole else ():
+                self.keep_whole(event, self.dims_of(value)[place], "writes entries of it by number")
+            dims.append(() if whole else self._alike(event, values, place))
         self.dims[event.outputs[0]] = dims
 
     def _pointwise(self, event: Event) -> None:

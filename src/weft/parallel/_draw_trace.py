@@ -46,6 +46,8 @@ class DrawLayout:
     dim: int
     whole: tuple[int, ...]
     """Shape with the example's lengths and one sample; where samples are flat, `dim` is what one sample has of it."""
+    tokens: int | None = None
+    """Dim that runs over the tokens of a sample; None: none does, or ranks share no sequence, and nobody has asked."""
 
 
 @dataclass(slots=True)

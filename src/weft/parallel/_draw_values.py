@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.parallel._noise import Elements
+from weft.parallel._noise import Numbers
 
 Arrange = Callable[[Tensor], Tensor]
 """Brings numbers of shape (samples, …) into the shape of the draw."""
 
 
-def keyed_value(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], elements: Elements, arrange: Arrange) -> Any:
+def keyed_value(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Any:
     """Return what `func` gives; None for an operator that is not known here."""
     name = func.overloadpacket.__name__
     schema = func._schema.arguments
@@ -45,51 +45,51 @@ def _placed(given: Mapping[str, Any], values: Tensor, target: Tensor | None, arg
     return values.to(dtype)
 
 
-def _bernoulli(given: Mapping[str, Any], elements: Elements, arrange: Arrange) -> Tensor:
+def _bernoulli(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
     p = given.get("p", given["self"])
     if isinstance(p, Tensor):
         return arrange(elements.uniform()) < p
     return arrange(elements.kept(float(p)))
 
 
-def _uniform(given: Mapping[str, Any], elements: Elements, arrange: Arrange) -> Tensor:
+def _uniform(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
     low, high = float(given.get("from", 0.0)), float(given.get("to", 1.0))
     return arrange(elements.uniform()) * (high - low) + low
 
 
-def _normal(given: Mapping[str, Any], elements: Elements, arrange: Arrange) -> Tensor:
+def _normal(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
     mean, deviation = given.get("mean", 0.0), given.get("std", 1.0)
     return arrange(elements.normal()) * deviation + mean
 
 
-def _log_normal(given: Mapping[str, Any], elements: Elements, arrange: Arrange) -> Tensor:
+def _log_normal(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
     return _normal(given, elements, arrange).exp()
 
 
-def _exponential(given: Mapping[str, Any], elements: Elements, arrange: Arrange) -> Tensor:
+def _exponential(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
     smallest = 2.0**-54  # as torch's own, never 0: callers take logarithms
     return arrange(elements.uniform()).neg_().log1p_().neg_().clamp_(min=smallest) / float(given.get("lambd", 1.0))
 
 
-def _cauchy(given: Mapping[str, Any], elements: Elements, arrange: Arrange) -> Tensor:
+def _cauchy(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
     turned = torch.tan(math.pi * (arrange(elements.uniform()) - 0.5))
     return turned * float(given.get("sigma", 1.0)) + float(given.get("median", 0.0))
 
 
-def _geometric(given: Mapping[str, Any], elements: Elements, arrange: Arrange) -> Tensor:
+def _geometric(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
     return (arrange(elements.uniform()).neg_().log1p_() / math.log1p(-float(given["p"]))).ceil_().clamp_(min=1)
 
 
-def _integers(given: Mapping[str, Any], elements: Elements, arrange: Arrange) -> Tensor:
+def _integers(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
     low, high = int(given.get("low", 0) or 0), int(given["high"])
     return (arrange(elements.uniform()) * (high - low)).floor_().to(torch.int64) + low
 
 
-def _permutation(given: Mapping[str, Any], elements: Elements, arrange: Arrange) -> Tensor:
+def _permutation(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
     return arrange(elements.uniform()).argsort()
 
 
-def _random(given: Mapping[str, Any], elements: Elements, arrange: Arrange) -> Tensor:
+def _random(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
     dtype = given["self"].dtype
     whole = {torch.float32: 1 << 24, torch.float16: 1 << 11, torch.bfloat16: 1 << 8, torch.bool: 2}
     high = given.get("to")
@@ -99,7 +99,7 @@ def _random(given: Mapping[str, Any], elements: Elements, arrange: Arrange) -> T
     return (arrange(elements.uniform()) * float(int(high) - low)).floor_().to(torch.int64) + low
 
 
-def _dropout(given: Mapping[str, Any], elements: Elements, arrange: Arrange) -> tuple[Tensor, Tensor]:
+def _dropout(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> tuple[Tensor, Tensor]:
     x, p = given.get("input", given.get("self")), float(given["p"])
     assert isinstance(x, Tensor)
     keep = arrange(elements.kept(1.0 - p))
@@ -107,7 +107,7 @@ def _dropout(given: Mapping[str, Any], elements: Elements, arrange: Arrange) -> 
     return torch.ops.aten.native_dropout_backward(x, keep.contiguous(), scale), keep
 
 
-def _leaky(given: Mapping[str, Any], elements: Elements, arrange: Arrange) -> Any:
+def _leaky(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Any:
     x, low, high = given["self"], float(given["lower"]), float(given["upper"])
     slopes = (arrange(elements.uniform()) * (high - low) + low).to(x.dtype)
     noise = torch.where(x <= 0, slopes, torch.ones_like(slopes))
@@ -115,16 +115,16 @@ def _leaky(given: Mapping[str, Any], elements: Elements, arrange: Arrange) -> An
     return x * noise
 
 
-def _leaky_in_place(given: Mapping[str, Any], elements: Elements, arrange: Arrange) -> Any:
+def _leaky_in_place(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Any:
     return given["self"].copy_(_leaky(given, elements, arrange))
 
 
-def _leaky_functional(given: Mapping[str, Any], elements: Elements, arrange: Arrange) -> Any:
+def _leaky_functional(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Any:
     noise = given["noise"].clone()
     return _leaky({**given, "noise": noise}, elements, arrange), noise
 
 
-def _multinomial(given: Mapping[str, Any], elements: Elements, arrange: Arrange) -> Tensor:
+def _multinomial(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
     """Without replacement by a race of exponentials, with it by independent races (Efraimidis and Spirakis 2006)."""
     weights, count = given["self"].double(), int(given["num_samples"])
     if not given.get("replacement", False):
@@ -137,7 +137,7 @@ def _multinomial(given: Mapping[str, Any], elements: Elements, arrange: Arrange)
     return torch.stack(races, -1)
 
 
-_MAKERS: Mapping[str, Callable[[Mapping[str, Any], Elements, Arrange], Tensor]] = {
+_MAKERS: Mapping[str, Callable[[Mapping[str, Any], Numbers, Arrange], Tensor]] = {
     "bernoulli": _bernoulli,
     "uniform": _uniform,
     "rand": _uniform,
@@ -151,7 +151,7 @@ _MAKERS: Mapping[str, Callable[[Mapping[str, Any], Elements, Arrange], Tensor]] 
     "randperm": _permutation,
     "random": _random,
 }
-_SPECIAL: Mapping[str, Callable[[Mapping[str, Any], Elements, Arrange], Any]] = {
+_SPECIAL: Mapping[str, Callable[[Mapping[str, Any], Numbers, Arrange], Any]] = {
     "native_dropout": _dropout,
     "_fused_dropout": lambda given, elements, arrange: _dropout(
         {**given, "p": 1.0 - float(given["p"])}, elements, arrange

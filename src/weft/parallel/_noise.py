@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,22 @@ from weft.parallel.randomness import GOLDEN, RESOLUTION, hashed_mask, mix
 _MANTISSA = 53
 _COARSE = 1e-3
 """A probability that 16 bits give to this relative accuracy is drawn with 16 bits."""
+
+
+class Numbers(Protocol):
+    """Numbers for the elements of a draw that this rank holds, (samples, …)."""
+
+    def uniform(self, salt: int = 0) -> Tensor:
+        """fp64 in [0, 1)."""
+        ...
+
+    def normal(self) -> Tensor:
+        """fp64 of mean 0 and deviation 1."""
+        ...
+
+    def kept(self, probability: float) -> Tensor:
+        """bool, true with `probability`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

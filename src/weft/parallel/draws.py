@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from weft.parallel._context import MicrobatchState, StepContext
 from weft.parallel._draw_net import is_draw
 from weft.parallel._draw_trace import LOSS, DrawLayout, Draws, find_draws, noise_shape
 from weft.parallel._draw_values import keyed_value
-from weft.parallel._noise import Elements
+from weft.parallel._noise import Elements, Numbers
 from weft.parallel.randomness import KeyedDropout, sample_words
 from weft.plan import Plan
 
@@ -76,6 +75,10 @@ def draws_of(blueprint: Blueprint, plan: Plan) -> Draws:
             f"plan.compute.compile = true, but {shown(name, blueprint)} draws by {draws.operators(name)}, whose keys"
             f" change with every step. {_MODULE}, or use compile = false."
         )
+    if plan.mesh.context > 1 and draws.modules:
+        from weft.parallel.token_draws import with_tokens  # loaded where ranks share what is drawn for
+
+        return with_tokens(draws, blueprint, plan, keys_itself)
     return draws
 
 
@@ -181,6 +184,8 @@ class _Keyed(TorchDispatchMode):
         """The layout that fits; several calls of one module may differ in shape."""
         known = self._draws.layouts.get((self._name, op, number), [])
         fitting = [layout for layout in known if len(layout.whole) == len(shape) and self._fits(layout, shape)]
+        if self._state.tokens is not None:
+            return next((layout for layout in fitting if self._shares(layout, shape)), None)
         exact = [layout for layout in fitting if self._part(layout, shape) == layout.whole]
         return next(iter(exact or fitting), None)
 
@@ -197,19 +202,32 @@ class _Keyed(TorchDispatchMode):
         share = shape[layout.dim] // max(self._state.sample_ids.numel(), 1)
         return (*shape[: layout.dim], share, *shape[layout.dim + 1 :])
 
-    def _elements(self, layout: DrawLayout, shape: torch.Size, key: str, device: torch.device) -> Elements:
-        held = self._part(layout, shape)
-        starts, whole = self._placed(held, layout)
-        state = self._state
-        if layout.place == "shared":
-            state = replace(state, sample_ids=state.sample_ids.new_full((1,), -1))
+    def _elements(self, layout: DrawLayout, shape: torch.Size, key: str, device: torch.device) -> Numbers:
+        held, state = self._part(layout, shape), self._state
+        ids = state.sample_ids.new_full((1,), -1) if layout.place == "shared" else state.sample_ids
+        words = sample_words(key, state.seed, state.step, ids).to(device)
         order = [layout.dim, *(dim for dim in range(len(held)) if dim != layout.dim)] if held else []
-        return Elements(
-            samples=sample_words(key, state.seed, state.step, state.sample_ids).to(device),
-            starts=[starts[dim] for dim in order],
-            sizes=[held[dim] for dim in order],
-            whole=[whole[dim] for dim in order],
-        )
+
+        def part(starts: Sequence[int], sizes: Sequence[int], whole: Sequence[int]) -> Elements:
+            starts, sizes, whole = ([each[dim] for dim in order] for each in (starts, sizes, whole))
+            return Elements(samples=words, starts=starts, sizes=sizes, whole=whole)
+
+        if state.tokens is None:
+            starts, whole = self._placed(held, layout)
+            return part(starts, held, whole)
+        from weft.parallel.token_draws import Joined, parts_of  # as above
+
+        parts = parts_of(held, layout, state.tokens, self._view)
+        assert parts is not None, "a layout that does not fit was left out"
+        dim, joined = layout.tokens, [part(*each) for each in parts]
+        return joined[0] if dim is None else Joined(joined, 1 + order.index(dim))
+
+    def _shares(self, layout: DrawLayout, shape: torch.Size) -> bool:
+        """Whether it is known which part of the layout a rank has that has some of the tokens."""
+        from weft.parallel.token_draws import parts_of  # as above
+
+        assert self._state.tokens is not None, "asked of ranks that share a sequence"
+        return parts_of(self._part(layout, shape), layout, self._state.tokens, self._view) is not None
 
     def _placed(self, held: tuple[int, ...], layout: DrawLayout) -> tuple[list[int], list[int]]:
         """First index and whole size of each dim; under a tensor axis a dim may hold this rank's share."""

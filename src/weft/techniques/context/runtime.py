@@ -166,13 +166,10 @@ def _check_built(build: Build) -> None:
     """Refuse what only the built model shows.
 
     Raises:
-        PlanError: what `Blueprint.no_context` says, or draws by functions.
+        PlanError: what `Blueprint.no_context` says.
     """
-    blueprint, named = build.blueprint, f"plan.mesh.context = {build.plan.mesh.context}"
-    problem = blueprint.no_context
-    if not problem and build.draws.modules:
-        problem = f"{build.draws.modules[0] or 'its forward'} draws random numbers by functions, keyed by whole samples"
-    if problem:
+    if problem := build.blueprint.no_context:
+        named = f"plan.mesh.context = {build.plan.mesh.context}"
         raise PlanError(f"{named} cannot be had for this model: {problem}. Use plan.mesh.context = 1.")
 
 

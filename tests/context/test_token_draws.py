@@ -44,10 +44,12 @@ SHARED: dict[str, Draw] = {
 """Draws that are of tokens, of samples, or of all."""
 REFUSED: dict[str, Draw] = {
     "pairs": lambda x: x + F.dropout(x @ x.transpose(1, 2), 0.3) @ x,
-    "tokens among heads": lambda x: F.dropout(x.unflatten(-1, (2, 3)).transpose(1, 2).reshape(-1, 3), 0.3)
-    .view(x.shape[0], 2, -1, 3)
-    .transpose(1, 2)
-    .flatten(2),
+    "tokens among heads": lambda x: (
+        F.dropout(x.unflatten(-1, (2, 3)).transpose(1, 2).reshape(-1, 3), 0.3)
+        .view(x.shape[0], 2, -1, 3)
+        .transpose(1, 2)
+        .flatten(2)
+    ),
     "features of tokens": lambda x: F.dropout(x.flatten(1), 0.3).view(x.shape),
     "chunks": lambda x: x + torch.randn(x.shape[0], 1 + x.shape[1] // 4, 1).mean(1, keepdim=True),
     "one more": lambda x: x + torch.randn(x.shape[0], x.shape[1] + 1, WIDTH)[:, 1:],

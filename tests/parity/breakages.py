@@ -14,6 +14,7 @@ from typing import Any
 
 import channel_breakages
 import dispatcher_breakages
+import token_breakages
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -397,6 +398,7 @@ PATCHES: Mapping[str, Callable[[], list[Patch]]] = {
     "copies of norms not summed": _copies_not_summed,
     **channel_breakages.PATCHES,
     **dispatcher_breakages.PATCHES,
+    **token_breakages.PATCHES,
 }
 BLUEPRINTS: Mapping[str, Callable[[Blueprint], Blueprint]] = {
     "mean of means": _mean_of_means,

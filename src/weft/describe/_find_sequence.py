@@ -167,8 +167,28 @@ def _trace(blueprint: Blueprint, length: int, mode: Mode = "as it is", *, withou
 
         stand_in_for_experts(module, blueprint.stacks)
         fused = {**fused, mix_by_token: as_event}
+    replaced = _replaced_buffers(module)
     blueprint = replace(blueprint, module=module)
-    return trace(blueprint, torch.float32, loss=False, fused=fused, reads=True, modes=(mode,))
+    found = trace(blueprint, torch.float32, loss=False, fused=fused, reads=True, modes=(mode,))
+    if replaced:  # what a forward writes into a buffer is followed
+        raise _NoSequenceError(f"its forward puts something else in the place of its buffer {replaced[0]}")
+    return found
+
+
+def _replaced_buffers(module: nn.Module) -> list[str]:
+    """Return what the names of the buffers will be that a forward has replaced."""
+    before: dict[str, torch.Tensor] = {}
+    names: list[str] = []
+
+    def enter(module: nn.Module, args: object) -> None:
+        before.update(module.named_buffers())
+
+    def leave(module: nn.Module, args: object, output: object) -> None:
+        names.extend(name for name, buffer in module.named_buffers() if before.get(name) is not buffer)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)
+    return names
 
 
 def _count_places(module: nn.Module) -> None:

@@ -13,7 +13,6 @@ from cells import Cell, plan
 from weft.plan import Plan
 from weft.recipe import ModelRecipe
 
-LENGTH = 11
 _SIZES: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
     "max_position_embeddings": 64, "intermediate_size": 20, "head_dim": 8, "pad_token_id": None, "bos_token_id": None,
@@ -54,7 +53,7 @@ def models(folder: Path) -> dict[str, ModelRecipe]:
     for name, config in CONFIGS.items():
         path = folder / f"{name}.json"
         path.write_text(json.dumps(_SIZES | config))
-        found[name] = ModelRecipe(hf=str(path), sequence_length=LENGTH)
+        found[name] = ModelRecipe(factory="library_experts:build_looked", arguments={"path": str(path)})
     return found
 
 
@@ -67,7 +66,7 @@ def dropping() -> Iterator[Cell]:
     for scheme in ("ring", "all_gather", "ulysses"):
         yield from _cells(DROPPING, plan(context=2, scheme=scheme))
         yield from _cells(("seed_oss",), plan(context=4, scheme="ring" if scheme == "ulysses" else scheme, micro=6))
-    yield from _cells(("seed_oss",), plan(context=3), plan(context=4, scheme="usp"), plan(context=2, pipeline=2))
+    yield from _cells(("seed_oss",), plan(context=3), plan(context=4, scheme="usp"), plan(context=2, tensor=2))
     yield from _cells(DROPPING, plan(context=2, shard=2, zero=3, micro=3), plan(context=2, zero=1))
     for word in ("full", "selective"):
         yield from _cells(DROPPING, plan(context=2, recompute=word))
@@ -79,7 +78,7 @@ def mixtures() -> Iterator[Cell]:
         yield from _cells(MIXTURES, plan(context=2, scheme=scheme))
     for zero in (1, 2, 3):
         yield from _cells(("olmoe", "hy_v3"), plan(context=2, shard=2, zero=zero, micro=3))
-    yield from _cells(MIXTURES, plan(context=4, micro=6), plan(context=2, pipeline=2))
+    yield from _cells(MIXTURES, plan(context=4, micro=6), plan(context=2, tensor=2))
     yield from _cells(("qwen2_moe",), plan(context=3), plan(context=4, scheme="usp"))
     for word in ("full", "selective"):
         yield from _cells(("olmoe", "glm4_moe"), plan(context=2, recompute=word))
@@ -89,6 +88,6 @@ ALL = tuple(dict.fromkeys([*dropping(), *mixtures()]))
 DRAWN = (
     Cell("seed_oss", plan(context=2, recompute="full")),
     Cell("starcoder2", plan(context=3, scheme="all_gather", micro=6)),
-    Cell("glm4_moe", plan(context=2, pipeline=2)),
+    Cell("glm4_moe", plan(context=2, tensor=2)),
     Cell("hy_v3", plan(context=2, shard=2, zero=3, micro=3, scheme="ulysses")),
 )

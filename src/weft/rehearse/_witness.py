@@ -114,10 +114,12 @@ class Witness(TorchDispatchMode):
         )
 
 
-def _grouped(rows: Tensor, matrices: Tensor, *more: Any, **named: Any) -> Tensor:
-    """A grouped product of fakes: torch's answer knows bf16 alone (2.13), and CPUs compute other types, too."""
-    product = torch.ops.aten._grouped_mm.default(rows.bfloat16(), matrices.bfloat16(), *more, **named)
-    return product.to(rows.dtype)
+def _grouped(rows: Tensor, matrices: Tensor, offs: Tensor | None = None, *more: Any, **named: Any) -> Tensor:
+    """A grouped product of fakes: torch's answer knows bf16 alone, and widths of whole 16 bytes in it (2.13); CPUs
+    compute others, too.  Either operand has two dims where groups are runs of it (`offs`), else three."""
+    groups = (offs.shape[0],) if offs is not None and rows.dim() == matrices.dim() == 2 else ()
+    groups = rows.shape[:1] if rows.dim() == matrices.dim() == 3 else groups
+    return rows.new_empty(*groups, rows.shape[-2], matrices.shape[-1])
 
 
 class Copies(TorchFunctionMode):

@@ -25,7 +25,7 @@ Draw = Callable[[Tensor], Tensor]
 SHARED: dict[str, Draw] = {
     "dropout": lambda x: F.dropout(x, 0.3),
     "rare dropout": lambda x: F.dropout(x, 0.003),
-    "flat": lambda x: F.dropout(x.flatten(0, 1), 0.3).unflatten(0, x.shape[:2]),
+    "flat": lambda x: F.dropout(x.flatten(0, 1), 0.3).view(x.shape),
     "tokens first": lambda x: F.dropout(x.transpose(0, 1).contiguous(), 0.3).transpose(0, 1),
     "tokens last": lambda x: F.dropout(x.transpose(1, 2).contiguous(), 0.3).transpose(1, 2),
     "heads": lambda x: F.dropout(x.unflatten(-1, (2, 3)).transpose(1, 2), 0.3).transpose(1, 2).flatten(2),
@@ -34,7 +34,7 @@ SHARED: dict[str, Draw] = {
     "gumbel": lambda x: x * F.gumbel_softmax(x, dim=-1),
     "noise": lambda x: x + torch.randn(*x.shape),
     "uniform": lambda x: x * torch.empty_like(x).uniform_(-1, 1),
-    "choices": lambda x: x + torch.multinomial(x.softmax(-1).flatten(0, 1), 2).unflatten(0, x.shape[:2]).sum(-1, True),
+    "choices": lambda x: x + torch.multinomial(x.softmax(-1).flatten(0, 1), 2).view(*x.shape[:2], 2).sum(-1, True),
     "samples": lambda x: x * (torch.rand(x.shape[0], 1, 1) < 0.7),
     "all alike": lambda x: x * (torch.rand(1) < 0.7),
     "weights": lambda x: x * (1 + torch.randn(WIDTH)),

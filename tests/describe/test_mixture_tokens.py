@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,3 +152,19 @@ def test_what_a_forward_keeps_of_its_tokens_for_the_next_is_not_shared(keeps: st
     said = found(Model(keeps=keeps))
     assert isinstance(said, str)
     assert ("bias" in said) if keeps == "anew" else ("meet outside of attention" in said)
+
+
+class NeedsMask(Model):
+    """Takes the mask that transformers makes, or fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(_attn_implementation="weft_masked")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = torch.ones(4) if self.config._attn_implementation == "weft_masked" else None
+        return super().forward(tokens) * mask[0]  # type: ignore[index]
+
+
+def test_a_model_that_does_not_run_without_masks_says_so() -> None:
+    assert "does not run without a mask of who sees whom" in str(found(NeedsMask()))

@@ -114,7 +114,7 @@ def _found(blueprint: Blueprint, lengths: Iterable[int]) -> SharedSequence:
     placed = blueprint
     if _POSITIONS in inspect.signature(blueprint.module.forward).parameters:
         placed = replace(blueprint, inputs={**blueprint.inputs, _POSITIONS: "positions"})
-    whole, evaluated = (_trace(placed, length, mode, without_masks=True) for mode in BOTH)
+    whole, evaluated = (_without_masks_of_transformers(placed, length, mode) for mode in BOTH)
     found = _in_mode(blueprint, placed, whole, lengths, "as it is")
     where = first_difference(blueprint.module, whole, evaluated)
     if where is not None:
@@ -189,6 +189,16 @@ def _replaced_buffers(module: nn.Module) -> list[str]:
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave)
     return names
+
+
+def _without_masks_of_transformers(blueprint: Blueprint, length: int, mode: Mode) -> Trace:
+    try:
+        return _trace(blueprint, length, mode, without_masks=True)
+    except RecipeError as problem:
+        _trace(blueprint, length, mode)  # what stands against the model as it is, is said as that
+        raise _NoSequenceError(
+            "its forward does not run without a mask of who sees whom, which a rank would make of its own tokens alone"
+        ) from problem
 
 
 def _count_places(module: nn.Module) -> None:

@@ -134,6 +134,7 @@ FITTING: dict[str, Between] = {
     "entry by entry": lambda hidden, net: hidden + torch.tanh(hidden) * 0.5,
     "along the tokens": lambda hidden, net: hidden + hidden.cumsum(1) / 8 + hidden.mean(1, keepdim=True),
     "within runs of features": lambda hidden, net: hidden.view(2, LENGTH, -1, 2).flip(-1).flatten(2),
+    "dropout by a function": lambda hidden, net: F.dropout(hidden, 0.1),
     "the same number for all": lambda hidden, net: hidden * net.width**-0.5,
 }
 MIXING: dict[str, Between] = {
@@ -164,7 +165,7 @@ MIXING: dict[str, Between] = {
     "positions of features": lambda hidden, net: hidden * (torch.arange(WIDTH) % 3),
     "weight of a layer": lambda hidden, net: hidden + F.linear(hidden, net.down.weight[:, :WIDTH]),
     "noise": lambda hidden, net: hidden + torch.randn_like(hidden),
-    "dropout by a function": lambda hidden, net: F.dropout(hidden, 0.1),
+    "dropout by a function, across": lambda hidden, net: F.dropout(hidden.transpose(0, 2), 0.1).transpose(0, 2),
     "dropout of a part": lambda hidden, net: hidden + net.drop(hidden.mean(1, keepdim=True)).transpose(1, 2).mean(),
     "joined": lambda hidden, net: torch.cat([hidden, hidden], -1)[..., ::2],
     "convolved": lambda hidden, net: F.avg_pool1d(hidden, 3, 1, 1),

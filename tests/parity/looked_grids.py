@@ -12,7 +12,7 @@ from cells import Cell, plan
 from weft.recipe import ModelRecipe
 
 LENGTH = 11
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
     "max_position_embeddings": 64, "intermediate_size": 48, "pad_token_id": None, "bos_token_id": None,
     "eos_token_id": None,
@@ -62,7 +62,7 @@ def models(folder: Path) -> dict[str, ModelRecipe]:
     found: dict[str, ModelRecipe] = {}
     for name, config in (CONFIGS | {name: settings for name, (settings, _) in REFUSED.items()}).items():
         path = folder / f"{name}.json"
-        sizes = _SIZES | ({"pad_token_id": 1} if name in _PADDED else {})
+        sizes = SIZES | ({"pad_token_id": 1} if name in _PADDED else {})
         path.write_text(json.dumps({"model_type": name, **sizes, **config}))
         found[name] = ModelRecipe(hf=str(path), sequence_length=LENGTH)
     return found

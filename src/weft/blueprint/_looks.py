@@ -35,7 +35,9 @@ def look_at_its_features(blueprint: Blueprint, recipe: Recipe) -> None:
         return
     known = stored(recipe)
     if known is not None:
-        blueprint.no_features = known.no_features
+        blueprint.no_features, tables = known.no_features, known.tables
+        blueprint.whole_reads, blueprint.whole_results = tables.whole_reads, tables.whole_results
+        blueprint.divisible_features = tables.divisible_features
         return
     from weft.describe import look_at_features  # as above
 

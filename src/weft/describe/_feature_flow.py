@@ -36,6 +36,9 @@ _MADE = ("new_empty", "new_zeros", "new_ones", "new_full")
 class NoPartsError(Exception):
     """Why ranks cannot have parts of the features: a sentence without its end."""
 
+    suspects: frozenset[str] = frozenset()
+    """Modules that made the parts that stand in the way, where parts do."""
+
 
 class Parts(NamedTuple):
     """How a rank has a part of a value: the same part of each of equal `blocks` of a dim."""
@@ -56,6 +59,12 @@ class FeatureWalker:
     """What ranks have parts of; to begin with, tables."""
     heads: frozenset[str]
     """Dropouts that work on whole heads, along dim 1."""
+    results: frozenset[str] = frozenset()
+    """Products whose results every rank of a row is given whole."""
+    reads: dict[str, bool] = field(default_factory=dict[str, bool])
+    """Product, norm or dropout → whether each rank has all that it reads."""
+    sources: dict[Value, frozenset[str]] = field(default_factory=dict[Value, frozenset[str]])
+    """Parts → modules that made them."""
     sizes: dict[int, str] = field(default_factory=dict[int, str])
     """What the side of the grid must divide → where."""
     held: set[int] = field(default_factory=set[int])
@@ -77,7 +86,6 @@ class FeatureWalker:
             "attention": self._attention,
             "constant_pad_nd": self._pad,
             "embedding": self._look_up,
-            STAND_IN: self._stand_in,
         }
 
     def run(self) -> None:
@@ -97,32 +105,59 @@ class FeatureWalker:
             if value.storage in self.own:
                 raise NoPartsError(f"{place_of(event)} reads {self.own[value.storage]} by itself")
             if value.storage in self.held and value not in self.parts:
-                raise NoPartsError(f"{place_of(event)} reads parts in another form than they were made in")
-        self._check_draw(event)
-        if event.name != STAND_IN and not any(value in self.parts for value in event.inputs):
-            return
+                raise self._against(event, "reads parts in another form than they were made in")
         try:
+            self._check_draw(event)
+            if event.name == STAND_IN:
+                self._stand_in(event)
+                return
+            if not any(value in self.parts for value in event.inputs):
+                return
             self.rules.get(event.name, self._pointwise)(event)
         except (IndexError, ValueError, TypeError, ArithmeticError, AttributeError):
             raise self._against(event, f"calls {event.name} in a form that the analysis does not understand") from None
+        made_by = self._made_by(event)
+        self.sources.update((value, made_by) for value in event.outputs if value in self.parts)
         if event.name not in _MADE:
             # What no rule has told of, statistics of a kernel, nobody may read.
             self.held.update(value.storage for value in event.outputs)
 
+    def _made_by(self, event: Event) -> frozenset[str]:
+        return frozenset[str]().union(*(self.sources.get(value, frozenset()) for value in event.inputs))
+
     def _check_draw(self, event: Event) -> None:
-        """Dropout tells by its module which part of the whole it drops; other draws are refused."""
+        """Dropout tells by its module, or by its shape, which part of the whole it drops; other draws are refused."""
         if event.name == "dropout":
             module, value = self.root.get_submodule(event.module), event.inputs[0]
-            wanted = Parts(1) if event.module in self.heads else Parts(len(value.shape) - 1)
+            found = self.parts.get(value)
             if not isinstance(module, nn.Dropout):
-                raise NoPartsError(f"{place_of(event)} draws random numbers by functions")
-            if self.parts.get(value) != wanted or value.shape[0] % self.trace.samples:
-                raise NoPartsError(f"{place_of(event)} drops entries of something else than features or heads")
+                self._check_function(event, found)
+                return
+            self._note_read(event, is_whole=found is None)
+            wanted = Parts(1) if event.module in self.heads else Parts(len(value.shape) - 1)
+            if found not in (None, wanted) or value.shape[0] % self.trace.samples:
+                raise self._against(event, "drops entries of something else than features or heads")
         elif _draws(event.name):
-            raise NoPartsError(f"{place_of(event)} draws random numbers by functions")
+            raise self._against(event, "draws random numbers by functions")
+
+    def _check_function(self, event: Event, found: Parts | None) -> None:
+        """What a function drops is known by its number in a call of its module: a size that differs from the whole
+        shows the part."""
+        if found is not None and (found.blocks > 1 or found.dim == 0):
+            raise self._against(event, "drops parts of something that do not lie behind one another")
+        dropped = {
+            each.inputs[0].shape
+            for each in self.trace.events
+            if each.module == event.module and (each.name == "dropout" or each.keywords.get("dropout"))
+        }
+        is_shared = self.trace.num_runs.get(event.module, 0) > len(self.trace.outputs_of)
+        if is_shared and len(dropped) > 1:
+            raise self._against(event, "drops several things by functions, each time that it is called")
 
     def _against(self, event: Event, reason: str) -> NoPartsError:
-        return NoPartsError(f"{place_of(event)} {reason}")
+        problem = NoPartsError(f"{place_of(event)} {reason}")
+        problem.suspects = self._made_by(event)
+        return problem
 
     def _put(self, event: Event, output: Value, parts: Parts) -> None:
         each = output.shape[parts.dim] // parts.blocks
@@ -136,13 +171,32 @@ class FeatureWalker:
 
     def _stand_in(self, event: Event) -> None:
         value, output, given = event.inputs[0], event.outputs[0], event.keywords
-        found = self.parts.get(value)
-        if given["kind"] == "vocabulary":
+        found, kind, is_whole = self.parts.get(value), given["kind"], False
+        if kind == "vocabulary":
             if found is not None:
                 raise self._against(event, "looks up by features")
+        elif found is None:
+            is_whole = kind == "norm"
+            self._note_read(event, is_whole=True)
         elif found != Parts(len(value.shape) - 1):
             raise self._against(event, "reads something else than features of which each rank has a part")
+        else:
+            self._note_read(event, is_whole=False)
+        if is_whole:
+            return
         self._put(event, output, Parts(len(output.shape) - 1, given["blocks"]))
+        self.sources[output] = frozenset({event.module})
+        if event.module in self.results:
+            del self.parts[output], self.sources[output]
+            self.held.discard(output.storage)
+
+    def _note_read(self, event: Event, *, is_whole: bool) -> None:
+        """A module reads parts whenever it runs, or never."""
+        value = event.inputs[0]
+        if self.reads.setdefault(event.module, is_whole) != is_whole:
+            raise self._against(event, "reads parts of features, and all of them, too")
+        if is_whole and event.name == STAND_IN and event.keywords["kind"] == "product":
+            self.sizes.setdefault(value.shape[-1], place_of(event))
 
     # ── layouts ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -321,7 +375,7 @@ class FeatureWalker:
         if any(self.parts.get(value) != Parts(len(value.shape) - 3) for value in operands):
             raise self._against(event, "attends with something else than whole heads")
         if event.keywords.get("dropout"):
-            raise self._against(event, "drops attention by a function")
+            self._check_function(event, Parts(len(operands[0].shape) - 3))
         for value in operands:
             self.sizes.setdefault(value.shape[-3], place_of(event))
         for mask in event.inputs[3:]:

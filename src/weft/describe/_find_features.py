@@ -9,7 +9,7 @@ operators on the shapes of parts, with the same numbers and the same values of e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,9 +27,10 @@ from weft.describe._modes import BOTH
 from weft.describe._rehearse import DTYPE, RESHAPES, misshaped
 from weft.describe._trace import trace
 from weft.errors import PlanError, RecipeError
-from weft.models import Blueprint
-from weft.stand_ins import copy_on_meta
+from weft.models import Blueprint, logits_of, token_loss
+from weft.stand_ins import copy_on_meta, glob_of
 from weft.techniques.tensor.grid_roles import Role, cut_of, role_of
+from weft.techniques.tensor.own_lookups import looking_up
 from weft.techniques.tensor.plain_layers import is_conv1d, localise
 
 _LAID_OUT = frozenset({*RESHAPES, "clone", "alias", "detach", "_assert_tensor_metadata", "_assert_async"})
@@ -67,29 +68,58 @@ def _first_sentence(text: str) -> str:
 def _look(blueprint: Blueprint) -> None:
     if not blueprint.splits:
         raise NoPartsError(blueprint.no_tensor or "nothing says how its layers split")
-    if blueprint.vocabulary_head is None:
-        raise NoPartsError("it has no head over a vocabulary that its loss alone reads")
-    roles: dict[str, Role | None] = {
-        name: role_of(blueprint, name, module)
-        for name, module in blueprint.module.named_modules(remove_duplicate=False)
-    }
+    if blueprint.loss is not token_loss:
+        raise NoPartsError("its loss is another than that of tokens, which knows parts of logits")
+    roles = _roles(blueprint)
     for name, role in roles.items():
         _check_role(blueprint, name, role)
+    walker = _followed(blueprint, roles)
+    if blueprint.whole_reads or blueprint.whole_results:
+        roles = _roles(blueprint)  # norms of all features are like any other module
+        walker = _Forward(blueprint, roles, 1).followed()
     _check_ties(blueprint, roles)
     for dtype in (torch.float16, torch.bfloat16):  # some forwards look at all features where a type has small numbers
         _Forward(blueprint, roles, 1, dtype).followed()
-    walker = _Forward(blueprint, roles, 1).followed()
-    _check_sizes(blueprint, walker.sizes)
+    _note_sizes(blueprint, walker.sizes)
     most = math.gcd(*walker.sizes, *blueprint.divisible.values())
     for parts in sorted({_least_prime(most), most}):  # what a forward does may depend on how small a part is
         _compare(walker.trace, _Forward(blueprint, roles, parts).run(), walker.parts, parts)
+
+
+def _roles(blueprint: Blueprint) -> dict[str, Role | None]:
+    modules = blueprint.module.named_modules(remove_duplicate=False)
+    return {name: role_of(blueprint, name, module) for name, module in modules}
+
+
+def _followed(blueprint: Blueprint, roles: Mapping[str, Role | None]) -> FeatureWalker:
+    """Follow features; where they meet and are those of products alone, ranks of a row are given all that these make.
+
+    Enters into the blueprint which products these are, and what reads all features then.
+    """
+    forward = _Forward(blueprint, roles, 1)
+    trace = forward.run()
+    results: frozenset[str] = frozenset()
+    while True:
+        walker = forward.walker(trace, results)
+        try:
+            walker.run()
+        except NoPartsError as problem:
+            globs = {glob_of(name) for name in problem.suspects if roles[name] == "product"}
+            more = {name for name, role in roles.items() if role == "product" and glob_of(name) in globs} - results
+            if not more or len(globs) < len({glob_of(name) for name in problem.suspects}):
+                raise
+            results |= more
+        else:
+            blueprint.whole_reads = tuple(sorted(name for name, is_whole in walker.reads.items() if is_whole))
+            blueprint.whole_results = tuple(sorted(results))
+            return walker
 
 
 def _check_role(blueprint: Blueprint, name: str, role: Role | None) -> None:
     """Refuse modules whose forward is another than that which ranks of a grid run in its place."""
     module: Any = blueprint.module.get_submodule(name)
     what = f"{name}, a {type(module).__name__},"
-    if role in (None, "heads", "alias"):
+    if role in (None, "heads", "alias", "loose"):
         return
     if is_parametrized(module) or any(isinstance(each, Tensor) for each in vars(module).values()):
         raise NoPartsError(f"{what} computes its weights from others")
@@ -97,11 +127,11 @@ def _check_role(blueprint: Blueprint, name: str, role: Role | None) -> None:
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise NoPartsError(f"{what} has options that want all its features on one rank")
         return
-    is_plain = type(module).forward in _FORWARDS or is_conv1d(module)
+    is_plain = type(module).forward in _FORWARDS or is_conv1d(module) or role == "vocabulary"  # see `looking_up`
     if role == "norm" and not is_plain:
-        from weft.techniques.tensor.norm_trial import kind_by_trial
+        from weft.techniques.tensor.norm_trial import formula_by_trial
 
-        is_plain = kind_by_trial(module) is not None
+        is_plain = formula_by_trial(module) is not None
     if role == "norm" and isinstance(module, nn.LayerNorm | nn.RMSNorm):
         is_plain = is_plain and len(module.normalized_shape) == 1
     if not is_plain:
@@ -116,21 +146,23 @@ def _check_ties(blueprint: Blueprint, roles: Mapping[str, Role | None]) -> None:
     cuts: dict[int, tuple[str, Any]] = {}
     for owner, module in blueprint.module.named_modules(remove_duplicate=False):
         for leaf, parameter in module.named_parameters(recurse=False):
-            cut = cut_of(roles[owner], module, leaf, blueprint.rule_of(owner))
+            cut = cut_of(blueprint, roles[owner], owner, leaf)
             first, known = cuts.setdefault(id(parameter), (f"{owner}.{leaf}", cut))
             if known != cut:
                 raise NoPartsError(f"{owner}.{leaf} and {first} are one parameter, which ranks would cut in two ways")
 
 
-def _check_sizes(blueprint: Blueprint, sizes: Mapping[int, str]) -> None:
-    """Whatever side divides the sizes that messages name must divide all others."""
+def _note_sizes(blueprint: Blueprint, sizes: Mapping[int, str]) -> None:
+    """Enter into the blueprint what the side must divide that no other named size implies."""
     common = math.gcd(*blueprint.divisible.values())
-    for size, place in sizes.items():
-        if size % common:
-            named = ", ".join(f"{name} = {number}" for name, number in blueprint.divisible.items())
-            raise NoPartsError(f"{place} has {size} to divide, which a side that divides {named} need not")
-    if common == 1:
+    if math.gcd(common, *sizes) == 1:
         raise NoPartsError("its sizes have no divisor in common")
+    found: dict[str, int] = {}
+    for size in sorted(sizes):
+        if size % common:
+            found[f"features of {sizes[size]}"] = size
+            common = math.gcd(common, size)
+    blueprint.divisible_features = found
 
 
 def _least_prime(number: int) -> int:
@@ -193,16 +225,18 @@ class _Forward:
         module = copy_on_meta(blueprint.module).train()
         self._blueprint = replace(blueprint, module=module)
         self._cuts = {
-            f"{name}.{leaf}": cut
+            f"{name}.{leaf}" if name else leaf: cut
             for name, each in module.named_modules(remove_duplicate=False)
             for leaf, _ in each.named_parameters(recurse=False)
-            if (cut := cut_of(roles[name], each, leaf, blueprint.rule_of(name))) is not None
+            if (cut := cut_of(self._blueprint, roles[name], name, leaf)) is not None
         }
         self._local = {name: self._part(name) for name in self._cuts} if parts > 1 else {}
         for name, role in roles.items():
             if role in ("product", "norm", "vocabulary"):
                 each: Any = module.get_submodule(name)
-                each.forward = partial(_stand_in_forward, self._stand_in(name, role, each))
+                stand_in = partial(_stand_in_forward, self._stand_in(name, role, each))
+                each.forward = looking_up(each, stand_in) if role == "vocabulary" else stand_in
+        module.forward = partial(_logits_forward, module.forward)
         if parts > 1:
             localise(module, blueprint, parts)
 
@@ -214,21 +248,27 @@ class _Forward:
 
     def followed(self) -> FeatureWalker:
         """Run it, and follow its features.  Raises NoPartsError where they meet."""
-        found = self.run()
-        tables = {name for name in self._cuts if self._roles[name.rpartition(".")[0]] == "table"}
+        walker = self.walker(self.run(), frozenset(self._blueprint.whole_results))
+        walker.run()
+        if any(is_whole != (name in self._blueprint.whole_reads) for name, is_whole in walker.reads.items()):
+            raise NoPartsError("what reads all features depends on their type")
+        return walker
+
+    def walker(self, found: Trace, results: frozenset[str]) -> FeatureWalker:
+        """What follows features through a run; of the products `results` every rank of a row is given all."""
+        read = {name for name in self._cuts if self._roles[name.rpartition(".")[0]] in ("table", "loose")}
         shapes = {name: tuple(each.shape) for name, each in self._blueprint.module.named_parameters()}
         own: dict[int, str] = {}
         parts: dict[Value, Parts] = {}
         for storage, names in found.parameters.items():
-            if tables.intersection(names):
-                shape = shapes[names[0]]
-                parts[Value(storage, 0, shape, (shape[1], 1), self._dtype)] = Parts(1)
+            if read.intersection(names):
+                shape, cut = shapes[names[0]], self._cuts[names[0]]
+                strides = torch.empty(shape, device="meta").stride()
+                parts[Value(storage, 0, shape, strides, self._dtype)] = Parts(cut.dim, cut.blocks)
             elif names[0] in self._cuts:
                 own[storage] = names[0]
-        dropouts = (name for name in self._roles if self._blueprint.kind_of(name) == "heads")
-        walker = FeatureWalker(found, self._blueprint.module, own, parts, frozenset(dropouts))
-        walker.run()
-        return walker
+        dropouts = frozenset(name for name in self._roles if self._blueprint.kind_of(name) == "heads")
+        return FeatureWalker(found, self._blueprint.module, own, parts, dropouts, results)
 
     def _stand_in(self, name: str, role: Role, module: Any) -> _Together:
         rule, parts = self._blueprint.rule_of(name), self._parts
@@ -240,7 +280,9 @@ class _Forward:
         weight: Tensor = module.weight
         makes, reads = weight.shape[::-1] if is_conv1d(module) else weight.shape
         blocks = rule.blocks if rule is not None and rule.kind == "column" else 1
-        return _Together(role, name, reads // parts, makes // parts, self._dtype, blocks)
+        reads = reads if name in self._blueprint.whole_reads else reads // parts
+        makes = makes if name in self._blueprint.whole_results else makes // parts
+        return _Together(role, name, reads, makes, self._dtype, blocks)
 
     def _part(self, name: str) -> Tensor:
         cut, whole = self._cuts[name], self._blueprint.module.get_parameter(name)
@@ -251,6 +293,11 @@ class _Forward:
 
 def _stand_in_forward(what: _Together, input: Tensor) -> Tensor:
     return _together(input, what)
+
+
+def _logits_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Only what the loss reads."""
+    return logits_of(forward(*args, **kwargs))
 
 
 # ── whether a forward on a part does the same ─────────────────────────────────────────────────────────────────────────

@@ -53,6 +53,7 @@ class Description:
             no_experts=self.no_experts,
             attention_heads=profile.attention_heads,
             divisible=dict(profile.divisible) or (None if tables.splits else {}),
+            divisible_features=dict(tables.divisible_features),
             num_parameters=profile.num_parameters,
             hidden_size=profile.hidden_size,
             vocabulary_size=self.vocabulary_size,

@@ -168,6 +168,12 @@ class Tables:
     """Why no rule splits a layer: a sentence without its end."""
     vocabulary_head: str | None = None
     """Name of the linear head whose output only the vocabulary loss reads; it may be fused with the loss."""
+    divisible_features: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Named sizes that the side of a square must divide, besides."""
+    whole_reads: Sequence[str] = ()
+    """Modules that read features of which every rank of a square's row has all."""
+    whole_results: Sequence[str] = ()
+    """Products whose results every rank of a row is given whole, because what follows mixes their features."""
     notes: Sequence[str] = ()
     """What the user should hear once at the start."""
 

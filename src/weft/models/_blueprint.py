@@ -180,7 +180,7 @@ class Blueprint(Tables):
             return self.no_features
         if any(rule.kind == "expert" for rule in self.split):
             return "its router sees all features of a token"
-        if self.vocabulary_head is None:
+        if is_known and self.vocabulary_head is None:
             return NO_VOCABULARY
         from weft.models.shared_sequence import find_problem  # loaded for models of which this much is known
 

@@ -94,8 +94,11 @@ def _unknown(where: str, op: str, shape: Sequence[int]) -> str:
     )
 
 
-def apply_keyed_draws(part: nn.Module, draws: Draws, mesh: Mesh, context: StepContext) -> None:
-    """Run the modules of `part` that draw under keys; before `apply_recompute`, which runs them again."""
+def apply_keyed_draws(part: nn.Module, draws: Draws, view: GroupView, context: StepContext) -> None:
+    """Run the modules of `part` that draw under keys; before `apply_recompute`, which runs them again.
+
+    `view`: ranks that have the other parts of what a module draws, where its shape shows that this rank has a part.
+    """
     for name in draws.modules:
         if name == LOSS:
             continue
@@ -104,7 +107,7 @@ def apply_keyed_draws(part: nn.Module, draws: Draws, mesh: Mesh, context: StepCo
         except AttributeError:
             continue  # another stage's
         context.draws = True
-        module.forward = keyed(module.forward, name, draws, mesh["tensor"], context)
+        module.forward = keyed(module.forward, name, draws, view, context)
 
 
 def keyed_loss(loss: Loss, draws: Draws, mesh: Mesh, context: StepContext) -> Loss:

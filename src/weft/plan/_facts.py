@@ -39,6 +39,8 @@ class ModelFacts:
     """Heads of queries and of keys in every attention; None: they differ, or only building it tells."""
     divisible: Mapping[str, int] | None = field(default=None, hash=False)
     """Named sizes that the tensor axis must divide; empty: no layer of it can be split."""
+    divisible_features: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
+    """Named sizes that the side of a square of them must divide, besides."""
     no_tensor: str = ""
     """Why no layer can be split, where `divisible` is empty and the reason is known."""
     num_parameters: int | None = None

@@ -21,7 +21,7 @@ from weft.rehearse._follow import AttentionWatch, CallFlow
 from weft.stand_ins import copy_on_meta
 from weft.techniques.tensor.cuts import is_magnitude, split_parameters
 from weft.techniques.tensor.grid_roles import cut_of, grid_kind, role_of
-from weft.techniques.tensor.grid_shape import GridCut
+from weft.techniques.tensor.grid_shape import GridCut, OnGrid
 from weft.techniques.tensor.magnitudes import column_magnitudes, row_magnitudes
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _grid_cut(blueprint: Blueprint, name: str) -> GridCut | None:
     owner, _, leaf = name.rpartition(".")
     module = blueprint.module.get_submodule(owner)
     try:
-        return cut_of(role_of(blueprint, owner, module), module, leaf, blueprint.rule_of(owner))
+        return cut_of(blueprint, role_of(blueprint, owner, module), owner, leaf)
     except PlanError:
         return None  # ranks of such a model form no grid
 
@@ -274,6 +274,9 @@ class _Notes:
             return None
         if kind in _NOTED:
             return kind  # pyright: ignore[reportReturnType]
+        return self._on_grid(name, module)
+
+    def _on_grid(self, name: str, module: nn.Module) -> OnGrid | None:
         return grid_kind(self.blueprint, name, module) if _may_form_grid(self.blueprint) else None
 
     def _is_in_region(self, name: str) -> bool:
@@ -391,7 +394,7 @@ class _Notes:
         self.calls.append(call)
 
     def _note(self, name: str, module: nn.Module, kind: CallKind, *, is_inside_whole: bool) -> None:
-        rule = self.blueprint.rule_of(name)
+        rule, on_grid = self.blueprint.rule_of(name), self._on_grid(name, module)
         block = self._block_of(name)
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -399,6 +402,9 @@ class _Notes:
             call = ModuleCall(
                 module=name,
                 kind=kind,
+                on_grid=on_grid,
+                reads_whole=name in self.blueprint.whole_reads,
+                makes_whole=name in self.blueprint.whole_results,
                 block=block,
                 in_region=self._is_in_region(name),
                 is_inside_whole=is_inside_whole,

@@ -28,6 +28,7 @@ def facts_of_blueprint(blueprint: Blueprint, recipe: Recipe) -> ModelFacts:
         attention_heads=blueprint.attention_heads,
         no_tensor=blueprint.no_tensor or ("" if blueprint.splits else f"nothing says how the layers of {model} split"),
         divisible=(dict(blueprint.divisible) or None) if blueprint.splits else {},
+        divisible_features=dict(blueprint.divisible_features),
         num_parameters=sum(parameter.numel() for parameter in blueprint.module.parameters()),
         hidden_size=blueprint.hidden_size,
         sequence_length=blueprint.sequence_length,

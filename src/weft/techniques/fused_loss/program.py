@@ -18,17 +18,18 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
     Fused with the head, tokens without a label are left out, and the others come in chunks.
     """
     head, ranks = share.outline.vocabulary_head, ranks_alike(share.plan)
-    if head is None or ranks == 1 or not share.parts[-1].is_last:
+    if (head is None and share.grid is None) or ranks == 1 or not share.parts[-1].is_last:
         return
-    weight = share.outline.by_name[f"{head}.weight"]
-    if weight.split is None:
+    weight = None if head is None else share.outline.by_name[f"{head}.weight"]
+    if weight is not None and weight.split is None:
         return
     wide = share.master_bytes
+    fuses = weight is not None and share.plan.memory.fuses_loss
     sizes: Counter[int] = Counter()
-    for tokens in _tokens(share):
+    for tokens in _tokens(share, fuses=fuses):
         chunks = (
             chunks_of(tokens, weight.shape[0] // ranks * wide, on_cores=share.on_cores)
-            if share.plan.memory.fuses_loss
+            if weight is not None and fuses
             else [slice(0, tokens)]
         )
         sizes.update(2 * (rows.stop - rows.start) * ranks * wide for rows in chunks)
@@ -39,11 +40,11 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
             size_bytes=size_bytes,
             count=count * (2 if share.runs_ahead else 1),
             technique=FusedLoss.name,
-            reason=f"softmax over the vocabulary, {head}",
+            reason=f"softmax over the vocabulary, {head or 'its result'}",
         )
 
 
-def _tokens(share: ModelShare) -> list[int]:
+def _tokens(share: ModelShare, *, fuses: bool) -> list[int]:
     """Of each microbatch: those whose loss is taken."""
     outline = share.outline
     labels = outline.labels
@@ -51,6 +52,6 @@ def _tokens(share: ModelShare) -> list[int]:
         labels = math.prod(share.of_tokens((labels // outline.tokens, outline.tokens)))
     every = share.of_microbatch((labels,))[0]
     counting = share.labels
-    if counting is None or not share.plan.memory.fuses_loss:
+    if counting is None or not fuses:
         return [every] * share.microbatches
     return list(counting)

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView, Mesh, all_gather
 from weft.errors import PlanError
-from weft.models import IGNORED, Blueprint
-from weft.parallel import ModelLayout, StepContext, is_own
+from weft.models import IGNORED, Blueprint, logits_of
+from weft.parallel import ModelLayout, ModelPart, StepContext, is_own
 from weft.parallel.autograd import gather_features, no_view
 from weft.parallel.grid import PartGrid
 from weft.plan import Plan
@@ -259,6 +259,26 @@ def apply_fused_loss(
         return
     forward = partial(_head_forward, head, head.forward, own, plan.memory.fuses_loss, context, grid)
     object.__setattr__(head, "forward", forward)
+
+
+def apply_local_logits(part: ModelPart, context: StepContext) -> None:
+    """Let a whole model whose tensor ranks form a grid return its part of the logits as `VocabularyLogits` in a step,
+    and whole logits outside of one, where no head is known that the loss alone reads."""
+    assert part.grid is not None, "ranks of one dimension gather what such a head makes"
+    forward = partial(_local_forward, part.module.forward, part.grid.heads, context)
+    object.__setattr__(part.module, "forward", forward)
+
+
+def _local_forward(forward: Any, view: GroupView, context: StepContext, *args: Any, **kwargs: Any) -> Any:
+    outputs = forward(*args, **kwargs)
+    logits = VocabularyLogits(view=view, local=logits_of(outputs))
+    made = logits if context.current is not None else logits.materialise()
+    if isinstance(outputs, Tensor):
+        return made
+    if hasattr(outputs, "logits"):
+        outputs.logits = made
+        return outputs
+    return (made, *outputs[1:])
 
 
 def _has_head(part: nn.Module, blueprint: Blueprint, name: str) -> bool:

@@ -155,12 +155,13 @@ def _check_groups(name: str, module: nn.Module, rule: SplitRule, parts: int) -> 
         )
 
 
-def check_sizes(blueprint: Blueprint, parts: int) -> None:
-    """Raise PlanError when the tensor axis does not divide the sizes that the model names."""
-    wrong = {name: size for name, size in blueprint.divisible.items() if size % parts}
+def check_sizes(blueprint: Blueprint, parts: int, *, is_grid: bool = False) -> None:
+    """Raise PlanError when the tensor axis, or the side of a grid, does not divide the sizes that the model names."""
+    sizes = {**blueprint.divisible, **(blueprint.divisible_features if is_grid else {})}
+    wrong = {name: size for name, size in sizes.items() if size % parts}
     if not wrong:
         return
-    common = math.gcd(*blueprint.divisible.values())
+    common = math.gcd(*sizes.values())
     choices = [str(n) for n in range(1, common + 1) if common % n == 0]
     listed = ", ".join(f"{name} = {size}" for name, size in wrong.items())
     if len(choices) == 1:

@@ -109,10 +109,10 @@ def grid_splits(blueprint: Blueprint, grid: TensorGrid) -> dict[str, GridSplit |
     """
     splits: dict[str, GridSplit | Literal["partial"]] = {}
     for name, module in blueprint.module.named_modules(remove_duplicate=False):
-        role, rule = role_of(blueprint, name, module), blueprint.rule_of(name)
+        role = role_of(blueprint, name, module)
         for leaf, parameter in module.named_parameters(recurse=False):
             whole_name = f"{name}.{leaf}" if name else leaf
-            cut = cut_of(role, module, leaf, rule)
+            cut = cut_of(blueprint, role, name, leaf)
             if cut is None:
                 splits[whole_name] = "partial"
                 continue

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from weft.comm import Mesh
+from weft.comm import GroupView, Mesh
 from weft.errors import PlanError
 from weft.models import Blueprint
 from weft.parallel import ModelPart, NestedSplit, fill_layout, first_names, is_own
+from weft.parallel.draws import LOSS
 from weft.parallel.grid import GridSplit
 from weft.parallel.technique import Build
 from weft.techniques.tensor.cuts import check_sizes, mark_partial
@@ -28,7 +30,7 @@ from weft.techniques.tensor.grid_roles import Kind, kind_of_product, role_of
 from weft.techniques.tensor.grid_shape import GridShape
 from weft.techniques.tensor.layers import check_embedding
 from weft.techniques.tensor.plain_layers import is_conv1d, localise
-from weft.techniques.tensor.summa import Gathered
+from weft.techniques.tensor.summa import Gathered, Whole, enter
 
 
 def apply_grid(part: ModelPart, build: Build, shape: GridShape) -> None:
@@ -42,7 +44,7 @@ def apply_grid(part: ModelPart, build: Build, shape: GridShape) -> None:
     """
     blueprint, mesh = build.blueprint, build.mesh
     _check_built(build, shape)
-    check_sizes(blueprint, shape.side)
+    check_sizes(blueprint, shape.side, is_grid=True)
     grid = _create_grid(mesh, shape)
     splits = grid_splits(blueprint, grid)
     names = first_names(part.module) | first_names(blueprint.module)
@@ -77,12 +79,24 @@ def _check_built(build: Build, shape: GridShape) -> None:
     given = sorted({*blueprint.inputs.values()} - {"tokens"})
     if not problem and shape.is_cube and given:
         problem = f"its forward reads {' and '.join(given)} beside tokens, of other samples than its layers work on"
-    if not problem and build.draws.modules:
-        problem = f"{build.draws.modules[0] or 'its forward'} draws random numbers by functions"
+    if not problem and (drawing := _undetermined(build)):
+        problem = f"{drawing[0] or 'its forward'} draws random numbers by functions"
     if problem:
         raise PlanError(
             f'plan.tensor_parallel.scheme = "{scheme}" cannot be had for this model: {problem}. Use scheme = "1d".'
         )
+
+
+def _undetermined(build: Build) -> list[str]:
+    """Modules that draw by functions without a look at where; or so that a shape does not tell whose part it is."""
+    draws, is_looked_at = build.draws, not build.blueprint.has_known_forward
+    return [
+        name
+        for name in draws.modules
+        if not is_looked_at
+        or name == LOSS
+        or any(len(layouts) > 1 for (owner, _, _), layouts in draws.layouts.items() if owner == name)
+    ]
 
 
 def _cut(part: ModelPart, splits: Mapping[str, GridSplit | Literal["partial"]]) -> None:
@@ -138,8 +152,13 @@ def _install(part: nn.Module, blueprint: Blueprint, grid: TensorGrid) -> None:
         done.add(id(module))
         match role_of(blueprint, name, module):
             case "product":
-                shared = None if name == blueprint.vocabulary_head else reads
-                module.forward = _product_forward(module, grid, kind_of_product(blueprint, name), reads, shared)
+                shared = None if name == blueprint.vocabulary_head or name in blueprint.whole_reads else reads
+                kind = kind_of_product(blueprint, name)
+                forward = _product_forward(module, grid, kind, reads, shared, is_whole=name in blueprint.whole_reads)
+                if name in blueprint.whole_results:
+                    rule = blueprint.rule_of(name)
+                    forward = partial(_whole, forward, grid.features, 1 if rule is None else rule.blocks)
+                module.forward = forward
             case "vocabulary":
                 module.forward = _lookup_forward(check_embedding(name, module), grid)
             case "norm":
@@ -149,8 +168,9 @@ def _install(part: nn.Module, blueprint: Blueprint, grid: TensorGrid) -> None:
 
 
 def _product_forward(
-    module: nn.Module, grid: TensorGrid, kind: Kind, reads: _Reads, shared: _Reads | None
+    module: nn.Module, grid: TensorGrid, kind: Kind, reads: _Reads, shared: _Reads | None, *, is_whole: bool
 ) -> Callable[[Tensor], Tensor]:
+    """`is_whole`: whether it is given all features."""
     inputs = 0 if is_conv1d(module) else 1
 
     def forward(input: Tensor) -> Tensor:
@@ -158,15 +178,29 @@ def _product_forward(
             entered = shared.get(input)
         else:
             reads.clear()
-            entered = grid.enter(input, is_inside=kind == "row")
+            whole = input, Whole(grid.features, input.dim() - 1)
+            entered = whole if is_whole else grid.enter(input, is_inside=kind == "row")
         weight: Any = module.weight
         return grid.multiply(entered, input, weight, getattr(module, "bias", None), inputs, kind)
 
     return forward
 
 
-def _lookup_forward(module: nn.Embedding, grid: TensorGrid) -> Callable[[Tensor], Tensor]:
-    def forward(input: Tensor) -> Tensor:
+def _whole(forward: Callable[[Tensor], Tensor], view: GroupView, blocks: int, input: Tensor) -> Tensor:
+    """What a product makes, all of it on every rank of a row; grad: the rank's part of the sum over them."""
+    part = forward(input)
+    made = enter(part, view, part.dim() - 1)
+    if blocks == 1:
+        return made
+    return made.unflatten(-1, (view.size, blocks, -1)).transpose(-3, -2).flatten(-3)
+
+
+def _lookup_forward(module: nn.Embedding, grid: TensorGrid) -> Callable[..., Any]:
+    def look_up(input: Tensor) -> Tensor:
         return grid.look_up(input, module.weight, module.padding_idx)
 
-    return forward
+    if type(module).forward is nn.Embedding.forward:
+        return look_up
+    from weft.techniques.tensor.own_lookups import looking_up  # ranks of few models need it
+
+    return looking_up(module, look_up)

@@ -61,7 +61,8 @@ def check_grid_model(case: Case) -> None:
     if case.plan.mesh.pipeline > 1 and facts.no_sequence:
         problem = f"cannot join mesh.pipeline = {case.plan.mesh.pipeline} for this model: {facts.no_sequence}"
         raise case.refuse(path, f'{problem}.\nUse "1d", or no pipeline.')
-    if shape is not None and facts.divisible and (problem := sizes_problem(shape, facts.divisible, facts.hidden_size)):
+    sizes = {**(facts.divisible or {}), **facts.divisible_features}
+    if shape is not None and sizes and (problem := sizes_problem(shape, sizes, facts.hidden_size)):
         raise case.refuse(path, problem)
 
 

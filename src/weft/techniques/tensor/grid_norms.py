@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm import GroupView, all_gather, all_reduce
-from weft.techniques.tensor.grid_roles import is_centred
+from weft.techniques.tensor.grid_roles import Formula, norm_formula
 from weft.techniques.tensor.norm_trial import epsilon_of
 
 
@@ -69,12 +69,13 @@ def norm_forward(module: nn.Module, view: GroupView) -> Callable[[Tensor], Tenso
 
     Statistics are in fp32 or wider.  Call it on every rank of the line.
     """
-    centred = is_centred(module)
-    given = epsilon_of(module)
+    kind, offset = norm_formula(module) or Formula("rms_norm")
+    centred, given = kind == "layer_norm", epsilon_of(module)
 
     def forward(x: Tensor) -> Tensor:
         epsilon = torch.finfo(x.dtype).eps if given is None else given
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        weight = weight + offset if offset and weight is not None else weight
         return _Norm.apply(x, weight, bias, view, epsilon, centred)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
 
     return forward

@@ -20,7 +20,6 @@ from weft.outline import ModelShare, ModuleCall, Part, RankSend
 from weft.techniques.tensor.contract import Tensor
 from weft.techniques.tensor.grid_shape import COLUMN, LINE_I, LINE_J, LINE_L, ROW, SWAP, GridShape
 
-_PRODUCTS = ("column", "row", "product")
 _TOKEN_BYTES = 8
 """Size of a token, int64."""
 
@@ -45,14 +44,14 @@ class _Around(ABC):
 
     def sends(self) -> Iterator[RankSend]:
         for call in self._part.calls:
-            if call.kind in _PRODUCTS:
+            if call.on_grid == "product":
                 if call.module == self._share.outline.vocabulary_head and self._share.plan.memory.fuses_loss:
                     yield from self._fused_head(call)
                 else:
                     yield from self._product(call)
-            elif call.kind == "vocab":
+            elif call.on_grid == "lookup":
                 yield from self._lookup(call)
-            elif call.kind in ("rms_norm", "layer_norm"):
+            elif call.on_grid is not None:
                 yield from self._norm(call)
 
     @abstractmethod
@@ -66,7 +65,8 @@ class _Around(ABC):
 
     def _is_first_reader(self, call: ModuleCall) -> bool:
         """Whether it gathers its input: queries, keys and values share it."""
-        is_shared = call.kind == "column" and call.module != self._share.outline.vocabulary_head
+        is_head = call.module == self._share.outline.vocabulary_head
+        is_shared = call.kind == "column" and not is_head and not call.reads_whole
         is_first = not is_shared or self._read != call.source
         self._read = call.source if is_shared else None
         return is_first
@@ -74,12 +74,12 @@ class _Around(ABC):
     def _norm(self, call: ModuleCall) -> Iterator[RankSend]:
         tokens = math.prod(self._share.of_microbatch(call.shape)[:-1]) * self._share.master_bytes
         again = self._again(call)
-        if call.kind == "rms_norm":
+        if call.on_grid == "rms_norm":
             yield self._send("all_reduce", self.features, tokens, call, "sum of squares", again)
         else:
             yield self._send("all_gather", self.features, 2 * self._side * tokens, call, "means and squares", again)
         if call.needs_gradient:
-            sums = 1 if call.kind == "rms_norm" else 2
+            sums = 1 if call.on_grid == "rms_norm" else 2
             yield self._send("all_reduce", self.features, sums * tokens, call, "sums of its gradient")
 
     def _activation(self, shape: tuple[int, ...]) -> int:
@@ -117,7 +117,7 @@ class _OnSquare(_Around):
 
     def _product(self, call: ModuleCall) -> Iterator[RankSend]:
         again, weight, is_trained = self._again(call), self._weight_bytes(call) // self._side, self._is_trained(call)
-        if self._is_first_reader(call):
+        if self._is_first_reader(call) and not call.reads_whole:
             x = self._activation(call.shape)
             yield self._send("all_gather", ROW, x, call, "all features of its input", again + is_trained)
             if call.needs_gradient:
@@ -126,6 +126,11 @@ class _OnSquare(_Around):
         yield self._send("all_gather", COLUMN, weight, call, "all inputs of its weight", times)
         if is_trained:
             yield self._send("reduce_scatter", COLUMN, weight, call, "gradient of its weight")
+        if call.makes_whole:
+            made, after = self._activation(call.output), self._again(call, at_exit=True)
+            yield self._send("all_gather", ROW, made, call, "all that it makes", after)
+            if call.gives_gradient:
+                yield self._send("reduce_scatter", ROW, made, call, "gradient of all that it makes")
 
     def _fused_head(self, call: ModuleCall) -> Iterator[RankSend]:
         """Gradients are computed in the forward, so nothing is gathered a second time."""
@@ -169,7 +174,7 @@ class _OnCube(_Around):
         yield self._send("reduce_scatter", sums, made, call, "sum over its inputs", after)
         if call.gives_gradient:
             yield self._send("all_gather", sums, made, call, "gradient of its sum")
-        if call.kind == "product" and self._is_off_diagonal:
+        if call.kind not in ("column", "row") and self._is_off_diagonal:
             times = after + call.gives_gradient
             yield self._send("all_gather", SWAP, 2 * made // self._side, call, "its place between layers", times)
 

@@ -5,21 +5,33 @@ Looking at a model asks it, too, so nothing here needs other ranks.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import nn
 
 from weft.errors import PlanError
-from weft.models import Blueprint, SplitRule
-from weft.techniques.tensor.grid_shape import GridCut
+from weft.models import Blueprint
+from weft.techniques.tensor.grid_shape import GridCut, OnGrid
 from weft.techniques.tensor.plain_layers import is_conv1d, is_linear
 
 Kind = Literal["column", "row", "alone"]
 """What a product is: the first or the second one of a layer, or a layer by itself."""
-Role = Literal["product", "vocabulary", "table", "norm", "heads", "alias"]
+Role = Literal["product", "vocabulary", "table", "norm", "heads", "alias", "whole", "loose"]
 """What a module does with features of which a rank has a part: multiplies them, looks them up in a table that is cut by
 vocabulary, or in one that is not, normalises them, works on whole heads, or nothing, but that it holds vectors of other
-modules by names of its own."""
+modules by names of its own.  `whole`: it is given all of them.  `loose`: it has parameters that its forward, which was
+looked at, reads by itself."""
+
+
+class Formula(NamedTuple):
+    """What a norm computes, x̂ · (weight + offset) + bias: x̂ has a mean square of one, and in a layer norm a mean of
+    zero, too."""
+
+    kind: Literal["rms_norm", "layer_norm"]
+    offset: float = 0.0
+    """One, where weights are held as what they differ from one by."""
+
+
 _CLASSES = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 """Norms of transformers that scale by their weight and nothing else."""
 
@@ -39,14 +51,18 @@ def role_of(blueprint: Blueprint, name: str, module: nn.Module) -> Role | None:
             return "product"
     elif isinstance(module, nn.Embedding):
         if kind in (None, "vocab", "sequence"):
-            return "vocabulary" if kind == "vocab" else "table"
+            return "vocabulary" if kind == "vocab" or _is_tied(blueprint, name) else "table"
     elif is_norm(module):
-        if kind in (None, "sequence"):
+        if name in blueprint.whole_reads:
+            return "whole"
+        if kind in (None, "sequence", "gather"):  # statistics are those of the whole row, whatever lies between layers
             return "norm"
     elif next(module.parameters(recurse=False), None) is None and kind not in ("gather", "replicate", "expert"):
         return None
     elif kind is None and _holds_aliases(blueprint, name):
         return "alias"
+    elif kind is None and not blueprint.has_known_forward:
+        return "loose"
     raise PlanError(
         f"plan.tensor_parallel.scheme cuts features between the layers, too, and nothing says how {name}, a"
         f" {type(module).__name__}{f' of the kind {chr(34)}{kind}{chr(34)}' if kind else ''}, works on a part of them."
@@ -67,30 +83,39 @@ def _holds_aliases(blueprint: Blueprint, name: str) -> bool:
     return all(id(each) in held for each in own.values())
 
 
+def _is_tied(blueprint: Blueprint, name: str) -> bool:
+    """Whether a linear layer has the same weight: products are cut in both dims."""
+    own = blueprint.module.get_submodule(name).weight
+    return any(is_linear(each) and each.weight is own for each in blueprint.module.modules())
+
+
 def kind_of_product(blueprint: Blueprint, name: str) -> Kind:
     """Return whether a product is the first or the second one of a layer, as the one-dimensional table has it."""
     kind = blueprint.kind_of(name)
     return kind if kind in ("column", "row") else "alone"
 
 
-def grid_kind(
-    blueprint: Blueprint, name: str, module: nn.Module
-) -> Literal["product", "rms_norm", "layer_norm"] | None:
-    """Return what ranks of a grid share of a module that no table lets one-dimensional ranks share."""
+def grid_kind(blueprint: Blueprint, name: str, module: nn.Module) -> OnGrid | None:
+    """Return what ranks of a grid do together in a module; None: nothing, or they form no grid for the model."""
     try:
         role = role_of(blueprint, name, module)
     except PlanError:
         return None
     if role == "norm":
         return "layer_norm" if is_centred(module) else "rms_norm"
-    return "product" if role == "product" else None
+    return {"product": "product", "vocabulary": "lookup"}.get(role or "")  # pyright: ignore[reportReturnType]
 
 
-def cut_of(role: Role | None, module: nn.Module, leaf: str, rule: SplitRule | None) -> GridCut | None:
-    """Return how a module's parameter is cut; None: every rank has all of it, and a part of its gradient."""
+def cut_of(blueprint: Blueprint, role: Role | None, name: str, leaf: str) -> GridCut | None:
+    """Return how a parameter of the module `name` is cut; None: every rank has all of it, and a part of its
+    gradient."""
+    module, rule = blueprint.module.get_submodule(name), blueprint.rule_of(name)
     blocks = 1 if rule is None else rule.blocks
-    if role == "heads":
+    if role in ("heads", "whole"):
         return None
+    if role == "loose":
+        own = blueprint.rule_of_parameter(f"{name}.{leaf}" if name else leaf)
+        return GridCut(own.dim, own.blocks, is_inside=True) if own is not None and own.kind == "part" else None
     if role == "table":
         return GridCut(1)
     if role == "alias":
@@ -106,23 +131,25 @@ def cut_of(role: Role | None, module: nn.Module, leaf: str, rule: SplitRule | No
 
 def is_norm(module: nn.Module) -> bool:
     """Whether this is a norm over the last dim, as `norm_forward` computes it."""
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__ in _CLASSES:
-        return True
-    return _kind_by_trial(module) is not None
+    return norm_formula(module) is not None
 
 
 def is_centred(module: nn.Module) -> bool:
     """Whether the norm subtracts the mean."""
-    if isinstance(module, nn.LayerNorm):
-        return True
-    is_known = isinstance(module, nn.RMSNorm) or type(module).__name__ in _CLASSES
-    return not is_known and _kind_by_trial(module) == "layer_norm"
+    formula = norm_formula(module)
+    return formula is not None and formula.kind == "layer_norm"
 
 
-def _kind_by_trial(module: nn.Module) -> Literal["rms_norm", "layer_norm"] | None:
-    """What a trial shows of a module of another class."""
+def norm_formula(module: nn.Module) -> Formula | None:
+    """Return what a norm over the last dim computes; None: the module is none.
+
+    What a class of `transformers` computes that is not listed, a trial shows.
+    """
+    forward = type(module).forward
+    if forward in (nn.LayerNorm.forward, nn.RMSNorm.forward) or type(module).__name__ in _CLASSES:
+        return Formula("layer_norm" if forward is nn.LayerNorm.forward else "rms_norm")
     if not type(module).__module__.startswith("transformers."):
         return None
-    from weft.techniques.tensor.norm_trial import kind_by_trial  # ranks of few models need it
+    from weft.techniques.tensor.norm_trial import formula_by_trial  # ranks of few models need it
 
-    return kind_by_trial(module)
+    return formula_by_trial(module)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 ROW, COLUMN, DEPTH, COPIES = "tensor_row", "tensor_column", "tensor_depth", "tensor_copies"
 """Names of lines of a square, by which their collectives are recorded: ranks of one row, which exchange activations; of
@@ -29,6 +29,9 @@ LINE_I, LINE_J, LINE_L, SWAP = "tensor_i", "tensor_j", "tensor_l", "tensor_swap"
 exchanged."""
 BETWEEN_COPIES, INSIDE_COPIES = "tensor_ij", "tensor_il"
 """Names of planes of a cube: ranks that hold the same features between layers, and inside of them."""
+
+OnGrid = Literal["product", "lookup", "rms_norm", "layer_norm"]
+"""What ranks of a grid do together in a module."""
 
 
 class GridCut(NamedTuple):

@@ -8,15 +8,15 @@ those of the formula.
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Kind = Literal["rms_norm", "layer_norm"]
-"""Formula of a norm, x̂ · weight + bias: x̂ has a mean square of one, and in a layer norm a mean of zero, too."""
-_KINDS: tuple[Kind, ...] = ("rms_norm", "layer_norm")
+from weft.techniques.tensor.grid_roles import Formula
+
+_FORMULAS = (Formula("rms_norm"), Formula("layer_norm"), Formula("rms_norm", 1.0), Formula("layer_norm", 1.0))
 _SCALES = (1.0, 1e-2, 1e-4)
 _TOLERANCE = 1e-9
 _MOST_FEATURES = 1 << 16
@@ -31,7 +31,7 @@ def epsilon_of(module: nn.Module) -> float | None:
     return None if given is None else float(given)
 
 
-def kind_by_trial(module: nn.Module) -> Kind | None:
+def formula_by_trial(module: nn.Module) -> Formula | None:
     """Return the formula of a norm over the last dim; None: it is none that a trial shows.
 
     The module may be on meta, and is left as it is.
@@ -40,7 +40,7 @@ def kind_by_trial(module: nn.Module) -> Kind | None:
     weight = own.get("weight")
     if weight is None or weight.dim() != 1 or weight.numel() > _MOST_FEATURES or not _is_bare(module):
         return None
-    return next((kind for kind in _KINDS if _computes(module, kind)), None)
+    return next((formula for formula in _FORMULAS if _computes(module, formula)), None)
 
 
 def _is_bare(module: nn.Module) -> bool:
@@ -49,16 +49,16 @@ def _is_bare(module: nn.Module) -> bool:
     return held <= {"weight", "bias"} and not any(module.named_buffers()) and not any(module.named_children())
 
 
-def _computes(module: nn.Module, kind: Kind) -> bool:
+def _computes(module: nn.Module, formula: Formula) -> bool:
     generator = torch.Generator().manual_seed(0)
     try:
         with torch.enable_grad(), torch.device("cpu"):
-            return all(_agrees(module, kind, scale, generator) for scale in _SCALES)
+            return all(_agrees(module, formula, scale, generator) for scale in _SCALES)
     except Exception:  # it wants more than an activation, or does with it what it likes
         return False
 
 
-def _agrees(module: nn.Module, kind: Kind, scale: float, generator: torch.Generator) -> bool:
+def _agrees(module: nn.Module, formula: Formula, scale: float, generator: torch.Generator) -> bool:
     """Whether results and gradients on some random numbers are those of the formula, in training and evaluation."""
 
     def draw(*shape: int) -> Tensor:
@@ -71,7 +71,7 @@ def _agrees(module: nn.Module, kind: Kind, scale: float, generator: torch.Genera
     x = (scale * (draw(2, 3, own[0].numel()) + 0.5)).requires_grad_()
     by = draw(2, 3, own[0].numel())
     epsilon = epsilon_of(tried)
-    wanted = _formula(x, tried, kind, torch.finfo(x.dtype).eps if epsilon is None else epsilon)
+    wanted = _normed(x, tried, formula, torch.finfo(x.dtype).eps if epsilon is None else epsilon)
     expected = [wanted, *torch.autograd.grad((wanted * by).sum(), [x, *weights])]
     for training in (True, False):
         tried.train(training)
@@ -83,9 +83,10 @@ def _agrees(module: nn.Module, kind: Kind, scale: float, generator: torch.Genera
     return True
 
 
-def _formula(x: Tensor, module: Any, kind: Kind, epsilon: float) -> Tensor:
-    centred = x - x.mean(-1, keepdim=True) if kind == "layer_norm" else x
-    made = centred * (centred.square().mean(-1, keepdim=True) + epsilon).rsqrt() * module.weight
+def _normed(x: Tensor, module: Any, formula: Formula, epsilon: float) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True) if formula.kind == "layer_norm" else x
+    scale = (centred.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    made = centred * scale * (module.weight + formula.offset)
     bias = getattr(module, "bias", None)
     return made if bias is None else made + bias
 

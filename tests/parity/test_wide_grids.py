@@ -1,0 +1,28 @@
+"""Squares of tensor ranks for forwards that do more with features than parts allow by themselves, against one process."""
+
+from __future__ import annotations
+
+import pytest
+import wide_grids
+from cells import Cell
+from parity_run import Matrix
+
+from pool import RankPool
+from weft.recipe import ModelRecipe
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelRecipe]:
+    return wide_grids.models(tmp_path_factory.mktemp("grids"))
+
+
+@pytest.fixture(scope="module")
+def parity(ranks: RankPool, models: dict[str, ModelRecipe]) -> Matrix:
+    return Matrix(ranks, models, steps=STEPS, backend="cpu:weft")
+
+
+@pytest.mark.parametrize("cell", wide_grids.ALL, ids=str)
+def test_equals_one_process(parity: Matrix, cell: Cell) -> None:
+    assert parity.verdict(cell).failures("fp64") == []

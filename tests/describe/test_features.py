@@ -135,6 +135,8 @@ FITTING: dict[str, Between] = {
     "along the tokens": lambda hidden, net: hidden + hidden.cumsum(1) / 8 + hidden.mean(1, keepdim=True),
     "within runs of features": lambda hidden, net: hidden.view(2, LENGTH, -1, 2).flip(-1).flatten(2),
     "dropout by a function": lambda hidden, net: F.dropout(hidden, 0.1),
+    "buffer added": lambda hidden, net: hidden + net.table[0],
+    "positions of features": lambda hidden, net: hidden * (torch.arange(WIDTH) % 3),
     "the same number for all": lambda hidden, net: hidden * net.width**-0.5,
 }
 MIXING: dict[str, Between] = {
@@ -150,7 +152,6 @@ MIXING: dict[str, Between] = {
     "sum of all": lambda hidden, net: hidden * hidden.sum(),
     "sort": lambda hidden, net: hidden.sort(-1).values,
     "buffer": lambda hidden, net: hidden @ net.table,
-    "buffer added": lambda hidden, net: hidden + net.table[0],
     "einsum": lambda hidden, net: torch.einsum("blh,hk->blk", hidden, net.table),
     "gram": lambda hidden, net: hidden + (hidden @ hidden.transpose(1, 2)).softmax(-1) @ hidden,
     "shuffle": lambda hidden, net: hidden + hidden.view(2, LENGTH, 2, -1).transpose(2, 3).flatten(2),
@@ -162,7 +163,6 @@ MIXING: dict[str, Between] = {
     "width filled in": lambda hidden, net: hidden * hidden.new_full((1,), hidden.shape[-1]),
     "small parts": lambda hidden, net: hidden.flip(-1) if hidden.shape[-1] < WIDTH // 2 else hidden,
     "width in a reshape": lambda hidden, net: hidden.view(-1, net.width).view(hidden.shape),
-    "positions of features": lambda hidden, net: hidden * (torch.arange(WIDTH) % 3),
     "weight of a layer": lambda hidden, net: hidden + F.linear(hidden, net.down.weight[:, :WIDTH]),
     "noise": lambda hidden, net: hidden + torch.randn_like(hidden),
     "dropout by a function, across": lambda hidden, net: F.dropout(hidden.transpose(0, 2), 0.1).transpose(0, 2),
@@ -191,8 +191,8 @@ def test_what_mixes_features_is_refused(between: Between) -> None:
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (lambda: Net(as_it_is, ShiftedNorm), "nothing says how norms.0, a ShiftedNorm, works on a part of them"),
-        (lambda: Scaled(lambda hidden, net: hidden * net.scale), "a Scaled, works on a part of them"),
+        (lambda: Net(as_it_is, ShiftedNorm), "norms.0 reduces over what ranks have parts of (mean)"),
+        (lambda: Scaled(lambda hidden, net: hidden @ net.scale.diag()), "the model's forward multiplies over what ranks"),
         (lambda: Net(lambda hidden, net: hidden.flip(-1)), "the model's forward runs along what ranks have parts of"),
     ],
     ids=["norm of another formula", "parameter at the top", "said where"],

@@ -17,6 +17,7 @@ import dispatcher_breakages
 import token_breakages
 import torch
 import torch.distributed as dist
+import wide_breakages
 from torch import Tensor, nn
 
 from weft.comm import Collectives, nothing_to_wait_for, shard_of
@@ -399,6 +400,7 @@ PATCHES: Mapping[str, Callable[[], list[Patch]]] = {
     **channel_breakages.PATCHES,
     **dispatcher_breakages.PATCHES,
     **token_breakages.PATCHES,
+    **wide_breakages.PATCHES,
 }
 BLUEPRINTS: Mapping[str, Callable[[Blueprint], Blueprint]] = {
     "mean of means": _mean_of_means,

@@ -49,10 +49,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 _PADDED = ("gptj", "distilbert", "electra", "roberta")
 """Families that want a number for padding."""
 REFUSED = {
-    "bloom": ({"n_head": 4}, "self_attention adds to a product what every rank has whole"),
-    "seed_oss": ({"head_dim": 8, "residual_dropout": 0.1}, "draws random numbers by functions"),
-    "opt": ({"ffn_dim": 48, "word_embed_proj_dim": 32}, "no head over a vocabulary"),
-    "olmo2": ({}, 'q_norm, a Olmo2RMSNorm of the kind "gather"'),
+    "gemma3n_text": (
+        {"head_dim": 8, "hidden_size_per_layer_input": 8, "laurel_rank": 8},
+        "reduces over what ranks have parts of (mean)",
+    ),
 }
 """Family → settings, and what of its forward stands in the way."""
 

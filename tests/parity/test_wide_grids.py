@@ -1,10 +1,10 @@
-"""Squares of tensor ranks for forwards that do more with features than parts allow by themselves, against one process."""
+"""Squares of tensor ranks for forwards that do more with features than parts allow, against one process."""
 
 from __future__ import annotations
 
 import pytest
 import wide_grids
-from cells import Cell
+from cells import Cell, plan
 from parity_run import Matrix
 
 from pool import RankPool
@@ -21,6 +21,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelRecipe]:
 @pytest.fixture(scope="module")
 def parity(ranks: RankPool, models: dict[str, ModelRecipe]) -> Matrix:
     return Matrix(ranks, models, steps=STEPS, backend="cpu:weft")
+
+
+@pytest.mark.parametrize(("breakage", "model"), wide_grids.BREAKAGES)
+def test_a_broken_piece_is_seen(parity: Matrix, breakage: str, model: str) -> None:
+    cell = Cell(model, plan(tensor=4, grid="2d"))
+    assert parity.verdict(cell, breakage=breakage).failures("fp64") != []
 
 
 @pytest.mark.parametrize("cell", wide_grids.ALL, ids=str)

@@ -36,8 +36,7 @@ def look_at_its_features(blueprint: Blueprint, recipe: Recipe) -> None:
     known = stored(recipe)
     if known is not None:
         blueprint.no_features, tables = known.no_features, known.tables
-        blueprint.whole_reads, blueprint.whole_results = tables.whole_reads, tables.whole_results
-        blueprint.divisible_features = tables.divisible_features
+        blueprint.features, blueprint.divisible_features = tables.features, tables.divisible_features
         return
     from weft.describe import look_at_features  # as above
 

@@ -25,6 +25,7 @@ from weft.describe._dims import ALONG, argument, place_of
 from weft.describe._events import Event, Trace, Value
 from weft.describe._graph import MATMULS
 from weft.describe._pointwise import broadcast, is_elementwise
+from weft.techniques.tensor.narrowing import MEETING
 
 STAND_IN = "of a role"
 """Name of events that stand for what ranks of a grid do together: `kind`, `module`, and of its result, `made` features
@@ -38,6 +39,8 @@ class NoPartsError(Exception):
 
     suspects: frozenset[str] = frozenset()
     """Modules that made the parts that stand in the way, where parts do."""
+    module: str = ""
+    """In which they do."""
 
 
 class Parts(NamedTuple):
@@ -65,6 +68,8 @@ class FeatureWalker:
     """Product, norm or dropout → whether each rank has all that it reads."""
     sources: dict[Value, frozenset[str]] = field(default_factory=dict[Value, frozenset[str]])
     """Parts → modules that made them."""
+    narrowed: dict[int, dict[Value, int]] = field(default_factory=dict[int, dict[Value, int]])
+    """Event → what it reads that every rank has whole, of which each takes its part; and along which dim."""
     sizes: dict[int, str] = field(default_factory=dict[int, str])
     """What the side of the grid must divide → where."""
     held: set[int] = field(default_factory=set[int])
@@ -116,13 +121,14 @@ class FeatureWalker:
             self.rules.get(event.name, self._pointwise)(event)
         except (IndexError, ValueError, TypeError, ArithmeticError, AttributeError):
             raise self._against(event, f"calls {event.name} in a form that the analysis does not understand") from None
-        made_by = self._made_by(event)
+        made_by = self.made_by(event)
         self.sources.update((value, made_by) for value in event.outputs if value in self.parts)
         if event.name not in _MADE:
             # What no rule has told of, statistics of a kernel, nobody may read.
             self.held.update(value.storage for value in event.outputs)
 
-    def _made_by(self, event: Event) -> frozenset[str]:
+    def made_by(self, event: Event) -> frozenset[str]:
+        """Modules that made what parts an event reads."""
         return frozenset[str]().union(*(self.sources.get(value, frozenset()) for value in event.inputs))
 
     def _check_draw(self, event: Event) -> None:
@@ -143,7 +149,8 @@ class FeatureWalker:
     def _check_function(self, event: Event, found: Parts | None) -> None:
         """What a function drops is known by its number in a call of its module: a size that differs from the whole
         shows the part."""
-        if found is not None and (found.blocks > 1 or found.dim == 0):
+        blocks = 1 if found is None or found.dim else self.trace.samples  # in front, samples lie behind one another
+        if found is not None and found.blocks != blocks:
             raise self._against(event, "drops parts of something that do not lie behind one another")
         dropped = {
             each.inputs[0].shape
@@ -156,7 +163,7 @@ class FeatureWalker:
 
     def _against(self, event: Event, reason: str) -> NoPartsError:
         problem = NoPartsError(f"{place_of(event)} {reason}")
-        problem.suspects = self._made_by(event)
+        problem.suspects, problem.module = self.made_by(event), event.module
         return problem
 
     def _put(self, event: Event, output: Value, parts: Parts) -> None:
@@ -314,7 +321,9 @@ class FeatureWalker:
         for value in values:
             at = parts.dim - (len(shape) - len(value.shape))
             if value not in self.parts and at >= 0 and value.shape[at] > 1:
-                raise self._against(event, "combines parts with something that every rank has whole")
+                if event.name not in MEETING or parts.blocks > 1 or (event.mutates and value is event.inputs[0]):
+                    raise self._against(event, "combines parts with something that every rank has whole")
+                self.narrowed.setdefault(event.index, {})[value] = at
         return parts
 
     def _along(self, event: Event) -> None:

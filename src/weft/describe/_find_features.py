@@ -9,9 +9,10 @@ operators on the shapes of parts, with the same numbers and the same values of e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,15 +26,18 @@ from weft.describe._feature_flow import STAND_IN, FeatureWalker, NoPartsError, P
 from weft.describe._fused import FUSED, FUSED_NAMES, FusedCall
 from weft.describe._modes import BOTH
 from weft.describe._rehearse import DTYPE, RESHAPES, misshaped
-from weft.describe._trace import trace
+from weft.describe._trace import Unfinished, trace
 from weft.errors import PlanError, RecipeError
+from weft.families import FeatureWork
 from weft.models import Blueprint, logits_of, token_loss
 from weft.stand_ins import copy_on_meta, glob_of
-from weft.techniques.tensor.grid_roles import Role, cut_of, role_of
+from weft.techniques.tensor.grid_roles import Role, cut_of, norm_formula, role_of
+from weft.techniques.tensor.narrowing import narrowing
+from weft.techniques.tensor.norm_trial import width_of
 from weft.techniques.tensor.own_lookups import looking_up
 from weft.techniques.tensor.plain_layers import is_conv1d, localise
 
-_LAID_OUT = frozenset({*RESHAPES, "clone", "alias", "detach", "_assert_tensor_metadata", "_assert_async"})
+_LAID_OUT = frozenset({*RESHAPES, "clone", "alias", "detach", "_assert_tensor_metadata", "_assert_async", "narrowed"})
 """Operators that may run or not, as a part lies in memory."""
 _PIECES = ("split", "split_with_sizes", "chunk", "unsafe_split", "expand")
 _FORWARDS = (nn.Linear.forward, nn.Embedding.forward, nn.LayerNorm.forward, nn.RMSNorm.forward)
@@ -70,49 +74,75 @@ def _look(blueprint: Blueprint) -> None:
         raise NoPartsError(blueprint.no_tensor or "nothing says how its layers split")
     if blueprint.loss is not token_loss:
         raise NoPartsError("its loss is another than that of tokens, which knows parts of logits")
+    results, norms = frozenset[str](), frozenset[str]()
+    while True:
+        try:
+            _try(blueprint, {"results": sorted(results), "norms": sorted(norms)})
+        except NoPartsError as problem:
+            found = _bare_norms(blueprint, problem.module) - norms
+            more = frozenset[str]() if found else _alike(blueprint, problem.suspects) - results
+            if not more and not found:
+                raise
+            results, norms = results | more, norms | found
+        else:
+            return
+
+
+def _alike(blueprint: Blueprint, suspects: Collection[str]) -> frozenset[str]:
+    """Where parts that meet are those of products alone, these and their like in other layers."""
+    roles, globs = _roles(blueprint), {glob_of(name) for name in suspects}
+    if any(roles[name] != "product" for name in suspects):
+        return frozenset()
+    return frozenset(name for name, role in roles.items() if role == "product" and glob_of(name) in globs)
+
+
+def _bare_norms(blueprint: Blueprint, name: str) -> frozenset[str]:
+    """Norms without weights, where features met in one, and all of its like."""
+    module = blueprint.module.get_submodule(name)
+    if not name or next(module.parameters(), None) is not None or norm_formula(module) is None:
+        return frozenset()
+    return frozenset(other for other, _ in blueprint.module.named_modules() if glob_of(other) == glob_of(name))
+
+
+def _is_of_any_width(module: nn.Module) -> bool:
+    return getattr(module, "weight", None) is None and not hasattr(module, "normalized_shape")
+
+
+def _try(blueprint: Blueprint, features: Mapping[FeatureWork, Sequence[str]]) -> None:
+    """See whether ranks may have parts of the features, but for the modules of `features`.  Enters these into the
+    blueprint, and with them what reads all features then, and where these meet parts."""
+    blueprint.features = features
     roles = _roles(blueprint)
     for name, role in roles.items():
         _check_role(blueprint, name, role)
-    walker = _followed(blueprint, roles)
-    if blueprint.whole_reads or blueprint.whole_results:
+    walker = _Forward(blueprint, roles, 1).followed()
+    reads, meets = _work(walker)
+    blueprint.features = {
+        key: tuple(each) for key, each in {**features, "reads": reads, "meets": meets}.items() if each
+    }
+    if reads:
         roles = _roles(blueprint)  # norms of all features are like any other module
         walker = _Forward(blueprint, roles, 1).followed()
     _check_ties(blueprint, roles)
     for dtype in (torch.float16, torch.bfloat16):  # some forwards look at all features where a type has small numbers
-        _Forward(blueprint, roles, 1, dtype).followed()
+        other = _Forward(blueprint, roles, 1, dtype).followed()
+        if _work(other) != _work(walker):
+            raise NoPartsError("what reads all features depends on its type")
     _note_sizes(blueprint, walker.sizes)
     most = math.gcd(*walker.sizes, *blueprint.divisible.values())
     for parts in sorted({_least_prime(most), most}):  # what a forward does may depend on how small a part is
-        _compare(walker.trace, _Forward(blueprint, roles, parts).run(), walker.parts, parts)
+        _compare(walker, _Forward(blueprint, roles, parts).run_so_far(), parts)
+
+
+def _work(walker: FeatureWalker) -> tuple[list[str], list[str]]:
+    """Norms, products and dropouts that read all features, and modules in which parts meet them."""
+    meets = {walker.trace.events[index].module for index in walker.narrowed}
+    return sorted(name for name, is_whole in walker.reads.items() if is_whole), sorted(meets)
 
 
 def _roles(blueprint: Blueprint) -> dict[str, Role | None]:
     modules = blueprint.module.named_modules(remove_duplicate=False)
     return {name: role_of(blueprint, name, module) for name, module in modules}
-
-
-def _followed(blueprint: Blueprint, roles: Mapping[str, Role | None]) -> FeatureWalker:
-    """Follow features; where they meet and are those of products alone, ranks of a row are given all that these make.
-
-    Enters into the blueprint which products these are, and what reads all features then.
-    """
-    forward = _Forward(blueprint, roles, 1)
-    trace = forward.run()
-    results: frozenset[str] = frozenset()
-    while True:
-        walker = forward.walker(trace, results)
-        try:
-            walker.run()
-        except NoPartsError as problem:
-            globs = {glob_of(name) for name in problem.suspects if roles[name] == "product"}
-            more = {name for name, role in roles.items() if role == "product" and glob_of(name) in globs} - results
-            if not more or len(globs) < len({glob_of(name) for name in problem.suspects}):
-                raise
-            results |= more
-        else:
-            blueprint.whole_reads = tuple(sorted(name for name, is_whole in walker.reads.items() if is_whole))
-            blueprint.whole_results = tuple(sorted(results))
-            return walker
 
 
 def _check_role(blueprint: Blueprint, name: str, role: Role | None) -> None:
@@ -132,6 +162,10 @@ def _check_role(blueprint: Blueprint, name: str, role: Role | None) -> None:
         from weft.techniques.tensor.norm_trial import formula_by_trial
 
         is_plain = formula_by_trial(module) is not None
+    if role == "product" and not is_plain and isinstance(module, nn.Linear):
+        from weft.techniques.tensor.product_trial import is_product_by_trial
+
+        is_plain = is_product_by_trial(module)
     if role == "norm" and isinstance(module, nn.LayerNorm | nn.RMSNorm):
         is_plain = is_plain and len(module.normalized_shape) == 1
     if not is_plain:
@@ -179,7 +213,7 @@ class _Together:
     kind: Role
     module: str
     reads: int
-    """Features of a rank's input; of an embedding 0."""
+    """Features of a rank's input; of an embedding 0, of a norm without a width −1."""
     makes: int
     """Features of its result."""
     dtype: torch.dtype
@@ -195,6 +229,8 @@ def _as_event(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
     x, what = args
 
     def run() -> Tensor:
+        if what.reads < 0:
+            return torch.empty(x.shape, dtype=x.dtype, device="meta")
         if what.reads and x.shape[-1] != what.reads:
             raise RuntimeError(f"{what.module} is given {x.shape[-1]} features instead of {what.reads}")
         shape = (*x.shape[:-1], what.makes) if what.reads else (*x.shape, what.makes)
@@ -202,6 +238,15 @@ def _as_event(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
 
     settings = {"kind": what.kind, "module": what.module, "blocks": what.blocks}
     return FusedCall(run=run, name=STAND_IN, operands=(x,), settings=settings)
+
+
+def _narrowed(parts: int, x: Tensor, dim: int) -> Tensor:
+    return handle_torch_function(_narrowed, (x,), parts, x, dim)
+
+
+def _as_narrowed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
+    parts, x, dim = args
+    return FusedCall(run=lambda: x.chunk(parts, dim)[0], name="narrowed", operands=(x,), settings={})
 
 
 def _constant(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
@@ -221,7 +266,7 @@ class _Forward:
     def __init__(
         self, blueprint: Blueprint, roles: Mapping[str, Role | None], parts: int, dtype: torch.dtype = DTYPE
     ) -> None:
-        self._roles, self._parts, self._dtype = roles, parts, dtype
+        self._roles, self._parts, self._dtype, self._features = roles, parts, dtype, blueprint.features
         module = copy_on_meta(blueprint.module).train()
         self._blueprint = replace(blueprint, module=module)
         self._cuts = {
@@ -237,25 +282,29 @@ class _Forward:
                 stand_in = partial(_stand_in_forward, self._stand_in(name, role, each))
                 each.forward = looking_up(each, stand_in) if role == "vocabulary" else stand_in
         module.forward = partial(_logits_forward, module.forward)
+        for name in blueprint.features.get("meets", ()) if parts > 1 else ():
+            each = module.get_submodule(name)
+            each.forward = narrowing(each.forward, parts, partial(_narrowed, parts))
         if parts > 1:
             localise(module, blueprint, parts)
 
     def run(self) -> Trace:
         """Run it in training and in evaluation."""
         made = {function: partial(_constant, function) for function in _CONSTANTS}
-        fused = {**FUSED, **made, _together: _as_event}
+        fused = {**FUSED, **made, _together: _as_event, _narrowed: _as_narrowed}
         return trace(self._blueprint, self._dtype, self._local, loss=False, fused=fused, reads=True, modes=BOTH)
+
+    def run_so_far(self) -> tuple[Trace | Unfinished, Sequence[Event]]:
+        """Run it; where it raises, return what it had done until then."""
+        try:
+            found = self.run()
+        except Unfinished as problem:
+            return problem, problem.events
+        return found, found.events
 
     def followed(self) -> FeatureWalker:
         """Run it, and follow its features.  Raises NoPartsError where they meet."""
-        walker = self.walker(self.run(), frozenset(self._blueprint.whole_results))
-        walker.run()
-        if any(is_whole != (name in self._blueprint.whole_reads) for name, is_whole in walker.reads.items()):
-            raise NoPartsError("what reads all features depends on their type")
-        return walker
-
-    def walker(self, found: Trace, results: frozenset[str]) -> FeatureWalker:
-        """What follows features through a run; of the products `results` every rank of a row is given all."""
+        found = self.run()
         read = {name for name in self._cuts if self._roles[name.rpartition(".")[0]] in ("table", "loose")}
         shapes = {name: tuple(each.shape) for name, each in self._blueprint.module.named_parameters()}
         own: dict[int, str] = {}
@@ -268,20 +317,23 @@ class _Forward:
             elif names[0] in self._cuts:
                 own[storage] = names[0]
         dropouts = frozenset(name for name in self._roles if self._blueprint.kind_of(name) == "heads")
-        return FeatureWalker(found, self._blueprint.module, own, parts, dropouts, results)
+        results = frozenset(self._features.get("results", ()))
+        walker = FeatureWalker(found, self._blueprint.module, own, parts, dropouts, results)
+        walker.run()
+        return walker
 
     def _stand_in(self, name: str, role: Role, module: Any) -> _Together:
         rule, parts = self._blueprint.rule_of(name), self._parts
         if role == "vocabulary":
             return _Together(role, name, 0, module.embedding_dim // parts, self._dtype)
         if role == "norm":
-            shape = module.normalized_shape if hasattr(module, "normalized_shape") else module.weight.shape
-            return _Together(role, name, shape[0] // parts, shape[0] // parts, self._dtype)
+            width = -1 if _is_of_any_width(module) else width_of(module) // parts
+            return _Together(role, name, width, width, self._dtype)
         weight: Tensor = module.weight
         makes, reads = weight.shape[::-1] if is_conv1d(module) else weight.shape
         blocks = rule.blocks if rule is not None and rule.kind == "column" else 1
-        reads = reads if name in self._blueprint.whole_reads else reads // parts
-        makes = makes if name in self._blueprint.whole_results else makes // parts
+        reads = reads if name in self._features.get("reads", ()) else reads // parts
+        makes = makes if name in self._features.get("results", ()) else makes // parts
         return _Together(role, name, reads, makes, self._dtype, blocks)
 
     def _part(self, name: str) -> Tensor:
@@ -303,32 +355,40 @@ def _logits_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 # ── whether a forward on a part does the same ─────────────────────────────────────────────────────────────────────────
 
 
-def _compare(whole: Trace, share: Trace, held: Mapping[Value, Parts], parts: int) -> None:
+def _compare(walker: FeatureWalker, share: tuple[Trace | Unfinished, Sequence[Event]], parts: int) -> None:
     """Refuse a forward that does something else on a part.
 
     Raises:
         NoPartsError: names the first operator that differs.
     """
-    theirs = _Steps(share.events)
+    held, theirs = walker.parts, _Steps(share[1])
     reshaped: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
-    def local(value: Value) -> tuple[int, ...]:
+    def local(value: Value, narrowed: Mapping[Value, int] = MappingProxyType({})) -> tuple[int, ...]:
         found = held.get(value)
-        return tuple(size // parts if found and found.dim == dim else size for dim, size in enumerate(value.shape))
+        at = narrowed.get(value) if found is None else found.dim
+        return tuple(size // parts if at == dim else size for dim, size in enumerate(value.shape))
 
-    for mine in whole.events:
+    for mine in walker.trace.events:
         if mine.name in RESHAPES and mine.inputs[0] in held:
             reshaped.append((local(mine.inputs[0]), local(mine.outputs[0])))
         if mine.name in _LAID_OUT:
             continue
         other, before = theirs.next()
-        problem = "it ends" if other is None else _difference(mine, other, local, held, parts)
+        at = partial(local, narrowed=walker.narrowed.get(mine.index, {}))
+        problem = _ending(share[0]) if other is None else _difference(mine, other, at, held, parts)
         problem = problem or misshaped(reshaped, before)
         if problem:
-            raise NoPartsError(f"{mine.module or 'the forward'} cannot work on a part of the features: {problem}")
+            found = NoPartsError(f"{mine.module or 'the forward'} cannot work on a part of the features: {problem}")
+            found.suspects = walker.made_by(mine)
+            raise found
         reshaped.clear()
-    if theirs.next()[0] is not None:
+    if theirs.next()[0] is not None or isinstance(share[0], Unfinished):
         raise NoPartsError("its forward on a part of the features goes on where the whole one ends")
+
+
+def _ending(share: Trace | Unfinished) -> str:
+    return "it ends" if isinstance(share, Trace) else str(share).splitlines()[0].split(". ")[0]
 
 
 class _Steps:

@@ -17,6 +17,7 @@ from weft.families._tables import UNKNOWN_FEATURES as UNKNOWN_FEATURES
 from weft.families._tables import Crossing as Crossing
 from weft.families._tables import Cut as Cut
 from weft.families._tables import CutTable as CutTable
+from weft.families._tables import FeatureWork as FeatureWork
 from weft.families._tables import FoundCut as FoundCut
 from weft.families._tables import Localise as Localise
 from weft.families._tables import SplitRule as SplitRule

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 from weft.recipe import SplitKind
 
@@ -152,6 +152,10 @@ NO_VOCABULARY = "it has no head over a vocabulary"
 OWN_CHECKPOINTS = "its layers run their own forward again (`gradient_checkpointing`), outside of a microbatch"
 """Why ranks do not share a sequence of a model that recomputes by itself."""
 
+FeatureWork = Literal["reads", "results", "norms", "meets"]
+"""What modules do over squares: read features of which each rank has all; make such (products); normalise them without
+weights; or let parts meet what every rank has whole, in their own forward."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Tables:
@@ -170,10 +174,8 @@ class Tables:
     """Name of the linear head whose output only the vocabulary loss reads; it may be fused with the loss."""
     divisible_features: Mapping[str, int] = field(default_factory=dict[str, int])
     """Named sizes that the side of a square must divide, besides."""
-    whole_reads: Sequence[str] = ()
-    """Modules that read features of which every rank of a square's row has all."""
-    whole_results: Sequence[str] = ()
-    """Products whose results every rank of a row is given whole, because what follows mixes their features."""
+    features: Mapping[FeatureWork, Sequence[str]] = field(default_factory=dict[FeatureWork, Sequence[str]])
+    """Modules that work with features in another way than by parts, where ranks form a square."""
     notes: Sequence[str] = ()
     """What the user should hear once at the start."""
 

@@ -95,10 +95,8 @@ def _unknown(where: str, op: str, shape: Sequence[int]) -> str:
 
 
 def apply_keyed_draws(part: nn.Module, draws: Draws, view: GroupView, context: StepContext) -> None:
-    """Run the modules of `part` that draw under keys; before `apply_recompute`, which runs them again.
-
-    `view`: ranks that have the other parts of what a module draws, where its shape shows that this rank has a part.
-    """
+    """Run the modules of `part` that draw under keys; before `apply_recompute`, which runs them again.  Ranks of `view`
+    have other parts of what a module draws, where its shape shows that it is a part."""
     for name in draws.modules:
         if name == LOSS:
             continue

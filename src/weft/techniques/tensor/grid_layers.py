@@ -30,7 +30,7 @@ from weft.techniques.tensor.grid_roles import Kind, kind_of_product, role_of
 from weft.techniques.tensor.grid_shape import GridShape
 from weft.techniques.tensor.layers import check_embedding
 from weft.techniques.tensor.plain_layers import is_conv1d, localise
-from weft.techniques.tensor.summa import Gathered, Whole, enter
+from weft.techniques.tensor.summa import Gathered, HeldWhole, enter
 
 
 def apply_grid(part: ModelPart, build: Build, shape: GridShape) -> None:
@@ -51,6 +51,7 @@ def apply_grid(part: ModelPart, build: Build, shape: GridShape) -> None:
     check_grid_ties(names, splits)
     fill_layout(part.layout, part.module, names, {n: each for n, each in splits.items() if isinstance(each, GridSplit)})
     _install(part.module, blueprint, grid)
+    _narrow(part.module, blueprint, grid)
     _cut(part, splits)
     localise(part.module, blueprint, shape.side)
     part.grid = grid
@@ -152,10 +153,14 @@ def _install(part: nn.Module, blueprint: Blueprint, grid: TensorGrid) -> None:
         done.add(id(module))
         match role_of(blueprint, name, module):
             case "product":
-                shared = None if name == blueprint.vocabulary_head or name in blueprint.whole_reads else reads
+                shared = (
+                    None if name == blueprint.vocabulary_head or name in blueprint.features.get("reads", ()) else reads
+                )
                 kind = kind_of_product(blueprint, name)
-                forward = _product_forward(module, grid, kind, reads, shared, is_whole=name in blueprint.whole_reads)
-                if name in blueprint.whole_results:
+                forward = _product_forward(
+                    module, grid, kind, reads, shared, is_whole=name in blueprint.features.get("reads", ())
+                )
+                if name in blueprint.features.get("results", ()):
                     rule = blueprint.rule_of(name)
                     forward = partial(_whole, forward, grid.features, 1 if rule is None else rule.blocks)
                 module.forward = forward
@@ -165,6 +170,23 @@ def _install(part: nn.Module, blueprint: Blueprint, grid: TensorGrid) -> None:
                 module.forward = norm_forward(module, grid.features)
             case _:
                 pass
+
+
+def _narrow(part: nn.Module, blueprint: Blueprint, grid: TensorGrid) -> None:
+    """Let modules take parts of what they have whole, where their own forward has parts meet it."""
+    if not blueprint.features.get("meets", ()):
+        return
+    from weft.techniques.tensor.narrowing import narrowing  # ranks of few models need it
+
+    view = grid.features
+
+    def narrow(x: Tensor, dim: int) -> Tensor:
+        return x.chunk(view.size, dim)[view.index]
+
+    for name in blueprint.features.get("meets", ()):
+        if not name or is_own(part, blueprint, name):
+            module = part.get_submodule(name)
+            module.forward = narrowing(module.forward, view.size, narrow)
 
 
 def _product_forward(
@@ -178,7 +200,7 @@ def _product_forward(
             entered = shared.get(input)
         else:
             reads.clear()
-            whole = input, Whole(grid.features, input.dim() - 1)
+            whole = input, HeldWhole(grid.features, input.dim() - 1)
             entered = whole if is_whole else grid.enter(input, is_inside=kind == "row")
         weight: Any = module.weight
         return grid.multiply(entered, input, weight, getattr(module, "bias", None), inputs, kind)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm import GroupView, all_gather, all_reduce
-from weft.techniques.tensor.grid_roles import Formula, norm_formula
+from weft.techniques.tensor.grid_roles import norm_formula
+from weft.techniques.tensor.grid_shape import Formula
 from weft.techniques.tensor.norm_trial import epsilon_of
 
 
@@ -69,8 +70,8 @@ def norm_forward(module: nn.Module, view: GroupView) -> Callable[[Tensor], Tenso
 
     Statistics are in fp32 or wider.  Call it on every rank of the line.
     """
-    kind, offset = norm_formula(module) or Formula("rms_norm")
-    centred, given = kind == "layer_norm", epsilon_of(module)
+    kind, offset, epsilon = norm_formula(module) or Formula("rms_norm")
+    centred, given = kind == "layer_norm", epsilon_of(module) if epsilon is None else epsilon
 
     def forward(x: Tensor) -> Tensor:
         epsilon = torch.finfo(x.dtype).eps if given is None else given

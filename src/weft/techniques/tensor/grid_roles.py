@@ -5,13 +5,13 @@ Looking at a model asks it, too, so nothing here needs other ranks.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import nn
 
 from weft.errors import PlanError
 from weft.models import Blueprint
-from weft.techniques.tensor.grid_shape import GridCut, OnGrid
+from weft.techniques.tensor.grid_shape import Formula, GridCut, OnGrid
 from weft.techniques.tensor.plain_layers import is_conv1d, is_linear
 
 Kind = Literal["column", "row", "alone"]
@@ -21,17 +21,6 @@ Role = Literal["product", "vocabulary", "table", "norm", "heads", "alias", "whol
 vocabulary, or in one that is not, normalises them, works on whole heads, or nothing, but that it holds vectors of other
 modules by names of its own.  `whole`: it is given all of them.  `loose`: it has parameters that its forward, which was
 looked at, reads by itself."""
-
-
-class Formula(NamedTuple):
-    """What a norm computes, x̂ · (weight + offset) + bias: x̂ has a mean square of one, and in a layer norm a mean of
-    zero, too."""
-
-    kind: Literal["rms_norm", "layer_norm"]
-    offset: float = 0.0
-    """One, where weights are held as what they differ from one by."""
-
-
 _CLASSES = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 """Norms of transformers that scale by their weight and nothing else."""
 
@@ -52,8 +41,8 @@ def role_of(blueprint: Blueprint, name: str, module: nn.Module) -> Role | None:
     elif isinstance(module, nn.Embedding):
         if kind in (None, "vocab", "sequence"):
             return "vocabulary" if kind == "vocab" or _is_tied(blueprint, name) else "table"
-    elif is_norm(module):
-        if name in blueprint.whole_reads:
+    elif name in blueprint.features.get("norms", ()) or is_norm(module):
+        if name in blueprint.features.get("reads", ()):
             return "whole"
         if kind in (None, "sequence", "gather"):  # statistics are those of the whole row, whatever lies between layers
             return "norm"
@@ -130,8 +119,10 @@ def cut_of(blueprint: Blueprint, role: Role | None, name: str, leaf: str) -> Gri
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether this is a norm over the last dim, as `norm_forward` computes it."""
-    return norm_formula(module) is not None
+    """Whether this is a norm over the last dim, as `norm_forward` computes it; one without weights only where torch
+    has it, for others may be of heads, too."""
+    is_shown = isinstance(module, nn.LayerNorm | nn.RMSNorm) or getattr(module, "weight", None) is not None
+    return is_shown and norm_formula(module) is not None
 
 
 def is_centred(module: nn.Module) -> bool:

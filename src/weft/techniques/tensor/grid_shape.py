@@ -47,6 +47,17 @@ class GridCut(NamedTuple):
     """Whether its outputs or features are those inside of a layer, which a cube cuts along another line."""
 
 
+class Formula(NamedTuple):
+    """What a norm computes, x̂ · (weight + offset) + bias: x̂ has a mean square of one, and in a layer norm a mean of
+    zero, too."""
+
+    kind: Literal["rms_norm", "layer_norm"]
+    offset: float = 0.0
+    """One, where weights are held as what they differ from one by."""
+    epsilon: float | None = None
+    """What is added to the mean square, where no attribute says it."""
+
+
 @dataclass(frozen=True, slots=True)
 class GridShape:
     """How many ranks a grid has along its sides."""

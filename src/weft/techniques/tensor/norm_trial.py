@@ -14,9 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.techniques.tensor.grid_roles import Formula
+from weft.techniques.tensor.grid_shape import Formula
 
 _FORMULAS = (Formula("rms_norm"), Formula("layer_norm"), Formula("rms_norm", 1.0), Formula("layer_norm", 1.0))
+_EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)
+"""Tried where no attribute says one."""
+_WIDTH = 12
+"""Features that a norm without weights is tried on, where it has no width of its own."""
 _SCALES = (1.0, 1e-2, 1e-4)
 _TOLERANCE = 1e-9
 _MOST_FEATURES = 1 << 16
@@ -36,11 +40,23 @@ def formula_by_trial(module: nn.Module) -> Formula | None:
 
     The module may be on meta, and is left as it is.
     """
-    own = dict(module.named_parameters(recurse=False))
-    weight = own.get("weight")
-    if weight is None or weight.dim() != 1 or weight.numel() > _MOST_FEATURES or not _is_bare(module):
+    if not _is_bare(module) or not 0 < width_of(module) <= _MOST_FEATURES:
         return None
-    return next((formula for formula in _FORMULAS if _computes(module, formula)), None)
+    formulas = _FORMULAS if next(module.parameters(), None) is not None else _FORMULAS[:2]
+    if epsilon_of(module) is None:
+        formulas = (*formulas, *(each._replace(epsilon=size) for each in formulas for size in _EPSILONS))
+    return next((formula for formula in formulas if _computes(module, formula)), None)
+
+
+def width_of(module: nn.Module) -> int:
+    """Return how many features a norm over the last dim has; 0: it is none."""
+    weight: Any = getattr(module, "weight", None)
+    shape = getattr(module, "normalized_shape", None) if weight is None else weight.shape
+    if isinstance(shape, int):
+        return shape
+    if shape is None:
+        return _WIDTH
+    return int(shape[0]) if len(shape) == 1 else 0
 
 
 def _is_bare(module: nn.Module) -> bool:
@@ -64,21 +80,21 @@ def _agrees(module: nn.Module, formula: Formula, scale: float, generator: torch.
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    own = [*module.parameters()]
+    own, width = [*module.parameters()], width_of(module)
     stand_ins: dict[int, Any] = {id(each): nn.Parameter(draw(*each.shape)) for each in own}
     tried = copy.deepcopy(module, stand_ins)
     weights = [*tried.parameters()]
-    x = (scale * (draw(2, 3, own[0].numel()) + 0.5)).requires_grad_()
-    by = draw(2, 3, own[0].numel())
-    epsilon = epsilon_of(tried)
+    x = (scale * (draw(2, 3, width) + 0.5)).requires_grad_()
+    by = draw(2, 3, width)
+    epsilon = epsilon_of(tried) if formula.epsilon is None else formula.epsilon
     wanted = _normed(x, tried, formula, torch.finfo(x.dtype).eps if epsilon is None else epsilon)
     expected = [wanted, *torch.autograd.grad((wanted * by).sum(), [x, *weights])]
     for training in (True, False):
         tried.train(training)
-        with _Wide():
+        with Wide():
             made = tried(x)
             found = [made, *torch.autograd.grad((made * by).sum(), [x, *weights])]
-        if not all(_is_near(mine, theirs) for mine, theirs in zip(expected, found, strict=True)):
+        if not all(is_near(mine, theirs) for mine, theirs in zip(expected, found, strict=True)):
             return False
     return True
 
@@ -86,18 +102,18 @@ def _agrees(module: nn.Module, formula: Formula, scale: float, generator: torch.
 def _normed(x: Tensor, module: Any, formula: Formula, epsilon: float) -> Tensor:
     centred = x - x.mean(-1, keepdim=True) if formula.kind == "layer_norm" else x
     scale = (centred.square().mean(-1, keepdim=True) + epsilon).rsqrt()
-    made = centred * scale * (module.weight + formula.offset)
-    bias = getattr(module, "bias", None)
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    made = centred * scale if weight is None else centred * scale * (weight + formula.offset)
     return made if bias is None else made + bias
 
 
-def _is_near(mine: Tensor, theirs: Tensor) -> bool:
+def is_near(mine: Tensor, theirs: Tensor) -> bool:
     if mine.shape != theirs.shape or theirs.dtype != mine.dtype:
         return False
     return bool((mine - theirs).abs().max() <= _TOLERANCE * mine.abs().max())
 
 
-class _Wide(TorchDispatchMode):
+class Wide(TorchDispatchMode):
     """Casts of fp64 to less are none: many norms compute in fp32, where a trial would show nothing but rounding."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

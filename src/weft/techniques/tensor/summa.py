@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.comm import GroupView, all_gather_shards, reduce_scatter_shards
+from weft.parallel.autograd import no_view
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ def gather(x: Tensor, view: GroupView, dim: int) -> Tensor:
     return all_gather_shards(x, view, dim, x.shape[dim] * view.size)
 
 
-class Whole(Gathered):
+class HeldWhole(Gathered):
     """An activation of which each rank has all."""
 
     def again(self, x: Tensor) -> Tensor:
@@ -57,7 +58,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, view: GroupView, dim: int) -> Tensor:
         ctx.view, ctx.dim = view, dim
-        return gather(x, view, dim)
+        return no_view(gather(x, view, dim))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -115,7 +116,7 @@ class _Lookup(torch.autograd.Function):
         ids = local_ids(tokens, row.index * weight.shape[0], weight.shape[0])
         ctx.save_for_backward(ids if padding is None else ids.masked_fill(tokens == padding, weight.shape[0]))
         ctx.row, ctx.column, ctx.num_rows = row, column, weight.shape[0]
-        return reduce_scatter_shards(look_up(ids, gather(weight, column, 1)), row, tokens.dim())
+        return no_view(reduce_scatter_shards(look_up(ids, gather(weight, column, 1)), row, tokens.dim()))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:

@@ -1,0 +1,47 @@
+"""Small nets over squares of tensor ranks, against one process: what looking at them allows must be right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import wide_nets
+from cells import Cell, plan
+from parity_run import Matrix, Result, joined, look_at, run_rank
+
+from pool import RankPool
+from predicted import unlike_predicted
+from weft.models import build_model
+from weft.plan import Plan
+from weft.recipe import ModelRecipe, Recipe
+from weft.rehearse import outline_of
+
+STEPS = 3
+
+
+@dataclass
+class Nets(Matrix):
+    """A factory's models, which no plan is checked for: what their modules are called makes them looked at."""
+
+    def run(self, recipe: Recipe, plan: Plan, *, breakage: str | None = None, nudge: int = 0) -> Result:
+        arguments = (recipe, plan, self.steps, breakage, nudge)
+        trials = self.ranks.run(plan.mesh.world_size, run_rank, *arguments, timeout=240.0, backend=self.backend)
+        result = joined(trials, plan)
+        if plan.mesh.world_size > 1:
+            blueprint = build_model(recipe)
+            look_at(blueprint, plan)
+            result.unpredicted = tuple(unlike_predicted(recipe, plan, blueprint, outline_of(blueprint), trials))
+        return result
+
+
+@pytest.fixture(scope="module")
+def nets(ranks: RankPool) -> Nets:
+    models = {name: ModelRecipe(factory="wide_nets:build", arguments=each) for name, each in wide_nets.NETS.items()}
+    return Nets(ranks, models, steps=STEPS, backend="cpu:weft")
+
+
+@pytest.mark.parametrize("name", wide_nets.NETS)
+def test_a_small_net_equals_one_process(nets: Nets, name: str) -> None:
+    if wide_nets.NETS[name].get("inside") == "normed and rolled" or wide_nets.NETS[name].get("outside") == "position":
+        pytest.skip("refused")
+    assert nets.verdict(Cell(name, plan(tensor=4, grid="2d"))).failures("fp64") == []

@@ -1,0 +1,79 @@
+"""Mistakes that are easily made where forwards were looked at for squares of tensor ranks; see `breakages`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm import GroupView
+from weft.parallel import draws
+from weft.techniques.fused_loss import vocabulary
+from weft.techniques.tensor import grid_layers, grid_norms, narrowing, own_lookups
+from weft.techniques.tensor.grid_shape import Formula
+from weft.techniques.tensor.summa import gather
+
+
+def _scale_left_out() -> list[tuple[Any, str, Any]]:
+    """An embedding looks up, and does nothing else that its own forward does."""
+    return [(own_lookups, "looking_up", lambda module, look_up: look_up)]
+
+
+def _weights_as_they_are() -> list[tuple[Any, str, Any]]:
+    """Weights of norms are taken for factors where they are what factors differ from one by."""
+    return [(grid_norms, "norm_formula", lambda module: Formula("rms_norm"))]
+
+
+def _own_gradients_of_wholes() -> list[tuple[Any, str, Any]]:
+    """What every rank of a row makes of a product's whole result is not summed: each keeps its own."""
+
+    def unsummed(x: Tensor, view: GroupView, dim: int) -> Tensor:
+        parts = [*gather(x.detach(), view, dim).chunk(view.size, dim)]
+        parts[view.index] = x
+        return torch.cat(parts, dim)
+
+    return [(grid_layers, "enter", unsummed)]
+
+
+def _first_part_for_all() -> list[tuple[Any, str, Any]]:
+    """Every rank takes the first part of what it has whole."""
+    own = narrowing.narrowing
+
+    def first(forward: Any, parts: int, narrow: Any) -> Any:
+        return own(forward, parts, lambda x, dim: x.chunk(parts, dim)[0])
+
+    return [(narrowing, "narrowing", first)]
+
+
+def _drops_as_the_first() -> list[tuple[Any, str, Any]]:
+    """What a function drops of a part is what it drops of the first one."""
+    placed = draws._Keyed._placed
+
+    def first(self: Any, held: tuple[int, ...], layout: Any) -> Any:
+        starts, whole = placed(self, held, layout)
+        return [0] * len(starts), whole
+
+    return [(draws._Keyed, "_placed", first)]
+
+
+def _logits_of_another_part() -> list[tuple[Any, str, Any]]:
+    """A rank takes its part of the logits for that of another."""
+    local = vocabulary._local_forward
+
+    def turned(forward: Any, view: GroupView, *of: Any, **named: Any) -> Any:
+        return local(forward, replace(view, index=view.size - 1 - view.index), *of, **named)
+
+    return [(vocabulary, "_local_forward", turned)]
+
+
+PATCHES: Mapping[str, Callable[[], list[tuple[Any, str, Any]]]] = {
+    "scale of an embedding left out": _scale_left_out,
+    "weights of norms as they are": _weights_as_they_are,
+    "own gradients of wholes": _own_gradients_of_wholes,
+    "first part for all": _first_part_for_all,
+    "drops as the first rank": _drops_as_the_first,
+    "logits of another part": _logits_of_another_part,
+}

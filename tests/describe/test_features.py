@@ -192,7 +192,7 @@ def test_what_mixes_features_is_refused(between: Between) -> None:
     ("module", "words"),
     [
         (lambda: Net(as_it_is, ShiftedNorm), "norms.0 reduces over what ranks have parts of (mean)"),
-        (lambda: Scaled(lambda hidden, net: hidden @ net.scale.diag()), "the model's forward multiplies over what ranks"),
+        (lambda: Scaled(lambda hidden, net: hidden @ net.scale.diag()), "forward multiplies over what ranks"),
         (lambda: Net(lambda hidden, net: hidden.flip(-1)), "the model's forward runs along what ranks have parts of"),
     ],
     ids=["norm of another formula", "parameter at the top", "said where"],

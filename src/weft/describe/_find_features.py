@@ -77,7 +77,7 @@ def _look(blueprint: Blueprint) -> None:
     results, norms = frozenset[str](), frozenset[str]()
     while True:
         try:
-            _try(blueprint, {"results": sorted(results), "norms": sorted(norms)})
+            _try(blueprint, {"results": tuple(sorted(results)), "norms": tuple(sorted(norms))})
         except NoPartsError as problem:
             found = _bare_norms(blueprint, problem.module) - norms
             more = frozenset[str]() if found else _alike(blueprint, problem.suspects) - results
@@ -117,9 +117,7 @@ def _try(blueprint: Blueprint, features: Mapping[FeatureWork, Sequence[str]]) ->
         _check_role(blueprint, name, role)
     walker = _Forward(blueprint, roles, 1).followed()
     reads, meets = _work(walker)
-    blueprint.features = {
-        key: tuple(each) for key, each in {**features, "reads": reads, "meets": meets}.items() if each
-    }
+    blueprint.features = {**features, "reads": tuple(reads), "meets": tuple(meets)}
     if reads:
         roles = _roles(blueprint)  # norms of all features are like any other module
         walker = _Forward(blueprint, roles, 1).followed()

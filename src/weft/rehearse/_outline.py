@@ -394,8 +394,7 @@ class _Notes:
         self.calls.append(call)
 
     def _note(self, name: str, module: nn.Module, kind: CallKind, *, is_inside_whole: bool) -> None:
-        rule, on_grid = self.blueprint.rule_of(name), self._on_grid(name, module)
-        block = self._block_of(name)
+        rule, on_grid, block = self.blueprint.rule_of(name), self._on_grid(name, module), self._block_of(name)
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             read = _first(args, kwargs)

@@ -40,7 +40,7 @@ class NoPartsError(Exception):
     suspects: frozenset[str] = frozenset()
     """Modules that made the parts that stand in the way, where parts do."""
     module: str = ""
-    """In which they do."""
+    """Innermost module that was running there."""
 
 
 class Parts(NamedTuple):

@@ -136,7 +136,6 @@ FITTING: dict[str, Between] = {
     "within runs of features": lambda hidden, net: hidden.view(2, LENGTH, -1, 2).flip(-1).flatten(2),
     "dropout by a function": lambda hidden, net: F.dropout(hidden, 0.1),
     "buffer added": lambda hidden, net: hidden + net.table[0],
-    "positions of features": lambda hidden, net: hidden * (torch.arange(WIDTH) % 3),
     "the same number for all": lambda hidden, net: hidden * net.width**-0.5,
 }
 MIXING: dict[str, Between] = {
@@ -163,6 +162,7 @@ MIXING: dict[str, Between] = {
     "width filled in": lambda hidden, net: hidden * hidden.new_full((1,), hidden.shape[-1]),
     "small parts": lambda hidden, net: hidden.flip(-1) if hidden.shape[-1] < WIDTH // 2 else hidden,
     "width in a reshape": lambda hidden, net: hidden.view(-1, net.width).view(hidden.shape),
+    "positions of features": lambda hidden, net: hidden * (torch.arange(WIDTH) % 3),
     "weight of a layer": lambda hidden, net: hidden + F.linear(hidden, net.down.weight[:, :WIDTH]),
     "noise": lambda hidden, net: hidden + torch.randn_like(hidden),
     "dropout by a function, across": lambda hidden, net: F.dropout(hidden.transpose(0, 2), 0.1).transpose(0, 2),

@@ -48,12 +48,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _PADDED = ("gptj", "distilbert", "electra", "roberta")
 """Families that want a number for padding."""
-REFUSED = {
-    "gemma3n_text": (
-        {"head_dim": 8, "hidden_size_per_layer_input": 8, "laurel_rank": 8},
-        "reduces over what ranks have parts of (mean)",
-    ),
-}
+REFUSED = {"gpt_neox_japanese": ({"pad_token_id": 1}, "cannot work on a part of the features")}
 """Family → settings, and what of its forward stands in the way."""
 
 

@@ -40,8 +40,13 @@ def nets(ranks: RankPool) -> Nets:
     return Nets(ranks, models, steps=STEPS, backend="cpu:weft")
 
 
+@pytest.mark.parametrize("settings", [{"inside": "normed and rolled"}, {"outside": "position"}])
+def test_what_no_rule_covers_is_refused(settings: dict[str, str]) -> None:
+    blueprint = wide_nets.build(**settings)
+    look_at(blueprint, plan(tensor=4, grid="2d"))
+    assert blueprint.no_grid != ""
+
+
 @pytest.mark.parametrize("name", wide_nets.NETS)
 def test_a_small_net_equals_one_process(nets: Nets, name: str) -> None:
-    if wide_nets.NETS[name].get("inside") == "normed and rolled" or wide_nets.NETS[name].get("outside") == "position":
-        pytest.skip("refused")
     assert nets.verdict(Cell(name, plan(tensor=4, grid="2d"))).failures("fp64") == []

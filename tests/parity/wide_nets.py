@@ -132,8 +132,8 @@ def build(attention: str = "plain", inside: str = "nothing", outside: str = "", 
 
 
 NETS: dict[str, dict[str, str]] = {
-    **{f"inside {name}": {"inside": name} for name in INSIDE},
-    **{f"outside {name}": {"outside": name} for name in OUTSIDE},
+    **{f"inside {name}": {"inside": name} for name in INSIDE if name != "normed and rolled"},
+    **{f"outside {name}": {"outside": name} for name in OUTSIDE if name != "position"},
     **{f"attention {name}": {"attention": name} for name in ("normed", "eager", "dropping")},
     "scaled": {"head": "scaled"},
     "capped": {"head": "capped", "inside": "shuffled", "attention": "eager"},

@@ -56,7 +56,7 @@ def _part(experts: Experts, first: int, own: int) -> Experts:
 def _dispatcher(kind: str, view: GroupView, experts: int) -> Dispatcher:
     if kind == "all_to_all":
         return AllToAllDispatcher(view, experts, lambda rows: None)
-    return AllGatherDispatcher(view, experts, StepContext(), 1)
+    return AllGatherDispatcher(view, experts, StepContext(), MeshPlan())
 
 
 def _mixed(kind: str, top_k: int, tokens_of: list[list[int]], own: int) -> list[str]:

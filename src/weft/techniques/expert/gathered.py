@@ -20,9 +20,9 @@ from torch import Tensor
 from weft.comm import GroupView, all_gather, start_all_gather, start_reduce_scatter
 from weft.parallel import StepContext
 from weft.parallel.autograd import gather_samples
-from weft.techniques.context.shares import most_tokens
+from weft.plan import MeshPlan
 from weft.techniques.expert.journey import Compute, Journey, arrive, leave
-from weft.techniques.expert.shares import rows_of_rank
+from weft.techniques.expert.shares import most_tokens_of, rows_of_rank
 
 _NOBODY = -1
 """Choice of a token that fills a share up."""
@@ -175,9 +175,9 @@ class _CombineOwn(torch.autograd.Function):
 class AllGatherDispatcher:
     """All-gather of tokens, and reduce-scatter of what the experts of each rank make of them."""
 
-    def __init__(self, view: GroupView, num_experts: int, context: StepContext, sharing: int) -> None:
-        """`num_experts`: those of all ranks together.  `sharing`: ranks that share a sequence."""
-        self._view, self._num_experts, self._context, self._sharing = view, num_experts, context, sharing
+    def __init__(self, view: GroupView, num_experts: int, context: StepContext, mesh: MeshPlan) -> None:
+        """`num_experts`: those of all ranks together."""
+        self._view, self._num_experts, self._context, self._mesh = view, num_experts, context, mesh
 
     def mix(
         self,
@@ -215,7 +215,7 @@ class AllGatherDispatcher:
         shared = None if self._context.current is None else self._context.current.tokens
         if shared is None:
             return num_tokens
-        return num_tokens // shared.held * most_tokens(shared.length, self._sharing)
+        return num_tokens // shared.held * most_tokens_of(shared.length, self._mesh, self._view.ranks)
 
 
 def _filled_up(values: Tensor, length: int, value: int = 0) -> Tensor:

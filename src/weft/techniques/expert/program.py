@@ -11,9 +11,8 @@ import math
 from collections.abc import Iterator
 
 from weft.outline import ModelShare, ModuleCall, Operation, RankSend
-from weft.techniques.context.shares import most_tokens
 from weft.techniques.expert.contract import Expert
-from weft.techniques.expert.shares import rows_of_rank
+from weft.techniques.expert.shares import most_tokens_of, rows_of_rank
 
 _COUNT_BYTES = 8
 """Size of the number of an expert's rows, or of a rank's tokens, int64."""
@@ -71,12 +70,12 @@ def _gathered(share: ModelShare, call: ModuleCall) -> Iterator[RankSend]:
 
 
 def _most_tokens(share: ModelShare, call: ModuleCall) -> int:
-    """Tokens of one microbatch on the rank with the most."""
+    """Tokens of one microbatch on the rank with the most of those that share the experts out."""
     samples = share.of_microbatch(call.shape)[:-1]
     context, tokens = share.plan.mesh.context, math.prod(samples)
     if context == 1:
         return tokens
-    return tokens // share.outline.tokens * most_tokens(share.outline.tokens, context)
+    return tokens // share.outline.tokens * most_tokens_of(share.outline.tokens, share.plan.mesh, share.expert_ranks)
 
 
 def _whole(share: ModelShare, call: ModuleCall, operation: Operation, size: int, times: int, what: str) -> RankSend:

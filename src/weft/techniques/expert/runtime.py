@@ -56,7 +56,7 @@ class ExpertRanks(TechniqueRuntime):
         if build.plan.expert_parallel.exchange == "all_gather":
             from weft.techniques.expert.gathered import AllGatherDispatcher  # loaded where tokens travel so
 
-            return AllGatherDispatcher(view, num_experts, context, build.plan.mesh.context)
+            return AllGatherDispatcher(view, num_experts, context, build.plan.mesh)
 
         def note(rows: int) -> None:
             if experts.training:

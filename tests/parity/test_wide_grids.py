@@ -32,3 +32,14 @@ def test_a_broken_piece_is_seen(parity: Matrix, breakage: str, model: str) -> No
 @pytest.mark.parametrize("cell", wide_grids.ALL, ids=str)
 def test_equals_one_process(parity: Matrix, cell: Cell) -> None:
     assert parity.verdict(cell).failures("fp64") == []
+
+
+@pytest.fixture(scope="module")
+def long(ranks: RankPool, models: dict[str, ModelRecipe], pytestconfig: pytest.Config) -> Matrix:
+    return Matrix(ranks, models, backend=str(pytestconfig.getoption("--parity-backend")))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("cell", wide_grids.ALL + wide_grids.COMBINED, ids=str)
+def test_every_cell_equals_one_process(long: Matrix, cell: Cell) -> None:
+    assert long.verdict(cell).failures("fp64") == []

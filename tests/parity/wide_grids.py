@@ -70,3 +70,17 @@ def _cells() -> Iterator[Cell]:
 
 
 ALL = tuple(_cells())
+
+
+def _combined() -> Iterator[Cell]:
+    """Rules of squares beside what gathers weights or computes again: logits, results that are whole, norms."""
+    for name in ("opt", "minicpm3", "olmo2", "xglm"):
+        yield Cell(name, plan(tensor=4, grid="2d", shard=2, zero=3))
+        yield Cell(name, plan(tensor=4, grid="2d", recompute="full"))
+        yield Cell(name, plan(tensor=4, grid="2d", recompute="selective"))
+    for name in ("opt", "minicpm3"):
+        yield Cell(name, plan(tensor=8, grid="2.5d"))
+        yield Cell(name, plan(tensor=4, grid="2d", replicate=2, zero=1, micro=3))
+
+
+COMBINED = tuple(_combined())

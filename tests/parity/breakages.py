@@ -18,6 +18,7 @@ import token_breakages
 import torch
 import torch.distributed as dist
 import wide_breakages
+import written_breakages
 from torch import Tensor, nn
 
 from weft.comm import Collectives, nothing_to_wait_for, shard_of
@@ -401,6 +402,7 @@ PATCHES: Mapping[str, Callable[[], list[Patch]]] = {
     **dispatcher_breakages.PATCHES,
     **token_breakages.PATCHES,
     **wide_breakages.PATCHES,
+    **written_breakages.PATCHES,
 }
 BLUEPRINTS: Mapping[str, Callable[[Blueprint], Blueprint]] = {
     "mean of means": _mean_of_means,

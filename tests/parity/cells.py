@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from window_models import LENGTH, WINDOWED
+from written_models import WRITTEN
 
 from weft.plan import (
     ComputePlan,
@@ -127,10 +128,10 @@ def models(folder: Path) -> dict[str, ModelRecipe]:
         "global_heads": ModelRecipe(factory="parity_models:build_global_heads"),
     }
     plain = {name: HF_CONFIGS[base] | changes for name, (base, changes) in WITHOUT_DROPPED_ATTENTION.items()}
-    for name, config in (HF_CONFIGS | plain | WINDOWED).items():
+    for name, config in (HF_CONFIGS | plain | WINDOWED | WRITTEN).items():
         path = folder / f"{name}.json"
         path.write_text(json.dumps(config))
-        found[name] = ModelRecipe(hf=str(path), sequence_length=LENGTH if name in WINDOWED else 11)
+        found[name] = ModelRecipe(hf=str(path), sequence_length=LENGTH if name in WINDOWED | WRITTEN else 11)
     for name, (base, adapter) in ADAPTED.items():
         found[name] = replace(found[base], adapter=adapter)
     return found

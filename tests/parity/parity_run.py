@@ -112,8 +112,9 @@ def look_at(blueprint: Blueprint, plan: Plan) -> None:
     has_grid = plan.tensor_parallel.scheme != "1d" and not blueprint.splits
     if plan.mesh.context > 1 or has_grid:
         look_for_blocks(blueprint, plan)
-    if has_grid:
+    if has_grid or (plan.mesh.context > 1 and plan.mesh.tensor > 1 and not blueprint.splits):
         look(blueprint)
+    if has_grid:
         look_at_features(blueprint)
 
 
@@ -237,7 +238,7 @@ class Matrix:
     """Of every process group."""
     _references: dict[tuple[str, str], Result] = field(default_factory=dict)
     _noises: dict[str, Noise] = field(default_factory=dict)
-    _outlines: dict[tuple[ModelRecipe, bool], Outline] = field(default_factory=dict)
+    _outlines: dict[tuple[ModelRecipe, bool, bool, bool], Outline] = field(default_factory=dict)
 
     @classmethod
     def create(cls, ranks: RankPool, folder: Path, steps: int = STEPS, backend: str = "gloo") -> Matrix:
@@ -258,7 +259,9 @@ class Matrix:
         if breakage is None and nudge == 0 and plan.mesh.world_size > 1:
             blueprint = build_model(recipe)
             look_at(blueprint, plan)
-            known = recipe.model, blueprint.cut is None
+            known = recipe.model, blueprint.cut is None, plan.mesh.context > 1, bool(blueprint.splits)
+            if plan.mesh.context > 1 and known not in self._outlines:
+                look_at_tokens(blueprint, plan.mesh.context)
             outline = self._outlines.get(known) or outline_of(blueprint)
             self._outlines[known] = outline
             result.unpredicted = tuple(unlike_predicted(recipe, plan, blueprint, outline, trials))

@@ -6,6 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -14,15 +15,19 @@ from weft.describe._events import Event, Trace
 from weft.describe._fused import WHOLE_ATTENTION
 from weft.describe._modes import BOTH, first_difference
 from weft.describe._pointwise import LAYOUT
-from weft.describe._token_flow import AttentionKind, Meeting, TokenFlow, follow_tokens
+from weft.describe._token_flow import AttentionKind, Meeting, TokenFlow, follow_tokens, live_events
 from weft.describe._trace import Mode, trace
 from weft.errors import RecipeError
 from weft.models import Blueprint, token_example
 from weft.stand_ins import copy_on_meta
 from weft.techniques.context.shares import tokens_of
 
+if TYPE_CHECKING:
+    from weft.describe._written import Reading
+
 _POSITIONS = "position_ids"
 """Keyword by which forwards take the places of tokens in their samples."""
+_WARNS = "warn_if_padding_and_no_attention_mask"
 _NOT_FOLLOWED = (nn.MultiheadAttention, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 """Modules whose attention, or whose draws, ranks could not share."""
 _FEWEST = 4
@@ -38,6 +43,8 @@ class SharedSequence:
     attention: AttentionKind
     attending: tuple[str, ...]
     """Modules that call attention of the tokens."""
+    writes: bool = False
+    """Whether some of them write it out."""
 
 
 class _NoSequenceError(Exception):
@@ -59,7 +66,7 @@ def look_at_tokens(blueprint: Blueprint, ranks: int = 1) -> None:
         blueprint.no_shared_sequence = found
         return
     blueprint.position_input, blueprint.attention = found.position_input, found.attention
-    blueprint.attending = found.attending
+    blueprint.attending, blueprint.writes_attention = found.attending, found.writes
     if not _isolates(blueprint):  # masks that keep documents apart are asked for where nobody shares a sequence
         _drop_masks(blueprint.module)
 
@@ -69,10 +76,10 @@ def _isolates(blueprint: Blueprint) -> bool:
     return blueprint.inputs.get(_POSITIONS) == "positions"
 
 
-def _drop_masks(module: nn.Module) -> None:
+def _drop_masks(module: nn.Module, *, written: bool = False) -> None:
     from weft.models.hf import drop_masks  # models of one's own may need nothing of transformers
 
-    drop_masks(module)
+    drop_masks(module, written=written)
 
 
 def find_shared_sequence(blueprint: Blueprint, lengths: Iterable[int] = ()) -> SharedSequence | str:
@@ -82,19 +89,33 @@ def find_shared_sequence(blueprint: Blueprint, lengths: Iterable[int] = ()) -> S
     fewer tokens, `lengths` among them: all must compute the same, and in evaluation those that differ from it.  Copies
     without memory run, so that what the forward counts or keeps stays as it is.  What it does in its backward (a
     `torch.autograd.Function` of its own, hooks), and whether it runs parts again by itself, is not looked at.
+    Attention that it writes out is read as a call where calls alone do not do.
     """
+    plain = _attempt(blueprint, lengths, None)
+    if not isinstance(plain, str) or blueprint.sequence_length is None:
+        return plain
+    from weft.describe._written import Reading  # for models that none of the calls explains
+
+    reading = Reading.of(blueprint.module)
+    read = _attempt(blueprint, lengths, reading)
+    return read if reading.has_begun else plain
+
+
+def _attempt(blueprint: Blueprint, lengths: Iterable[int], reading: Reading | None) -> SharedSequence | str:
     try:
-        return _found(blueprint, lengths)
+        return _found(blueprint, lengths, reading)
     except _NoSequenceError as problem:
         return str(problem)
     except RecipeError as problem:
+        if reading is not None and reading.refused:
+            return reading.refused
         return f"its forward could not be followed ({str(problem).rstrip('.')})"
     except Exception as problem:  # a forward may do what no rule of the analysis foresaw
         said = next(iter(str(problem).splitlines()), "")
         return f"looking at its forward failed ({type(problem).__name__}: {said})"
 
 
-def _found(blueprint: Blueprint, lengths: Iterable[int]) -> SharedSequence:
+def _found(blueprint: Blueprint, lengths: Iterable[int], reading: Reading | None) -> SharedSequence:
     if _isolates(blueprint):  # that it does is known; who sees whom of one document is what one sample shows
         given = {keyword: name for keyword, name in blueprint.inputs.items() if keyword != _POSITIONS}
         blueprint = replace(blueprint, inputs=given)
@@ -114,65 +135,112 @@ def _found(blueprint: Blueprint, lengths: Iterable[int]) -> SharedSequence:
     placed = blueprint
     if _POSITIONS in inspect.signature(blueprint.module.forward).parameters:
         placed = replace(blueprint, inputs={**blueprint.inputs, _POSITIONS: "positions"})
-    whole, evaluated = (_without_masks_of_transformers(placed, length, mode) for mode in BOTH)
-    found = _in_mode(blueprint, placed, whole, lengths, "as it is")
+    look = _Look(blueprint, placed, reading)
+    alone = look.alone("as it is")
+    whole, evaluated = (look.without_masks(mode) for mode in BOTH)
+    found = look.in_mode(alone, whole, lengths, "as it is")
     where = first_difference(blueprint.module, whole, evaluated)
     if where is not None:
         try:
-            other = _in_mode(blueprint, placed, evaluated, lengths, "evaluation")
+            other = look.in_mode(look.alone("evaluation"), evaluated, lengths, "evaluation")
         except _NoSequenceError as problem:
             raise _NoSequenceError(f"in evaluation, {problem}") from problem
         if other != found:
             raise _NoSequenceError(f"its tokens meet otherwise in evaluation{f' ({where})' if where else ''}")
-    return SharedSequence("" if placed is blueprint else _POSITIONS, *found)
+    return SharedSequence("" if placed is blueprint else _POSITIONS, *found, writes=reading is not None)
 
 
 _Found = tuple[AttentionKind, tuple[str, ...]]
 
 
-def _in_mode(blueprint: Blueprint, placed: Blueprint, whole: Trace, shorter: Iterable[int], mode: Mode) -> _Found:
-    """See how tokens meet in a mode; `placed` is the model that is given their places, or the same, and `whole` its
-    forward."""
-    assert blueprint.sequence_length is not None, "it was asked for"
-    alone = _trace(blueprint, blueprint.sequence_length, mode)
-    _kind(_without_masks(follow_tokens(alone, ["tokens"]).calls))
-    if placed is not blueprint and _computed(alone) != _computed(whole):
-        raise _NoSequenceError(f"it computes something else where it is given {_POSITIONS}, from 0 on")
-    return _followed(placed, whole, shorter, mode)
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """Forwards of a model."""
 
+    blueprint: Blueprint
+    placed: Blueprint
+    """The model that is given the places of its tokens, or the same."""
+    reading: Reading | None
+    """How attention that it writes out is read; None: it is not."""
 
-def _followed(blueprint: Blueprint, whole: Trace, shorter: Iterable[int], mode: Mode) -> _Found:
-    """Follow a forward of the whole samples beside some of fewer tokens, as ranks have: all must compute the same."""
-    fields = list(dict.fromkeys(blueprint.inputs.values()))
-    meetings: tuple[Meeting, ...] = ()
-    for tokens in sorted(shorter):
-        part = _trace(blueprint, tokens, mode, without_masks=True)
-        if [_step(event) for event in whole.events] != [_step(event) for event in part.events]:
-            raise _NoSequenceError("what it computes depends on how many tokens it is given")
-        meetings, others = (_checked(follow_tokens(one, fields, two)) for one, two in ((whole, part), (part, whole)))
-        if meetings != others:
-            raise _NoSequenceError("what its tokens see depends on how many there are")
-    return _kind(meetings), tuple(dict.fromkeys(meeting.module for meeting in meetings))
+    def alone(self, mode: Mode) -> Trace:
+        """Return a forward as one process runs it, and learn from it what masks say that ranks leave out."""
+        assert self.blueprint.sequence_length is not None, "it was asked for"
+        found = self.trace(self.blueprint, self.blueprint.sequence_length, mode)
+        if self.reading is not None:
+            if not self.reading.has_begun:
+                raise _NoSequenceError("it writes no attention out")
+            self.reading.causal = _kind(_without_masks(follow_tokens(found, ["tokens"]).calls)) == "causal"
+        return found
 
+    def in_mode(self, alone: Trace, whole: Trace, shorter: Iterable[int], mode: Mode) -> _Found:
+        """See how tokens meet in a mode; `alone` is the forward as one process runs it, and `whole` that of ranks."""
+        calls = follow_tokens(alone, ["tokens"]).calls
+        kind = _kind(_without_masks(calls))
+        if self.placed is not self.blueprint and _computed(alone) != _computed(whole):
+            raise _NoSequenceError(f"it computes something else where it is given {_POSITIONS}, from 0 on")
+        found = self._followed(whole, shorter, mode)
+        if self.reading is not None:  # what left out masks say stands in the calls of one process alone
+            fields = list(dict.fromkeys(self.placed.inputs.values()))
+            if calls != follow_tokens(whole, fields).calls or _computed(alone) != _computed(whole) or kind != found[0]:
+                raise _NoSequenceError("its attention depends on whether it makes masks")
+        return found
 
-def _trace(blueprint: Blueprint, length: int, mode: Mode = "as it is", *, without_masks: bool = False) -> Trace:
-    blueprint = replace(blueprint, example=token_example(length, blueprint.inputs.values()))
-    module = copy_on_meta(blueprint.module)
-    _count_places(module)
-    if without_masks:
-        _drop_masks(module)
-    fused = WHOLE_ATTENTION
-    if blueprint.stacks:
-        from weft.describe._expert_calls import as_event, mix_by_token, stand_in_for_experts  # where there are any
+    def _followed(self, whole: Trace, shorter: Iterable[int], mode: Mode) -> _Found:
+        """Follow a forward of whole samples beside some of fewer tokens, as ranks have: all must compute the same."""
+        fields = list(dict.fromkeys(self.placed.inputs.values()))
+        meetings: tuple[Meeting, ...] = ()
+        for tokens in sorted(shorter):
+            part = self.trace(self.placed, tokens, mode, without_masks=True)
+            if [_step(event) for event in whole.events] != [_step(event) for event in part.events]:
+                raise _NoSequenceError("what it computes depends on how many tokens it is given")
+            meetings, others = (
+                _checked(follow_tokens(one, fields, two)) for one, two in ((whole, part), (part, whole))
+            )
+            if meetings != others:
+                raise _NoSequenceError("what its tokens see depends on how many there are")
+        return _kind(meetings), tuple(dict.fromkeys(meeting.module for meeting in meetings))
 
-        stand_in_for_experts(module, blueprint.stacks)
-        fused = {**fused, mix_by_token: as_event}
-    replaced = _replaced_buffers(module)
-    blueprint = replace(blueprint, module=module)
-    found = trace(blueprint, torch.float32, loss=False, fused=fused, reads=True, modes=(mode,))
-    if replaced:  # what a forward writes into a buffer is followed
-        raise _NoSequenceError(f"its forward puts something else in the place of its buffer {replaced[0]}")
-    return found
+    def without_masks(self, mode: Mode) -> Trace:
+        """Return a forward of whole samples that are given the places of their tokens, as ranks run it."""
+        assert self.placed.sequence_length is not None, "it was asked for"
+        try:
+            return self.trace(self.placed, self.placed.sequence_length, mode, without_masks=True)
+        except RecipeError as problem:
+            if self.reading is not None and self.reading.refused:
+                raise
+            raise _NoSequenceError(
+                "its forward does not run without a mask of who sees whom, which a rank would make of its own tokens"
+                " alone"
+            ) from problem
+
+    def trace(self, blueprint: Blueprint, length: int, mode: Mode, *, without_masks: bool = False) -> Trace:
+        """Return a forward of so many tokens."""
+        blueprint = replace(blueprint, example=token_example(length, blueprint.inputs.values()))
+        module, reading = copy_on_meta(blueprint.module), self.reading
+        _count_places(module)
+        _warn_of_nothing(module)
+        if without_masks:
+            _drop_masks(module, written=reading is not None)
+        fused = WHOLE_ATTENTION
+        if blueprint.stacks:
+            from weft.describe._expert_calls import as_event, mix_by_token, stand_in_for_experts  # where there are any
+
+            stand_in_for_experts(module, blueprint.stacks)
+            fused = {**fused, mix_by_token: as_event}
+        replaced = _replaced_buffers(module)
+        if reading is not None:
+            reading.install(module, length, without_masks=without_masks)
+        blueprint = replace(blueprint, module=module)
+        values = None if reading is None else reading.squares
+        try:
+            found = trace(blueprint, torch.float32, values, loss=False, fused=fused, reads=True, modes=(mode,))
+        finally:
+            if reading is not None:
+                reading.ended()
+        if replaced:  # what a forward writes into a buffer is followed
+            raise _NoSequenceError(f"its forward puts something else in the place of its buffer {replaced[0]}")
+        return found
 
 
 def _replaced_buffers(module: nn.Module) -> list[str]:
@@ -191,23 +259,24 @@ def _replaced_buffers(module: nn.Module) -> list[str]:
     return names
 
 
-def _without_masks_of_transformers(blueprint: Blueprint, length: int, mode: Mode) -> Trace:
-    try:
-        return _trace(blueprint, length, mode, without_masks=True)
-    except RecipeError as problem:
-        _trace(blueprint, length, mode)  # what stands against the model as it is, is said as that
-        raise _NoSequenceError(
-            "its forward does not run without a mask of who sees whom, which a rank would make of its own tokens alone"
-        ) from problem
-
-
 def _count_places(module: nn.Module) -> None:
     """Give buffers of places the values that they have in transformers, 0, 1, …, for there are none on the meta
     device."""
     for name, buffer in module.named_buffers():
         owner, _, leaf = name.rpartition(".")
-        if leaf == _POSITIONS and buffer.is_meta and buffer.dtype == torch.int64 and buffer.dim() == 2:
-            setattr(module.get_submodule(owner), leaf, torch.arange(buffer.shape[1]).expand(buffer.shape))
+        if leaf == _POSITIONS and buffer.is_meta and buffer.dtype == torch.int64 and buffer.dim() in (1, 2):
+            setattr(module.get_submodule(owner), leaf, torch.arange(buffer.shape[-1]).expand(buffer.shape))
+
+
+def _warn_of_nothing(module: nn.Module) -> None:
+    """Let models of transformers not look for padding to warn of, of which nothing else comes."""
+    for inner in module.modules():
+        if hasattr(inner, _WARNS):
+            setattr(inner, _WARNS, _nothing)
+
+
+def _nothing(*of: object) -> None:
+    """Warn of nothing."""
 
 
 def _checked(flow: TokenFlow) -> tuple[Meeting, ...]:
@@ -238,11 +307,15 @@ def _kind(meetings: tuple[Meeting, ...]) -> AttentionKind:
 
 
 def _computed(found: Trace) -> Counter[tuple[object, ...]]:
-    """Operators on numbers that are no integers, with the numbers and places that they are given; layouts left out."""
+    """Operators on numbers that are no integers, with the numbers and places that they are given; layouts left out, and
+    what nothing comes of: masks of attention that is read."""
+    live = live_events(found)
     return Counter(
         (event.name, *_numbers(event), *event.reads)
         for event in found.events
-        if event.name not in LAYOUT and any(value.dtype.is_floating_point for value in event.outputs)
+        if event.index in live
+        and event.name not in LAYOUT
+        and any(value.dtype.is_floating_point for value in event.outputs)
     )
 
 

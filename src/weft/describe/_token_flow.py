@@ -56,7 +56,7 @@ def follow_tokens(trace: Trace, fields: Sequence[str], shorter: Trace | None = N
     `shorter`: the same forward, operator by operator, of fewer tokens.  What differs there although it is of no token
     depends on how many there are.
     """
-    walker = _TokenWalker(trace, _live_events(trace), frozenset() if shorter is None else _counting(trace, shorter))
+    walker = _TokenWalker(trace, live_events(trace), frozenset() if shorter is None else _counting(trace, shorter))
     walker.constant |= {storage for storage, name in trace.buffers.items() if name.endswith(_ZEROS)}
     tokens = walker.atoms.new(trace.inputs[fields[0]].shape[1])
     for name in fields:
@@ -77,6 +77,8 @@ def _counting(whole: Trace, shorter: Trace) -> frozenset[int]:
         shapes = [value.shape for value in event.outputs] != [value.shape for value in other.outputs]
         numbers = [n for n in event.arguments if _is_number(n)] != [n for n in other.arguments if _is_number(n)]
         single = [read for read in event.reads if read[0]] != [read for read in other.reads if read[0]]
+        if event.name == "expand" and event.inputs[0].shape == other.inputs[0].shape:
+            shapes = numbers = False  # the same for however many
         if shapes or numbers or single or any(value.storage in found for value in event.inputs):
             found.update(value.storage for value in event.outputs)
             if event.mutates:
@@ -88,8 +90,8 @@ def _is_number(argument: object) -> bool:
     return isinstance(argument, bool | int | float)
 
 
-def _live_events(trace: Trace) -> frozenset[int]:
-    """Events that the result depends on, or the way that the forward takes: what is asked of a tensor's values."""
+def live_events(trace: Trace) -> frozenset[int]:
+    """Return events that the result depends on, or the way that the forward takes: what is asked of values."""
     # What it leaves in buffers may be read by the forward after it.
     wanted = {value.storage for value in trace.outputs} | set(trace.buffers)
     live: set[int] = set()
@@ -301,6 +303,8 @@ class _TokenWalker(DimsWalker):
 
     def _is_repeated(self, value: Value, at: int) -> bool:
         """Whether it is the same along dim `at`."""
+        if value.shape[at] > 1 and value.stride[at] == 0:
+            return True
         return value.storage in self.constant or at % len(value.shape) < self.repeated.get(value, 0)
 
     def _attention(self, event: Event) -> None:

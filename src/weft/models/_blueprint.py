@@ -82,6 +82,8 @@ class Blueprint(Tables):
     other ranks cannot share a sequence."""
     attending: tuple[str, ...] = ()
     """Modules that call it of the tokens, where looking has shown them."""
+    writes_attention: bool = False
+    """Whether some of these write it out in products and a softmax, which ranks then read (`weft.models.written`)."""
     has_known_forward: bool = False
     """Whether it is a reference model, or of a family with a file, as it is: `build_model` says so.  Tables show what
     layers do, and not what a forward does between them, on which tensor ranks that form a grid rely."""

@@ -15,6 +15,14 @@ class AttentionTaker(TorchFunctionMode):
     """A mode that takes calls of the functions below, as of torch's own, when they are compiled, too."""
 
 
+class PendingScores(Tensor):
+    """Scores of attention that a model writes out and nobody computes (`written.py`)."""
+
+    def dropped_by(self, dropout: nn.Module) -> PendingScores:
+        """Return what a module for dropout makes of them, where they are probabilities."""
+        raise NotImplementedError
+
+
 def _taken(function: Any, *operands: Any, **settings: Any) -> Tensor | None:
     """Return what a mode makes of a call that a compiler follows, which asks modes about torch's own functions alone;
     None: no mode takes it."""

@@ -73,7 +73,7 @@ class ModuleCall:
     """Whether a module around it has gathered its input then."""
     gathers_output: bool = False
     is_divided: bool = False
-    """Whether each tensor rank has a part of its channels, of a batch norm."""
+    """Whether each tensor rank has a part of its channels, of a batch norm; or of its heads, of attention."""
     source: int
     """Calls with equal numbers read the same tensor, unchanged in between."""
     shape: Shape

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from weft.comm import GroupView, Mesh, shard_bounds
 from weft.errors import PlanError
 from weft.models import Blueprint
+from weft.models.dropping import PendingScores
 from weft.parallel._context import MicrobatchState, StepContext
 from weft.parallel.grid import PartGrid
 from weft.parallel.region import sequence_region
@@ -85,6 +86,8 @@ class KeyedDropout(nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return input
+        if isinstance(input, PendingScores):
+            return input.dropped_by(self)
         if self.context.current is None and self.view is None:
             # a call of the user's own outside every step, where there are no samples to key by
             return F.dropout(input, self.p)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft.models.dropping import ATTENTION
+from weft.outline import ModuleCall
 from weft.rehearse._witness import ANSWERS
 
 _OF_A_SHAPE = ("new_", "empty_like", "zeros_like", "ones_like")
@@ -60,6 +61,13 @@ class CallFlow(TorchDispatchMode):
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def has_parts(calls: Iterable[ModuleCall | None]) -> bool:
+    """Return whether tensor ranks have parts of what was computed from such calls, in their order: of heads, which a
+    proposed table may leave whole."""
+    last = [call for call in calls if call is not None and call.kind in ("column", "row", "vocab")][-1:]
+    return any(call.kind == "column" and not call.gathers_output for call in last)
 
 
 class AttentionWatch(TorchFunctionMode):

@@ -17,7 +17,7 @@ from weft.models import Blueprint, Cut, CutTable, FoundCut
 from weft.outline import BlockEntry, CallKind, ModuleCall, Outline, Parameter, SampleGather, TensorCut
 from weft.parallel import first_names, sparse_tables
 from weft.parallel.region import SequenceRegion, sequence_region
-from weft.rehearse._follow import AttentionWatch, CallFlow
+from weft.rehearse._follow import AttentionWatch, CallFlow, has_parts
 from weft.stand_ins import copy_on_meta
 from weft.techniques.tensor.cuts import is_magnitude, split_parameters
 from weft.techniques.tensor.grid_roles import cut_of, grid_kind, role_of
@@ -220,6 +220,10 @@ class _Notes:
     def run(self, batch: Mapping[str, Tensor]) -> tuple[int, ...]:
         """Run the forward once.  Returns elements of the sums of the loss's auxiliary terms."""
         self._install()
+        if self.blueprint.writes_attention:
+            from weft.rehearse._written import read_attention  # loaded for such models
+
+            read_attention(self.module, self.blueprint, batch["tokens"].shape[1])
         self._tokens = batch["tokens"].shape[1] if "tokens" in batch and batch["tokens"].dim() > 1 else 0
         inputs = {keyword: batch[name] for keyword, name in self.blueprint.inputs.items() if name in batch}
         terms: Mapping[str, Any] = getattr(self.blueprint.loss, "auxiliary", {})
@@ -376,7 +380,7 @@ class _Notes:
         module.register_forward_hook(leave)
 
     def _note_attention(self, query: Tensor, key: Tensor, value: Tensor, made: Tensor, window: int | None) -> None:
-        block = self._block
+        block, before = self._block, self._flow.places(query)
         call = ModuleCall(
             module="the stem" if block is None else self._blocks[block],
             kind="attention",
@@ -385,6 +389,7 @@ class _Notes:
             shape=tuple(key.shape),
             output=tuple(value.shape),
             heads=query.shape[1],
+            is_divided=not self.blueprint.attending or has_parts(self.calls[i] for i in sorted(before)),
             window=window,
             needs_gradient=made.requires_grad,
             gives_gradient=made.requires_grad,

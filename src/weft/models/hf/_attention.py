@@ -6,8 +6,9 @@ Their dropout on attention probabilities is a function call, which no plan could
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,10 @@ IMPLEMENTATION = "weft"
 MASKED_IMPLEMENTATION = "weft_masked"
 """The same attention with the masks of transformers, for families with masks of their own (sliding windows)."""
 
+_EAGER = "eager"
+"""`config._attn_implementation` of families that write their attention out, with masks of their own."""
 _MADE_FROM = "_weft_made_from"
+_MADE_AT = "_weft_made_at"
 _LOOKED_AT = 128
 """Queries whose part of a mask is computed to see what it is."""
 _CHILD = "attention_probability_dropout"
@@ -41,6 +45,7 @@ def register_attention() -> None:
     AttentionInterface.register(IMPLEMENTATION, weft_attention)
     AttentionInterface.register(MASKED_IMPLEMENTATION, weft_attention)
     AttentionMaskInterface.register(MASKED_IMPLEMENTATION, _mask_with_window)
+    AttentionMaskInterface.register(_EAGER, _mask_to_add)
 
 
 def _mask_with_window(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -56,20 +61,54 @@ def _mask_with_window(*args: Any, **kwargs: Any) -> Tensor | None:
     return mask
 
 
-def window_of(mask: Tensor) -> int | None:
-    """Return the window of a mask that says nothing but this window; None: it says more, or nothing is known of it."""
+def _mask_to_add(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask of transformers for written attention, which keeps what it was made from (`mask_says`).
+
+    Raises what `transformers.masking_utils.eager_mask` raises.
+    """
+    from transformers.masking_utils import eager_mask
+
+    mask: Any = eager_mask(*args, **kwargs)
+    if mask is not None and not torch.compiler.is_compiling():
+        setattr(mask, _MADE_FROM, (args, kwargs))
+        setattr(mask, _MADE_AT, mask._version)
+    return mask
+
+
+def mask_says(mask: Tensor) -> Literal["causal", "full"] | None:
+    """Return who sees whom by a mask that `_mask_to_add` has made; None: it says more, or nothing is known of it."""
+    args, kwargs = getattr(mask, _MADE_FROM, ((), None))
+    if kwargs is None or getattr(mask, _MADE_AT, None) != mask._version:
+        return None
+    given = dict(_bound(args, kwargs))
+    padding: Tensor | None = given.pop("attention_mask", None)
+    if padding is not None and (padding.is_meta or not bool(padding.all())):
+        return None
+    if _says(given, lambda mine, theirs: theirs <= mine):
+        return "causal"
+    return "full" if _says(given, lambda mine, theirs: theirs >= 0) else None
+
+
+def _bound(args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     from transformers.masking_utils import sdpa_mask
 
+    return inspect.signature(sdpa_mask).bind(*args, **kwargs).arguments
+
+
+def window_of(mask: Tensor) -> int | None:
+    """Return the window of a mask that says nothing but this window; None: it says more, or nothing is known of it."""
     args, kwargs = getattr(mask, _MADE_FROM, ((), None))
     if kwargs is None:
         return None
-    given = inspect.signature(sdpa_mask).bind(*args, **kwargs).arguments
+    given = _bound(args, kwargs)
     window = given.get("local_size")
-    return window if type(window) is int and _is_window(given, window) else None
+    if type(window) is not int:
+        return None
+    return window if _says(given, lambda mine, theirs: (theirs <= mine) & (theirs > mine - window)) else None
 
 
-def _is_window(given: Mapping[str, Any], window: int) -> bool:
-    """Whether a mask is that of causal attention through a window and nothing more: computed here for some queries."""
+def _says(given: Mapping[str, Any], seen: Callable[[Tensor, Tensor], Tensor]) -> bool:
+    """Whether a mask shows these keys of each query and nothing more: computed here for some queries."""
     if given.get("attention_mask") is not None or given.get("q_offset") or given.get("kv_offset"):
         return False
     queries, keys = int(given["q_length"]), int(given["kv_length"])
@@ -81,8 +120,9 @@ def _is_window(given: Mapping[str, Any], window: int) -> bool:
         mine, theirs = few[None, None, :, None], torch.arange(keys, device="cpu")[None, None, None]
         nothing = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device="cpu")
         try:
-            seen = given["mask_function"](nothing, nothing, mine, theirs)
-            return torch.equal(seen.expand(1, 1, len(few), keys), (theirs <= mine) & (theirs > mine - window))
+            found = given["mask_function"](nothing, nothing, mine, theirs)
+            shape = (1, 1, len(few), keys)
+            return torch.equal(found.expand(shape), seen(mine, theirs).expand(shape))
         except Exception:  # a function of other tensors, which are without values here
             return False
 
@@ -229,13 +269,35 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat([scores, beside], -1).softmax(-1, dtype=wide)[..., :-1]
 
 
-def drop_masks(model: nn.Module) -> None:
+def drop_masks(model: nn.Module, *, written: bool = False) -> list[Any]:
     """Let a model of transformers whose attention needs no masks make none, whatever positions it is given.
 
     Only where a forward has shown that its attention gets none.  From positions that do not follow one another
-    transformers would take it that a sample has several documents.
+    transformers would take it that a sample has several documents.  `written`: nor masks for attention that it writes
+    out, which then sees every token, unless who reads it knows better (`weft.models.written`).  Returns the
+    configurations of that.
     """
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation", None) == MASKED_IMPLEMENTATION:
+    leaving: list[Any] = []
+    for config in _configs(model):
+        if written and config._attn_implementation == _EAGER:
+            leaving.append(config)
+        if config._attn_implementation == MASKED_IMPLEMENTATION or any(config is each for each in leaving):
             config._attn_implementation = IMPLEMENTATION
+    return leaving
+
+
+@contextmanager
+def making_masks(configs: Sequence[Any]) -> Generator[None]:
+    """Let a model that writes its attention out make masks after all; `configs` are what `drop_masks` returned."""
+    try:
+        for config in configs:
+            config._attn_implementation = _EAGER
+        yield
+    finally:
+        for config in configs:
+            config._attn_implementation = IMPLEMENTATION
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    return [config for config in found.values() if hasattr(config, "_attn_implementation")]

@@ -174,7 +174,7 @@ class VisitedAttention:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Shared:
+class Shared:
     """What is shared of a module.  An object of its own: of what compiled code holds by itself it would ask whether it
     is the very same one, and of the name so that every block were compiled for itself."""
 
@@ -185,10 +185,10 @@ class _Shared:
 
 
 @final
-class _Sharing(AttentionTaker):
+class Sharing(AttentionTaker):
     """Gives what calls `scaled_dot_product_attention` the attention above."""
 
-    def __init__(self, shared: _Shared, tokens: LocalTokens) -> None:
+    def __init__(self, shared: Shared, tokens: LocalTokens) -> None:
         super().__init__()
         self._shared, self._tokens, self._is_causal = shared, tokens, shared.is_causal
         self._ignores_masks = shared.ignores_masks or tokens.documents is not None
@@ -308,14 +308,14 @@ def sharing(
     the masks that it gives are known to say nothing.
     """
 
-    shared = _Shared(name, attend, is_causal, ignores_masks)
+    shared = Shared(name, attend, is_causal, ignores_masks)
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         tokens = None if context.current is None else context.current.tokens
         if tokens is None:
             return forward(*args, **kwargs)
-        with _Sharing(shared, tokens):
+        with Sharing(shared, tokens):
             return forward(*args, **kwargs)
 
     return run

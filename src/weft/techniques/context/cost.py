@@ -24,7 +24,8 @@ def context_traffic(sender: Sender) -> tuple[float, float]:
     for operator, work in sender.works:
         if operator.kind != "attention":
             continue
-        heads = max(1.0, operator.kv_heads / share.tensor) * (operator.head_size + operator.value_head_size)
+        tensor = 1 if operator.split in ("replicate", "sequence") else share.tensor
+        heads = max(1.0, operator.kv_heads / tensor) * (operator.head_size + operator.value_head_size)
         keys = share.tokens * heads * share.element_bytes
         scheme, exchanging = sender.key.context_scheme, _exchanging(sender, operator)
         if scheme != "ulysses":
@@ -33,8 +34,8 @@ def context_traffic(sender: Sender) -> tuple[float, float]:
         ring = group.size // exchanging
         if exchanging > 1:
             # Ranks that outnumber the heads of keys get copies.
-            keys *= max(1.0, exchanging * share.tensor / max(1, operator.kv_heads))
-            queries = operator.heads / share.tensor * (operator.head_size + operator.value_head_size)
+            keys *= max(1.0, exchanging * tensor / max(1, operator.kv_heads))
+            queries = operator.heads / tensor * (operator.head_size + operator.value_head_size)
             swapped = keys + share.tokens * queries * share.element_bytes
             # Neighbours keep more of what they have than all ranks would.
             part = (1 - 1 / exchanging) / (1 - 1 / group.size)

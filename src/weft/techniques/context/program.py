@@ -25,19 +25,25 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
 
 def _around(share: ModelShare, call: ModuleCall) -> Iterator[RankSend]:
     ranks, mine = share.plan.mesh.context, share.coordinates["context"]
-    scheme, tensor = share.plan.context_parallel.scheme, share.plan.mesh.tensor
-    heads, kv_heads = call.heads // tensor, call.shape[1] // tensor
+    scheme, kv_heads = share.plan.context_parallel.scheme, _own(share, call, call.shape[1])
     if scheme == "ulysses":
         yield from _swapped(share, call, "context", ranks, 1)
         return
     if scheme != "usp":
         yield from _shown(share, call, "context", kv_heads, Shown(call.shape[2], ranks, _window(call)), mine)
         return
-    each = share.plan.context_parallel.ulysses or exchanging_ranks(ranks, heads, max(1, kv_heads))
+    tensor = share.plan.mesh.tensor
+    counts = call.heads // tensor, max(1, call.shape[1] // tensor)
+    each = share.plan.context_parallel.ulysses or exchanging_ranks(ranks, *counts)
     yield from _swapped(share, call, HEADS, each, ranks // each)
     some = kv_heads * copies_of(kv_heads, each) // each
     between = Shown(call.shape[2], ranks // each, _window(call), each)
     yield from _shown(share, call, BETWEEN, some, between, mine // each)
+
+
+def _own(share: ModelShare, call: ModuleCall, heads: int) -> int:
+    """Heads that a tensor rank has of so many."""
+    return heads // share.plan.mesh.tensor if call.is_divided else heads
 
 
 def _window(call: ModuleCall) -> int | None:
@@ -83,8 +89,9 @@ def _forwards(share: ModelShare, call: ModuleCall) -> int:
 def _swapped(share: ModelShare, call: ModuleCall, axis: str, ranks: int, groups: int) -> Iterator[RankSend]:
     """Heads in exchange for tokens and back: what a rank brings are its own tokens of all heads, or all tokens of its
     group of its heads."""
-    tensor, (_, kv_heads, length, size) = share.plan.mesh.tensor, call.shape
-    heads, keys = call.heads // tensor, kv_heads // tensor * copies_of(kv_heads // tensor, ranks)
+    _, kv_heads, length, size = call.shape
+    heads, keys = (_own(share, call, number) for number in (call.heads, kv_heads))
+    keys *= copies_of(keys, ranks)
     mine = share.coordinates["context"]
     first = mine - mine % ranks
     held = [tokens_of(length, ranks * groups, first + each) for each in range(ranks)]

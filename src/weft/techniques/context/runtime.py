@@ -67,6 +67,12 @@ class ContextRanks(TechniqueRuntime):
         attending = self._attending  # found before there are hooks, with which no model can be copied
         shares = _Shares(view, not _OF_DOCUMENTS.isdisjoint(blueprint.inputs.values()))
         context.sharing = shares
+        share = sharing
+        if blueprint.writes_attention:
+            from weft.techniques.context.reading import leave_out_masks, reading  # loaded where a model does
+
+            leave_out_masks(part.module, context)
+            share = reading
         if blueprint.attending and shares.isolates:
             _make_no_masks(part.module)
         keyword, kind = blueprint.position_input, blueprint.attention
@@ -84,14 +90,8 @@ class ContextRanks(TechniqueRuntime):
                 module = part.module.get_submodule(name)
             except AttributeError:
                 continue  # another stage's
-            module.forward = sharing(
-                module.forward,
-                name,
-                attend,
-                context,
-                is_causal=kind == "causal",
-                ignores_masks=bool(blueprint.attending),
-            )
+            given = {"is_causal": kind == "causal", "ignores_masks": bool(blueprint.attending)}
+            module.forward = share(module.forward, name, attend, context, **given)
 
     @cached_property
     def _attending(self) -> Sequence[str]:
@@ -168,7 +168,10 @@ def _check_built(build: Build) -> None:
     Raises:
         PlanError: what `Blueprint.no_context` says.
     """
-    if problem := build.blueprint.no_context:
+    blueprint, problem = build.blueprint, build.blueprint.no_context
+    if not problem and blueprint.writes_attention and build.plan.compute.compile:
+        problem = "it writes its attention out, which a compiler does not read"
+    if problem:
         named = f"plan.mesh.context = {build.plan.mesh.context}"
         raise PlanError(f"{named} cannot be had for this model: {problem}. Use plan.mesh.context = 1.")
 

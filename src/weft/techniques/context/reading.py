@@ -1,0 +1,81 @@
+"""Shared attention of modules that write theirs out; loaded where a model does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import PlanError
+from weft.models.written import AttentionReader
+from weft.parallel import StepContext
+from weft.parallel.local_tokens import LocalTokens
+from weft.techniques.context.attention import Attend, Shared, Sharing
+from weft.techniques.context.form import AttentionForm
+
+
+def reading(
+    forward: Callable[..., Any],
+    name: str,
+    attend: Attend,
+    context: StepContext,
+    *,
+    is_causal: bool,
+    ignores_masks: bool,
+) -> Callable[..., Any]:
+    """Return the same as `sharing` of a module whose attention may be written out."""
+    readers: dict[int, AttentionReader] = {}
+    shared = Shared(name, _apart(attend), is_causal, ignores_masks)
+
+    def reader_of(tokens: int) -> AttentionReader:
+        if tokens not in readers:
+            readers[tokens] = AttentionReader(tokens, causal=is_causal, refused=_unread)
+            readers[tokens].enter(name, None)
+        return readers[tokens]
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tokens = None if context.current is None else context.current.tokens
+        if tokens is None:
+            return forward(*args, **kwargs)
+        with Sharing(shared, tokens), reader_of(tokens.held):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _apart(attend: Attend) -> Attend:
+    """The same attention, of which what stands around a module reads nothing."""
+
+    def run(query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, form: AttentionForm) -> Tensor:
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            return attend(query, key, value, tokens, form)
+
+    return run
+
+
+def _unread(name: str, what: str) -> PlanError:
+    return PlanError(
+        f"plan.mesh.context lets ranks share a sequence, but {name} writes its attention out, and {what}. Use"
+        " plan.mesh.context = 1, and tensor ranks or recomputation for long sequences."
+    )
+
+
+def leave_out_masks(module: nn.Module, context: StepContext) -> None:
+    """Let attention that a model of transformers writes out get masks of whole samples alone, and none of a rank's own
+    tokens."""
+    from weft.models.hf import drop_masks, making_masks  # models of one's own may need nothing of transformers
+
+    written, forward = drop_masks(module, written=True), module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        state = context.current
+        if state is not None and state.tokens is not None:
+            return forward(*args, **kwargs)
+        with making_masks(written):
+            return forward(*args, **kwargs)
+
+    module.forward = functools.wraps(forward)(run)

@@ -83,3 +83,8 @@ class AttentionWatch(TorchFunctionMode):
             given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
             self._tell(given["query"], given["key"], given["value"], made, given.get("window"))
         return made
+
+
+def first_tensor(values: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
+    """Return the first tensor: a module's activation."""
+    return next(value for value in (*values, *named.values()) if isinstance(value, Tensor))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,8 @@ from weft.models import Blueprint, Cut, CutTable, FoundCut
 from weft.outline import BlockEntry, CallKind, ModuleCall, Outline, Parameter, SampleGather, TensorCut
 from weft.parallel import first_names, sparse_tables
 from weft.parallel.region import SequenceRegion, sequence_region
-from weft.rehearse._follow import AttentionWatch, CallFlow, has_parts
+from weft.rehearse._follow import AttentionWatch, CallFlow, first_tensor, has_parts
+from weft.rehearse._written import read_attention
 from weft.stand_ins import copy_on_meta
 from weft.techniques.tensor.cuts import is_magnitude, split_parameters
 from weft.techniques.tensor.grid_roles import cut_of, grid_kind, role_of
@@ -220,10 +221,7 @@ class _Notes:
     def run(self, batch: Mapping[str, Tensor]) -> tuple[int, ...]:
         """Run the forward once.  Returns elements of the sums of the loss's auxiliary terms."""
         self._install()
-        if self.blueprint.writes_attention:
-            from weft.rehearse._written import read_attention  # loaded for such models
-
-            read_attention(self.module, self.blueprint, batch["tokens"].shape[1])
+        read_attention(self.module, self.blueprint, batch)
         self._tokens = batch["tokens"].shape[1] if "tokens" in batch and batch["tokens"].dim() > 1 else 0
         inputs = {keyword: batch[name] for keyword, name in self.blueprint.inputs.items() if name in batch}
         terms: Mapping[str, Any] = getattr(self.blueprint.loss, "auxiliary", {})
@@ -402,7 +400,7 @@ class _Notes:
         rule, on_grid, block = self.blueprint.rule_of(name), self._on_grid(name, module), self._block_of(name)
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            read = _first(args, kwargs)
+            read = first_tensor(args, kwargs)
             call = ModuleCall(
                 module=name,
                 kind=kind,
@@ -427,7 +425,7 @@ class _Notes:
             self.calls.append(None)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            opened, made = self._open.pop(), _first(output if isinstance(output, tuple | list) else (output,), {})
+            opened, made = self._open.pop(), first_tensor(output if isinstance(output, tuple | list) else (output,), {})
             assert opened.call.module == name, "calls of modules nest"
             shape = self._by_sample(made) if kind == "expert" else tuple(made.shape)
             self.calls[opened.index] = replace(opened.call, output=shape, gives_gradient=made.requires_grad)
@@ -444,7 +442,7 @@ class _Notes:
 
     def _note_block(self, index: int, name: str) -> None:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            read = _first(args, kwargs)
+            read = first_tensor(args, kwargs)
             shape = tuple(read.shape)
             crossing = _crossing(self.blueprint.cut, index)
             self.entries[name] = BlockEntry(
@@ -472,7 +470,7 @@ class _Notes:
         block.register_forward_hook(leave)
 
     def _join(self, module: nn.Module, args: Any, output: Any) -> None:
-        made = _first(output if isinstance(output, tuple | list) else (output,), {})
+        made = first_tensor(output if isinstance(output, tuple | list) else (output,), {})
         self.joined = tuple(made.shape)
 
     def _by_sample(self, tensor: Tensor) -> tuple[int, ...]:
@@ -498,8 +496,3 @@ def _crossing(cut: Cut | None, index: int) -> tuple[int, int] | None:
 
 def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def _first(values: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
-    """The first tensor: a module's activation."""
-    return next(value for value in (*values, *named.values()) if isinstance(value, Tensor))

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Mapping
+
+from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.models import Blueprint
-from weft.models.written import AttentionReader
 
 
-def read_attention(module: nn.Module, blueprint: Blueprint, tokens: int) -> None:
-    """Let a copy of a blueprint's module on the meta device be read as ranks that share its sequence read it."""
+def read_attention(module: nn.Module, blueprint: Blueprint, batch: Mapping[str, Tensor]) -> None:
+    """Let a copy of a blueprint's module on the meta device be read as ranks that share its sequence read it; nothing of
+    a model that writes no attention out."""
+    if not blueprint.writes_attention:
+        return
     from weft.models.hf import drop_masks, square_buffers  # models of one's own may need nothing of transformers
+    from weft.models.written import AttentionReader  # loaded where a model does
 
     drop_masks(module, written=True)
     for name, value in square_buffers(blueprint.module).items():
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, value)
+    tokens = batch["tokens"].shape[1]
     AttentionReader(tokens, causal=blueprint.attention == "causal", refused=_unread).watch(module)
 
 

@@ -11,8 +11,8 @@ from weft.models import Blueprint
 
 
 def read_attention(module: nn.Module, blueprint: Blueprint, batch: Mapping[str, Tensor]) -> None:
-    """Let a copy of a blueprint's module on the meta device be read as ranks that share its sequence read it; nothing of
-    a model that writes no attention out."""
+    """Let a copy of a blueprint's module on the meta device be read as ranks that share its sequence read it, where it
+    writes attention out."""
     if not blueprint.writes_attention:
         return
     from weft.models.hf import drop_masks, square_buffers  # models of one's own may need nothing of transformers

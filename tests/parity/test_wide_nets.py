@@ -47,6 +47,20 @@ def test_what_no_rule_covers_is_refused(settings: dict[str, str]) -> None:
     assert blueprint.no_grid != ""
 
 
+@pytest.mark.parametrize("odd", ["Padded", "Limited", "Narrow", "LimitedNorm"])
+def test_forwards_of_which_random_numbers_show_too_little_are_refused(odd: str) -> None:
+    blueprint = wide_nets.build()
+    net, kind = blueprint.module, getattr(wide_nets, odd)
+    if odd == "Padded":
+        net.embed = kind(wide_nets.VOCABULARY, wide_nets.WIDTH)
+    elif odd == "LimitedNorm":
+        net.norms[1] = kind()
+    else:
+        net.up = kind(wide_nets.WIDTH, 32)
+    look_at(blueprint, plan(tensor=4, grid="2d"))
+    assert blueprint.no_grid != ""
+
+
 @pytest.mark.parametrize("name", wide_nets.NETS)
 def test_a_small_net_equals_one_process(nets: Nets, name: str) -> None:
     assert nets.verdict(Cell(name, plan(tensor=4, grid="2d"))).failures("fp64") == []

@@ -30,6 +30,30 @@ class Scaled(nn.Embedding):
         return super().forward(input) * WIDTH**0.5
 
 
+class Padded(nn.Embedding):
+    """Row 3 has no gradient, which only the call says."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.embedding(input, self.weight, padding_idx=3) * 4
+
+
+class Limited(nn.Linear):
+    """Far numbers count as near ones: random ones may be none of them."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input.clamp(-8, 8), self.weight, self.bias)
+
+
+class Narrow(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input.bfloat16().to(input.dtype), self.weight, self.bias)
+
+
+class LimitedNorm(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clamp(-8, 8))
+
+
 class Attention(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -120,7 +144,8 @@ class Net(nn.Module):
         return (logits / 3).tanh() * 3 if self.of_head else logits
 
 
-for each in (Norm, Scaled, Attention, Net):  # a module of one's own is refused before it is looked at
+for each in (Norm, Scaled, Padded, Limited, Narrow, LimitedNorm, Attention, Net):
+    # A module of one's own is refused before it is looked at.
     each.__module__ = "transformers.of_this_test"
 
 

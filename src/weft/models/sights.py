@@ -84,4 +84,8 @@ def number_of(given: Any) -> float | None:
     if not isinstance(given, Tensor):
         return plain_number(given)
     number, version = getattr(given, _NUMBER, (None, -1))
-    return number if version == given._version else None
+    if number is None or version != given._version:
+        return None
+    if given.is_meta or type(given) is not Tensor:
+        return number
+    return number if bool((given == number).all()) else None  # `.data` may be written without a trace

@@ -197,6 +197,8 @@ class AttentionReader(TorchFunctionMode):
             beta, scale = (plain_number(kwargs.get(each, 1.0)) for each in ("beta", "alpha"))
             if beta is None or scale is None or (beta != 0.0 and number_of(operands[0]) != 0.0):
                 raise UnreadError("adds scores to something that is not known to be zero (positions, it may be)")
+            if not 0.0 < scale < math.inf:
+                raise UnreadError(f"multiplies scores by {scale}")
         lead = tuple(query.shape[:-2])
         heads = (lead[0], lead[1]) if len(lead) == 2 else None
         return Scores.of(

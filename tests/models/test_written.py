@@ -151,6 +151,12 @@ def changed(mask: Tensor) -> Tensor:
     return mask
 
 
+def overwritten(number: Tensor) -> Tensor:
+    """No longer what it was filled with, and no version says so."""
+    number.data.mul_(0.1)
+    return number
+
+
 REFUSED: Mapping[str, tuple[Step, str]] = {
     "bias": (lambda s: soft(s + bias()), "no mask which can be read"),
     "padding": (lambda s: soft(s + bias()[0].round()), "no mask which can be read"),
@@ -181,6 +187,7 @@ REFUSED: Mapping[str, tuple[Step, str]] = {
     ),
     "softcap": (lambda s: soft(torch.tanh(s)), "does tanh"),
     "negative": (lambda s: soft(s * -1.0), "multiplies scores by -1"),
+    "a number written over": (lambda s: soft(s * overwritten(torch.ones(1))), "softmax of something else"),
     "by a parameter": (lambda s: soft(s * nn.Parameter(torch.ones(1))), "softmax of something else"),
     "over queries": (lambda s: s.softmax(-2), "not over the keys"),
     "twice": (lambda s: s.softmax(-1).softmax(-1), "softmax of something else"),
@@ -213,6 +220,15 @@ def test_what_is_not_understood_is_refused_by_name(name: str) -> None:
     reader.enter("attention", nn.Identity())
     with reader, pytest.raises(Refused, match=f"^attention .*{what}"):
         torch.matmul(step(query @ key.mT), value)
+
+
+def test_a_product_that_turns_scores_over_is_refused() -> None:
+    query, key, value = drawn(SAMPLES * HEADS)
+    reader = AttentionReader(TOKENS, causal=False, refused=refused)
+    reader.enter("attention", nn.Identity())
+    with reader, pytest.raises(Refused, match="multiplies scores by -0.7"):
+        scores = torch.baddbmm(torch.zeros(1, 1, 1, dtype=query.dtype), query, key.mT, beta=0, alpha=-0.7)
+        torch.bmm(scores.softmax(-1), value)
 
 
 def test_a_dropout_of_its_own_drops_what_it_would() -> None:

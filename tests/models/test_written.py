@@ -223,12 +223,11 @@ def test_what_is_not_understood_is_refused_by_name(name: str) -> None:
 
 
 def test_a_product_that_turns_scores_over_is_refused() -> None:
-    query, key, value = drawn(SAMPLES * HEADS)
-    reader = AttentionReader(TOKENS, causal=False, refused=refused)
+    query, key, _ = drawn(SAMPLES * HEADS)
+    reader, nothing = AttentionReader(TOKENS, causal=False, refused=refused), torch.zeros(1, 1, 1, dtype=query.dtype)
     reader.enter("attention", nn.Identity())
     with reader, pytest.raises(Refused, match="multiplies scores by -0.7"):
-        scores = torch.baddbmm(torch.zeros(1, 1, 1, dtype=query.dtype), query, key.mT, beta=0, alpha=-0.7)
-        torch.bmm(scores.softmax(-1), value)
+        torch.baddbmm(nothing, query, key.mT, beta=0, alpha=-0.7)
 
 
 def test_a_dropout_of_its_own_drops_what_it_would() -> None:

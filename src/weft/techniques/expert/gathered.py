@@ -119,7 +119,7 @@ def own_copies(chosen: Tensor, first: int, own: int, assumed: int) -> OwnCopies:
 
 
 def _per_choice(here: Tensor, assumed: int) -> list[int]:
-    """OwnCopies by choice: the one time that the host waits for the device."""
+    """Copies by choice: the one time that the host waits for the device."""
     if type(here) is Tensor and not here.is_meta:
         return here.sum(0).tolist()
     each, more = divmod(assumed, here.shape[1])

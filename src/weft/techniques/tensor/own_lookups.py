@@ -45,9 +45,12 @@ class _LookUps(TorchFunctionMode):
         return func(*args, **given)
 
     def _check(self, named: Mapping[str, Any]) -> None:
-        """Refuse what ranks would look up otherwise: only rows that have no gradient are theirs, too."""
+        """Refuse options that ranks would not obey: they look up as the module says, which may name a padding row."""
         padding = named.get("padding_idx")
         padding = padding + self._module.num_embeddings if padding is not None and padding < 0 else padding
         options = (named.get("max_norm"), named.get("scale_grad_by_freq") or None, named.get("sparse") or None)
         if padding != self._module.padding_idx or any(option is not None for option in options):
-            raise PlanError("its embedding looks rows up with options of its own")
+            raise PlanError(
+                "its embedding calls F.embedding with options that the module has not got (padding_idx, max_norm,"
+                " scale_grad_by_freq or sparse), which ranks that have parts of a row would not obey"
+            )

@@ -14,7 +14,7 @@ from weft.comm import GroupView
 from weft.errors import PlanError
 from weft.models import Blueprint, token_example, token_loss
 from weft.parallel import MicrobatchState, StepContext
-from weft.parallel.draws import draws_of, keyed
+from weft.parallel.draws import Draws, draws_of, keyed
 from weft.parallel.local_tokens import LocalTokens
 from weft.plan import MeshPlan, MicrobatchPlan, Plan
 from weft.techniques.context.shares import runs_of
@@ -78,28 +78,29 @@ def plan_of(context: int) -> Plan:
     return Plan(mesh=MeshPlan(context=context), microbatch=MicrobatchPlan(size=SAMPLES))
 
 
-def drawn(blueprint: Blueprint, x: Tensor, plan: Plan, tokens: LocalTokens | None = None) -> Tensor:
+def drawn(blueprint: Blueprint, x: Tensor, draws: Draws, tokens: LocalTokens | None = None) -> Tensor:
     state = MicrobatchState(
         seed=3, step=2, sample_ids=torch.tensor([5, 1, 8]), sequence_length=x.shape[1], tokens=tokens
     )
     context = StepContext(current=state)
     draw: Any = blueprint.module.draw
-    return keyed(draw, "", draws_of(blueprint, plan), GroupView((0,), 0, None), context)(x)
+    return keyed(draw, "", draws, GroupView((0,), 0, None), context)(x)
 
 
-@pytest.mark.parametrize("length", [LENGTH, 8])
 @pytest.mark.parametrize("name", SHARED)
-def test_a_rank_draws_its_part_of_what_one_process_draws(name: str, length: int) -> None:
+def test_a_rank_draws_its_part_of_what_one_process_draws(name: str) -> None:
     """Also of samples that are shorter than the example."""
     blueprint = blueprint_of(SHARED[name], attending=("",))
-    x = torch.randn(SAMPLES, length, WIDTH, generator=torch.Generator().manual_seed(0)).double()
-    whole = drawn(blueprint, x, Plan(microbatch=MicrobatchPlan(size=SAMPLES)))
-    for ranks in (2, 3):
-        for index in range(ranks):
-            runs = runs_of(length, ranks, index)
-            mine = torch.cat([torch.arange(*run) for run in runs])
-            part = drawn(blueprint, x[:, mine], plan_of(ranks), LocalTokens(length=length, runs=runs))
-            assert torch.equal(part, whole[:, mine])
+    alone, *shared = (draws_of(blueprint, plan_of(ranks)) for ranks in (1, 2, 3))
+    for length in (LENGTH, 8):
+        x = torch.randn(SAMPLES, length, WIDTH, generator=torch.Generator().manual_seed(0)).double()
+        whole = drawn(blueprint, x, alone)
+        for ranks, draws in enumerate(shared, start=2):
+            for index in range(ranks):
+                runs = runs_of(length, ranks, index)
+                mine = torch.cat([torch.arange(*run) for run in runs])
+                part = drawn(blueprint, x[:, mine], draws, LocalTokens(length=length, runs=runs))
+                assert torch.equal(part, whole[:, mine])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,13 @@ def models(folder: Path) -> dict[str, ModelRecipe]:
 
 
 def build_looked(path: str) -> Blueprint:
-    """The model of a configuration with all that looking at it shows."""
+    """The model of a configuration with all that looking at it shows.  A process looks once (seconds of work, which a
+    user's recipe has from the store of descriptions)."""
+    return copy.deepcopy(_looked_at(path))
+
+
+@cache
+def _looked_at(path: str) -> Blueprint:
     model = ModelRecipe(hf=path, sequence_length=LENGTH)
     return build_blueprint(Recipe(model=model, batch=BatchRecipe(global_batch_size=4), run=RunRecipe(steps=1)))
 

@@ -37,8 +37,7 @@ def plan_of(layout: Layout, *, global_batch_size: int, shares: Sequence[int] | N
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value
     sections.pop("microbatch")
-    kinds = _sections()
-    made = {name: kinds[name](**settings) for name, settings in sections.items()}
+    made = {name: _section(name, **settings) for name, settings in sections.items()}
     return Plan(microbatch=_microbatch(layout, global_batch_size, shares), **made)
 
 
@@ -46,6 +45,12 @@ def plan_of(layout: Layout, *, global_batch_size: int, shares: Sequence[int] | N
 def _sections() -> dict[str, Any]:
     """The classes of a plan's sections, by name."""
     return get_type_hints(Plan)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _section(name: str, **settings: Any) -> Any:
+    """A section of a plan, checked once: thousands of layouts of a search have a few hundred sections between them."""
+    return _sections()[name](**settings)
 
 
 def _microbatch(layout: Layout, global_batch_size: int, shares: Sequence[int] | None) -> MicrobatchPlan:

@@ -94,6 +94,7 @@ def layouts_of_run(run: Run, profile: Profile, cluster: Cluster) -> tuple[Layout
         context=context,
         tensor=tensor,
         expert=expert,
+        cuts_experts=False,
         zero=stage_of(zero),
         sequence_parallel=tensor > 1 and _sequence_parallel(run, framework),
         context_scheme="all_gather" if framework.name in ("torchtitan", "nemo-automodel") else "ring",

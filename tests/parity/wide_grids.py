@@ -79,8 +79,8 @@ def _combined() -> Iterator[Cell]:
         yield Cell(name, plan(tensor=4, grid="2d", recompute="full"))
         yield Cell(name, plan(tensor=4, grid="2d", recompute="selective"))
     for name in ("opt", "minicpm3"):
-        yield Cell(name, plan(tensor=8, grid="2.5d"))
-        yield Cell(name, plan(tensor=4, grid="2d", replicate=2, zero=1, micro=3))
+        yield Cell(name, plan(tensor=8, grid="2.5d", micro=4))
+        yield Cell(name, plan(tensor=4, grid="2d", replicate=2, zero=1, micro=6))
 
 
 COMBINED = tuple(_combined())

@@ -102,12 +102,15 @@ def test_experts_are_shared_out_before_zero() -> None:
     assert states(stage) == pytest.approx(dense * (6 + 12 / 8) + experts / 4 * (6 + 12 / 2))
 
 
-def test_experts_stay_whole_over_the_tensor_axis() -> None:
-    """Its ranks share out the tokens, so that they hold the same experts, whose optimizer state they share out too."""
+@pytest.mark.parametrize("cuts", [True, False])
+def test_experts_over_the_tensor_axis(cuts: bool) -> None:
+    """Its ranks have a part of each; or, where they stay whole, share out the tokens: so that they hold the same ones,
+    whose optimizer state they share out too."""
     experts = sum(block.expert_parameters for block in MIXTURE.blocks)
-    plain, wide = (memory_of(MIXTURE, Layout(zero=1, shard=8, expert=8, tensor=tensor))[0].kinds for tensor in (1, 4))
     dense = MIXTURE.num_parameters - experts
-    assert wide.weights >= 2 * (experts / 8 + dense / 4)
+    layout = Layout(zero=1, shard=8, expert=8, cuts_experts=cuts)
+    plain, wide = (memory_of(MIXTURE, replace(layout, tensor=tensor))[0].kinds for tensor in (1, 4))
+    assert wide.weights == pytest.approx(2 * (experts / 8 / (4 if cuts else 1) + dense / 4), rel=0.1)
     assert plain.optimizer == pytest.approx(12 * (experts / 8 + dense / 8))
     assert wide.optimizer == pytest.approx(12 * (experts / 8 / 4 + dense / 8 / 4), rel=0.05)
 

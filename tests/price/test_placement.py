@@ -148,7 +148,7 @@ def test_experts_borrow_ranks(
 ) -> None:
     from weft.price._placement import _axes, _borrowed, _merge
 
-    layout = Layout(order=order, **sizes)  # pyright: ignore[reportArgumentType]
+    layout = Layout(order=order, cuts_experts=False, **sizes)  # pyright: ignore[reportArgumentType]
     taken, rest = _borrowed(layout, _axes(layout))
     assert _merge(taken) == expert
     assert _merge(rest) == left
@@ -156,6 +156,9 @@ def test_experts_borrow_ranks(
     groups = network.groups(layout)
     assert groups.expert.size == layout.expert
     assert groups.expert.size * groups.expert_data.size == layout.data * layout.context * layout.tensor
+    if layout.expert <= layout.expert_room:  # tensor ranks that each have a part of an expert add up nothing of it
+        groups = network.groups(replace(layout, cuts_experts=True))
+        assert groups.expert.size * groups.expert_data.size == layout.data * layout.context
 
 
 def test_pipeline_boundaries() -> None:

@@ -8,7 +8,7 @@ from weft.plan import Recompute
 from weft.price._habits import MemoryHabits
 from weft.price._layout import ELEMENT_BYTES, Layout, PricedPrecision
 from weft.price._stack import Stack
-from weft.profile import Block, Operator, Profile
+from weft.profile import Block, Operator, Profile, last_of_experts
 from weft.techniques.recompute.cost import waiting_bytes
 from weft.techniques.tensor.grid_shape import tesseract
 
@@ -37,6 +37,8 @@ class MemoryKey(NamedTuple):
     sequence_parallel: bool
     context: int
     expert: int
+    expert_tensor: int
+    """Parts of each expert over the tensor axis."""
     precision: PricedPrecision
 
 
@@ -49,6 +51,7 @@ def memory_key(layout: Layout) -> MemoryKey:
         sequence_parallel=layout.tensor > 1 and (layout.sequence_parallel or layout.tensor_scheme != "1d"),
         context=layout.context,
         expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
         precision=layout.precision,
     )
 
@@ -88,7 +91,7 @@ def _memory(profile: Profile, stack: Stack, block: Block, key: MemoryKey, recomp
     dense = experts = 0.0
     for operator in block.operators:
         if operator.split == "expert":
-            experts += operator.parameters / min(key.expert, max(1, operator.groups))
+            experts += operator.parameters / min(key.expert, max(1, operator.groups)) / key.expert_tensor
         elif operator.split in ("replicate", "sequence"):
             dense += operator.parameters
         else:
@@ -143,9 +146,12 @@ class _Kept:
             )
         results = 0.0
         every = 2 if self._habits.selective == "alternate" else 1
+        summed = last_of_experts(block.operators) if self._key.expert_tensor > 1 else None
         for operator in block.operators:
             if operator.kind in ("matmul", "convolution"):
                 share = self._sequence_share if operator.split == "row" else self._share(operator)
+                if operator is summed:  # a part of each sum, of all tokens
+                    share = 1
                 results += operator.rows_per_token * operator.n * self._element / share / every
             elif operator.kind == "attention":
                 size = operator.heads * operator.value_head_size * self._element + operator.kept_bytes_per_token
@@ -189,6 +195,6 @@ class _Kept:
         return self._key.tensor if self._key.sequence_parallel else 1
 
     def _share(self, operator: Operator) -> int:
-        if operator.split == "replicate":
+        if operator.split == "replicate" or (operator.moves_experts_rows and self._key.expert_tensor > 1):
             return 1
         return self._sequence_share if operator.split == "sequence" else self._key.tensor

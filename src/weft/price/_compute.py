@@ -120,6 +120,8 @@ class Share:
     tensor: int = 1
     context: int = 1
     expert: int = 1
+    expert_tensor: int = 1
+    """Parts of each expert over the tensor ranks; 1: these have whole experts and share out the tokens."""
     sequence_parallel: bool = False
     grid: tuple[int, int, int] | None = None
     """How often M, N and K of a product are cut by multi-dimensional tensor splits."""
@@ -320,13 +322,15 @@ def operator_work(device: Device, operator: Operator, share: Share, imbalance: f
         return OperatorWork(forward, backward, Work())
     if operator.kind in ("matmul", "convolution"):
         return _products(device, operator, share, imbalance)
-    split = operator.split in ("column", "row", "heads", "vocab") or (
-        operator.split in ("sequence", "expert") and share.sequence_parallel
-    )
+    split = operator.split in ("column", "row", "heads", "vocab")
+    if operator.split == "expert" and share.expert_tensor > 1:
+        split = not operator.moves_experts_rows
+    elif operator.split in ("sequence", "expert"):
+        split = share.sequence_parallel
     tokens = share.tokens * operator.rows_per_token / (share.tensor if split else 1)
     size = tokens * operator.elements_moved_per_token / max(operator.rows_per_token, 1e-9) * share.element_bytes
     factor, kernels = _chain(device, operator)
-    if operator.kind == "gather" and operator.split == "expert":
+    if operator.moves_experts_rows:
         kernels = _DISPATCH_KERNELS
     backward = _BACKWARD_ELEMENTS if operator.kind == "elementwise" else 2.0
     return OperatorWork(
@@ -372,7 +376,8 @@ def local_shape(operator: Operator, share: Share, imbalance: float = 1.0) -> tup
     if operator.split == "expert":
         # An expert rank has its share of the experts and gets their tokens from the whole expert group.
         local = max(1.0, groups / share.expert)
-        return m * imbalance / local / share.tensor, n, k, local
+        parts = share.expert_tensor
+        return m * imbalance / local / (share.tensor / parts), n / parts, k, local
     if operator.split == "sequence":
         m /= share.tensor if share.sequence_parallel else 1
     elif operator.split != "replicate":

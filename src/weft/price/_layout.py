@@ -53,6 +53,9 @@ class Layout(
     context_ulysses: int = 0
     """Neighbours that exchange heads under `usp`; 0: as many as fit."""
     expert_exchange: ExpertExchange = "all_to_all"
+    cuts_experts: bool = True
+    """Whether each of the tensor ranks has a part of every expert and sees all tokens, as in Weft; otherwise they have
+    whole experts and share out their tokens (Megatron-LM's `--expert-tensor-parallel-size 1`)."""
     schedule: PricedSchedule = "1f1b"
     chunks: int = 1
     """Stages on each pipeline rank."""
@@ -88,6 +91,11 @@ class Layout(
         """`algorithm` where it is obeyed: compression, local steps and ZeRO-3's shards have ways of their own."""
         has_own = self.compresses or self.replicas_step_alone or (self.shards_weights and self.shard > 1)
         return "auto" if has_own else self.algorithm
+
+    @property
+    def expert_tensor(self) -> int:
+        """Parts of each expert, one on every tensor rank."""
+        return self.tensor if self.cuts_experts else 1
 
     @property
     def element_bytes(self) -> int:

@@ -145,9 +145,8 @@ class Network:
 
     def groups(self, layout: Layout) -> Groups:
         """Return where the groups of every axis lie."""
-        key = (
-            layout.order, layout.pipeline, layout.replicate, layout.shard, layout.context, layout.tensor, layout.expert
-        )  # fmt: skip
+        sizes = (layout.pipeline, layout.replicate, layout.shard, layout.context, layout.tensor, layout.expert)
+        key = (layout.order, *sizes, layout.cuts_experts)
         found = self._groups.get(key)
         if found is None:
             found = self._groups[key] = self._place_all(layout)
@@ -309,7 +308,7 @@ def _borrowed(
 
     It borrows from the plan's lenders just outside of it in the order first, then from those inside; from tensor only
     where they do not suffice, as other systems allow.  What it leaves are ranks with the same experts: those of tensor
-    among them, which have whole experts and share out the tokens.  Replicas, which have all experts, are not counted.
+    among them where they have whole experts and share out the tokens.  Replicas, which have all, are not counted.
     """
     sizes = {axis: (size, stride) for axis, size, stride in axes}
     place = layout.order.index("expert")
@@ -318,7 +317,7 @@ def _borrowed(
     left: list[tuple[int, int]] = []
     if layout.expert > layout.expert_room:
         lenders = ["tensor", *lenders]
-    else:
+    elif not layout.cuts_experts:
         left.append(sizes["tensor"])
     wanted = layout.expert
     taken: list[tuple[int, int]] = []

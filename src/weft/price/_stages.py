@@ -12,7 +12,7 @@ from weft.price._compute import Device, OperatorWork, Share, Work, operator_work
 from weft.price._kept import BoundedCache
 from weft.price._layout import Layout
 from weft.price._placement import AxisGroup, Groups
-from weft.profile import Block, Operator, Profile
+from weft.profile import Block, Operator, Profile, last_of_experts
 from weft.techniques.context.cost import context_traffic
 from weft.techniques.data.cost import statistics_traffic
 from weft.techniques.expert.cost import expert_traffic
@@ -88,6 +88,7 @@ class CostKey(NamedTuple):
     context_scheme: str
     context_ulysses: int
     expert_exchange: str
+    expert_tensor: int
     precision: str
     gradient_bytes: int
     tensor: AxisGroup
@@ -105,6 +106,12 @@ class Sender(NamedTuple):
     key: CostKey
     seconds: Seconds
     device: Device
+
+    @property
+    def summed_experts(self) -> Operator | None:
+        """The product of experts whose results the tensor ranks sum up, once those of a token are added."""
+        is_cut = self.share.expert_tensor > 1
+        return last_of_experts([operator for operator, _ in self.works]) if is_cut else None
 
 
 class BlockCosts:
@@ -204,7 +211,7 @@ class BlockCosts:
         elements = operator.n * operator.k * operator.groups if operator.kind == "matmul" else operator.parameters
         if not elements or not (operator.parameters or operator.split == "vocab"):
             return work
-        parts = share.expert if operator.split == "expert" else share.tensor
+        parts = share.expert * share.expert_tensor if operator.split == "expert" else share.tensor
         once = share.element_bytes * (2.0 if operator.kind == "gather" else 1.0) + 2.0 * share.gradient_bytes
         size = elements / (1 if operator.split in ("replicate", "sequence") else parts) * once
         return work._replace(weight=work.weight.plus(self._device.moved(size)))
@@ -244,6 +251,7 @@ def share_of(profile: Profile, key: CostKey, *, wide: bool = False) -> Share:
         tensor=key.tensor.size,
         context=key.context.size,
         expert=key.expert.size,
+        expert_tensor=key.expert_tensor,
         sequence_parallel=key.sequence_parallel,
         grid=grid_of(key.tensor_scheme, key.tensor.size),
         precision=key.precision,  # pyright: ignore[reportArgumentType]
@@ -256,7 +264,7 @@ def _parameters(block: Block, share: Share) -> tuple[float, float]:
     dense = expert = 0.0
     for operator in block.operators:
         if operator.split == "expert":
-            expert += operator.parameters / min(share.expert, operator.groups or 1)
+            expert += operator.parameters / min(share.expert, operator.groups or 1) / share.expert_tensor
         elif operator.split in ("replicate", "sequence"):
             dense += operator.parameters
         else:
@@ -268,6 +276,7 @@ def _kept_bytes(block: Block, share: Share) -> float:
     kept = 0.0
     for operator in block.operators:
         split = operator.split not in ("replicate", "sequence") or share.sequence_parallel
+        split &= not (operator.moves_experts_rows and share.expert_tensor > 1)
         size = operator.kept_elements_per_token * share.element_bytes + operator.kept_bytes_per_token
         kept += size * share.tokens / (share.tensor if split else 1)
     return kept
@@ -282,6 +291,7 @@ def key_of(layout: Layout, groups: Groups, *, has_batch_norm: bool) -> CostKey:
         context_scheme=layout.context_scheme,
         context_ulysses=layout.context_ulysses,
         expert_exchange=layout.expert_exchange,
+        expert_tensor=layout.expert_tensor,
         precision=layout.precision,
         gradient_bytes=layout.gradient_bytes,
         tensor=groups.tensor,

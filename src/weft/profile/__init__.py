@@ -7,6 +7,7 @@ from weft.profile._profile import Operator as Operator
 from weft.profile._profile import OperatorKind as OperatorKind
 from weft.profile._profile import OperatorSplit as OperatorSplit
 from weft.profile._profile import Profile as Profile
+from weft.profile._profile import last_of_experts as last_of_experts
 from weft.profile._profile import why_no_pipeline as why_no_pipeline
 from weft.profile._sizes import Activation as Activation
 from weft.profile._sizes import ModelSizes as ModelSizes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,6 +74,11 @@ class Operator:
     selective: bool = False
     """Whether `recompute = "selective"` computes it again: attention's inside, activation functions, norms."""
 
+    @property
+    def moves_experts_rows(self) -> bool:
+        """Whether it brings tokens to their experts, or back."""
+        return self.kind == "gather" and self.split == "expert"
+
     def forward_flops(self, length: int) -> float:
         """FLOPs of one token's forward in a sample of `length` tokens; attention without the causal half."""
         if self.kind == "attention":
@@ -81,6 +86,11 @@ class Operator:
             return 2.0 * self.rows_per_token * self.heads * keys * (self.head_size + self.value_head_size)
         groups = self.groups if self.kind == "convolution" else 1
         return 2.0 * self.rows_per_token * self.n * self.k * groups
+
+
+def last_of_experts(operators: Sequence[Operator]) -> Operator | None:
+    """The product whose results experts give, which are parts of a sum where tensor ranks cut experts."""
+    return next((each for each in reversed(operators) if each.split == "expert" and each.n), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,7 @@ class SplitBounds:
         # Frozen weights beside adapters have no products for their gradients.
         of_weights = 0.0 if base.adapters_only else (tokens + self._inner_half) / tokens
         compute = compute * (2.0 + of_weights) / 3.0
-        held = self._dense_parameters / splits.tensor + self._expert_parameters / splits.expert
+        held = self._dense_parameters / splits.tensor + self._expert_parameters / splits.expert / splits.tensor
         gradients = base.gradient_bytes * (not base.adapters_only)
         moved = held * (2 * base.element_bytes + gradients) / (self._memory_bytes_per_second * speed)
         share = _NETWORK_HALVES * 2 * (splits.tensor - 1) / splits.tensor
@@ -83,5 +83,5 @@ class SplitBounds:
         columns: dict[str, Any] = {"replicate": 1, "shard": splits.data, "context": splits.context}
         layout = replace(lightest, **columns, **{"tensor": splits.tensor, "expert": splits.expert})
         dense = self._dense_parameters / splits.tensor / splits.pipeline
-        experts = self._expert_parameters / splits.expert / splits.pipeline
+        experts = self._expert_parameters / splits.expert / splits.tensor / splits.pipeline
         return dense * sum(states_of(layout)) + experts * sum(states_of(layout, experts=True))

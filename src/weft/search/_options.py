@@ -122,13 +122,10 @@ class Way(NamedTuple):
         return self._replace(shard=self.shard[rows], least=self.least[rows])
 
 
-def ways_of_sharding(
-    space: Space, options: Options, islands: Sequence[int], *, has_experts: bool, accumulates: bool
-) -> list[Way]:
+def ways_of_sharding(space: Space, options: Options, islands: Sequence[int], *, accumulates: bool) -> list[Way]:
     """Return ZeRO stages and shards with how often gradients are reduced, where that is a choice.
 
     Args:
-        has_experts: whether the model is a mixture, whose experts are shared out over the tensor axis too.
         accumulates: whether the stack's pipelines keep whole gradients until the end of a step.
         islands: devices of each tier of links: ZeRO-3's shards inside of them and across are told apart.
     """
@@ -136,7 +133,7 @@ def ways_of_sharding(
     can = (splits.pipeline == 1) | (~options.splits_backward & ((options.chunks == 1) | ~splits.uneven))
     found: list[Way] = []
     rows: list[tuple[ReduceEvery, Bools]]
-    for zero, shard, least in _shardings(space, splits, islands, has_experts=has_experts, accumulates=accumulates):
+    for zero, shard, least in _shardings(space, splits, islands, accumulates=accumulates):
         if space.reductions is not None:
             possible = np.zeros_like(can) if zero < 2 else (splits.pipeline == 1) if zero == 2 else can
             rows: list[tuple[ReduceEvery, Bools]] = [
@@ -146,7 +143,7 @@ def ways_of_sharding(
             rows = [("auto", np.ones_like(can))]
         else:
             several = (splits.microbatches > 1) | (splits.pipeline > 1)
-            is_choice = several & (shard * splits.context * (splits.tensor if has_experts else 1) > 1)
+            is_choice = several & (shard * splits.context > 1)
             rows = [
                 ("auto", ~is_choice),
                 ("step", is_choice),
@@ -157,13 +154,13 @@ def ways_of_sharding(
 
 
 def _shardings(
-    space: Space, splits: Splits, islands: Sequence[int], *, has_experts: bool, accumulates: bool
+    space: Space, splits: Splits, islands: Sequence[int], *, accumulates: bool
 ) -> list[tuple[int, Ints, Ints]]:
     """ZeRO stages with the ranks over which each row is sharded, at most (0 where a row has no such choice) and at
-    least.  Where nothing is shared out, over data ranks or the context or experts over the tensor axis, all stages are
+    least.  Where nothing is shared out, over data ranks or the context, all stages are
     one, of which the first above 0 is taken (Weft's default).  Experts borrow their ranks from those that shard."""
     data, context, expert = splits.data, splits.context, splits.expert
-    alone, one = data * context * (splits.tensor if has_experts else 1) == 1, np.ones_like(data)
+    alone, one = data * context == 1, np.ones_like(data)
     usual = next((zero for zero in space.zeros if zero in (1, 2)), space.zeros[0])
     if space.reductions == ("microbatch",):  # no choice of ZeRO-0 and 1, nor of ZeRO-2 in a pipeline
         usual = np.where((splits.pipeline == 1) & (2 in space.zeros), 2, space.zeros[-1])

@@ -32,7 +32,6 @@ class Screen:
         self._rates = RateTable(pricer, space)
         self._choices = OptionMaker(space, len(pricer.profile.blocks))
         self._parts_data = any(abs(order.index("replicate") - order.index("shard")) > 1 for order in space.orders or ())
-        self._has_experts = bool(pricer.profile.num_experts)
         even = has_even_islands(pricer.cluster)  # else shards are looked at one by one
         self._islands = tuple(tier.devices for tier in pricer.cluster.links) if even else ()
 
@@ -58,7 +57,7 @@ class Screen:
 
     def _ways(self, options: Options) -> list[Way]:
         whole = self._pricer.stack.memory.accumulates_whole
-        return ways_of_sharding(self._space, options, self._islands, has_experts=self._has_experts, accumulates=whole)
+        return ways_of_sharding(self._space, options, self._islands, accumulates=whole)
 
     def _is_case(self, costs: GroupCosts, options: Options, way: Way, farthest: int) -> Bools:
         """Whether the figures of a row's case hold for it; where a given order puts other axes between the data ranks,

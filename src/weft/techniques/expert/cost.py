@@ -20,7 +20,8 @@ def expert_traffic(sender: Sender) -> tuple[float, float]:
     if sender.key.expert.size == 1 or not experts:
         return 0.0, 0.0
     first, last = experts[0], experts[-1]
-    rows = share.tokens * share.element_bytes / share.tensor
+    parts = share.tensor // share.expert_tensor  # ranks that share out the tokens
+    rows = share.tokens * share.element_bytes / parts
     if sender.key.expert_exchange == "all_gather":
         once = _gathered(sender, rows * first.k, rows * last.n, first.rows_per_token)
     else:
@@ -36,7 +37,7 @@ def expert_traffic(sender: Sender) -> tuple[float, float]:
 def _gathered(sender: Sender, own_bytes: float, made_bytes: float, copies: float) -> float:
     """Tokens of all ranks come to all, with their choices, and the sums of what experts make of them go home."""
     group, share = sender.key.expert, sender.share
-    choices = share.tokens / share.tensor * copies * _CHOICE_BYTES
+    choices = share.tokens / (share.tensor // share.expert_tensor) * copies * _CHOICE_BYTES
     gathered = sum(sender.seconds("all_gather", size * group.size, group) for size in (choices, own_bytes))
     return gathered + sender.seconds("reduce_scatter", made_bytes * group.size, group)
 

@@ -37,6 +37,7 @@ def tensor_traffic(sender: Sender) -> tuple[float, float]:
         return seconds("all_gather", size_bytes, group) if share.sequence_parallel else 0.0
 
     forward = backward = 0.0
+    summed = sender.summed_experts
     for operator, _ in sender.works:
         rows = share.tokens * operator.rows_per_token * share.element_bytes
         if operator.kind == "convolution":
@@ -45,8 +46,9 @@ def tensor_traffic(sender: Sender) -> tuple[float, float]:
             elif operator.summed_elements_per_token:
                 size = share.tokens * operator.summed_elements_per_token * share.element_bytes
                 backward += seconds("all_reduce", size, group)
-        elif operator.split == "row":
-            once = sum(seconds(part, rows * operator.n, group) for part in parts)
+        elif operator.split == "row" or operator is summed:
+            size = rows * operator.n / (operator.rows_per_token if operator is summed else 1.0)
+            once = sum(seconds(part, size, group) for part in parts)
             forward, backward = forward + once, backward + once
         elif operator.split == "vocab" and operator.kind == "gather":
             width = operator.n or operator.elements_moved_per_token / 2

@@ -60,11 +60,11 @@ def sharing_ranks(layout: Layout, *, experts: bool = False) -> Column:
     """Return the ranks among which model states are shared out, where the stage shares them.
 
     ZeRO-1 and 2 share over data × context (over shard × context under local steps), ZeRO-3 over shard × context;
-    experts, which the expert axis has shared out already, over as many ranks less, and over the tensor axis, whose
+    experts, which the expert axis has shared out already, over as many ranks less, and over the tensor axis where its
     ranks have whole experts and share out the tokens.
     """
     ranks = (layout.shard if layout.shards_weights else layout.summing) * layout.context
-    return larger(1, ranks * layout.tensor // layout.expert) if experts else ranks
+    return larger(1, ranks * (layout.tensor // layout.expert_tensor) // layout.expert) if experts else ranks
 
 
 def states_of(layout: Layout, *, experts: bool = False, whole_gradients: Flags = False) -> States:

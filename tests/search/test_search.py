@@ -130,7 +130,7 @@ def test_plans_pass_every_check_of_their_recipe() -> None:
 
 def test_what_no_training_takes_is_not_found_and_says_why() -> None:
     recipe = replace(RECIPE, permit=replace(RECIPE.permit, compression=("fp8",)))
-    result = searched_for(recipe, "8xh100", '[data_parallel]\ncompression = "fp8"')
+    result = searched_for(recipe, "2xh100", '[data_parallel]\ncompression = "fp8"')
     assert not any(each.layout.data > 1 for each in result.best)
     assert any('"fp8"' in reason for reason in result.counts.refused)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from weft.errors import PlanError
 from weft.plan import Plan
 from weft.price import Layout, Pricer
-from weft.search._convert import plan_of
+from weft.search._convert import Sections, plan_of
 from weft.search._pins import with_given
 from weft.search._space import Space
 
@@ -19,6 +19,7 @@ class Acceptance:
 
     def __init__(self, pricer: Pricer, space: Space, global_batch_size: int, given: Plan | None = None) -> None:
         self._pricer, self._space, self._batch, self._given = pricer, space, global_batch_size, given or Plan()
+        self._sections = Sections()
         self.refused: Counter[str] = Counter()
         """Refusal → layouts that were refused for it."""
 
@@ -48,4 +49,5 @@ class Acceptance:
     def _stated(self, layout: Layout, shares: Sequence[int] | None) -> Plan:
         if layout.pipeline > 1:
             layout = replace(layout, cuts=self._pricer.whole(layout).cuts(layout))  # the ones that were priced
-        return with_given(plan_of(layout, global_batch_size=self._batch, shares=shares), self._given)
+        plan = plan_of(layout, global_batch_size=self._batch, shares=shares, known=self._sections)
+        return with_given(plan, self._given)

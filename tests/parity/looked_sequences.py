@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cells import Cell, plan
 
-from weft.plan import Plan
+from weft.plan import ContextParallelPlan, Plan
 from weft.recipe import ModelRecipe
 
 _SIZES: dict[str, Any] = {
@@ -61,12 +62,18 @@ def _cells(models: tuple[str, ...], *plans: Plan) -> list[Cell]:
     return [Cell(model, chosen) for model in models for chosen in plans]
 
 
+IN_PAIRS = replace(
+    plan(context=4, scheme="usp"), context_parallel=ContextParallelPlan(scheme="usp", ulysses=2)
+)  # fmt: skip
+"""Nothing tells how many heads they have, by which ranks would be grouped."""
+
+
 def dropping() -> Iterator[Cell]:
     """Numbers that functions draw, for the tokens of a rank."""
     for scheme in ("ring", "all_gather", "ulysses"):
         yield from _cells(DROPPING, plan(context=2, scheme=scheme))
         yield from _cells(("seed_oss",), plan(context=4, scheme="ring" if scheme == "ulysses" else scheme, micro=6))
-    yield from _cells(("seed_oss",), plan(context=3), plan(context=4, scheme="usp"), plan(context=2, tensor=2))
+    yield from _cells(("seed_oss",), plan(context=3), IN_PAIRS, plan(context=2, tensor=2))
     yield from _cells(DROPPING, plan(context=2, shard=2, zero=3, micro=3), plan(context=2, zero=1))
     for word in ("full", "selective"):
         yield from _cells(DROPPING, plan(context=2, recompute=word))
@@ -79,7 +86,7 @@ def mixtures() -> Iterator[Cell]:
     for zero in (1, 2, 3):
         yield from _cells(("olmoe", "hy_v3"), plan(context=2, shard=2, zero=zero, micro=3))
     yield from _cells(MIXTURES, plan(context=4, micro=6), plan(context=2, tensor=2))
-    yield from _cells(("qwen2_moe",), plan(context=3), plan(context=4, scheme="usp"))
+    yield from _cells(("qwen2_moe",), plan(context=3), IN_PAIRS)
     for word in ("full", "selective"):
         yield from _cells(("olmoe", "glm4_moe"), plan(context=2, recompute=word))
 

@@ -31,7 +31,10 @@ def mixed_problem(heads: tuple[int, int] | None, *, tensor: int, ranks: int, exc
         return f"is no several groups of {exchanging} neighbours, as usp needs."
     if heads is None:
         what = "needs a model whose attention has the same heads everywhere, of which something tells"
-        return "" if exchanging else f"{what}, to choose how many ranks exchange them under usp."
+        if exchanging:
+            return ""
+        said = " (context_parallel.ulysses = 2 would say so)" if ranks % 2 == 0 and ranks > 2 else ""
+        return f"{what}, to choose how many ranks exchange them under usp{said}."
     own, keys = heads[0] // tensor, max(1, heads[1] // tensor)
     if exchanging:
         fits = own % exchanging == 0 and copies_of(keys, exchanging)

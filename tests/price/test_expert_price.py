@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from weft.cluster import parse_cluster_spec
+from weft.cluster import Collective, parse_cluster_spec
 from weft.price import FITTED, WEFT, Device, Layout, Pricer
 from weft.price._compute import Share, operator_work
+from weft.price._placement import AxisGroup, Network
+from weft.price._stages import BlockCosts, key_of
 from weft.profile import profile_of_sizes
 from weft.profile.known import KNOWN_MODELS
 from weft.search import Space, search
@@ -102,3 +104,24 @@ def test_zero3_gathers_experts_that_are_not_shared_out() -> None:
     for expert in (1, 2, 8):
         prices = {pricer.time(replace(layout, expert=expert, bucket_bytes=size)).total for size in (1 << 20, 1 << 29)}
         assert len(prices) == 1
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_tensor_ranks_send_all_tokens_and_sum_what_their_parts_of_experts_make(tensor: int) -> None:
+    sizes = KNOWN_MODELS["mixtral-8x7b"].sizes
+    profile, cluster = profile_of_sizes(sizes, 4096), parse_cluster_spec("4x8xh100")
+    sent: dict[str, list[float]] = {}
+
+    def seconds(kind: Collective, size_bytes: float, group: AxisGroup, algorithm: str = "auto", /) -> float:
+        sent.setdefault(kind, []).append(size_bytes)
+        return 1.0
+
+    layout = Layout(shard=8, expert=8, tensor=tensor, zero=1)
+    device = Device(
+        cluster.nodes[0].devices, FITTED, replace(WEFT, overlap_expert=False, overlap_tensor_backward=False)
+    )
+    key = key_of(layout, Network(cluster).groups(layout), has_batch_norm=False)
+    BlockCosts(profile, device, seconds).cost(profile.blocks[0], key)
+    token_bytes = 4096 * sizes.hidden_size * 2
+    assert sent["all_to_all"] == [sizes.top_k * token_bytes] * 2
+    assert sent.get("all_reduce", []) == [token_bytes] * (2 if tensor > 1 else 0)

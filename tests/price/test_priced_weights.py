@@ -36,6 +36,7 @@ def test_of_a_mixture(expert: int, tensor: int, context: int) -> None:
     plan = Plan(mesh=mesh, microbatch=MicrobatchPlan(size=2))
     share = ModelShare(outline=outline_of(build_model(RECIPE)), recipe=RECIPE, plan=plan, rank=0)
     held = sum(parameter.num_elements for parameter in share.held)
-    layout = Layout.of(plan)
-    (priced,) = Memories(profile_of(RECIPE), WEFT, on_accelerator=False).of(layout, None)
+    layout, profile = Layout.of(plan), profile_of(RECIPE)
+    assert profile is not None
+    (priced,) = Memories(profile, WEFT, on_accelerator=False).of(layout, None)
     assert math.isclose(priced.kinds.weights, held * layout.element_bytes, rel_tol=1e-9)

@@ -416,7 +416,7 @@ class _Notes:
                 copies=self._top_k.get(name, 0),
                 weighs=kind == "mixture" and (read.requires_grad or _is_trained(module.get_submodule("router"))),
                 source=self._number(read),
-                shape=self._by_sample(read) if kind == "expert" else tuple(read.shape),
+                shape=self._by_sample(read),
                 output=(),
                 needs_gradient=read.requires_grad,
                 gives_gradient=False,
@@ -427,7 +427,7 @@ class _Notes:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             opened, made = self._open.pop(), first_tensor(output if isinstance(output, tuple | list) else (output,), {})
             assert opened.call.module == name, "calls of modules nest"
-            shape = self._by_sample(made) if kind == "expert" else tuple(made.shape)
+            shape = self._by_sample(made)
             self.calls[opened.index] = replace(opened.call, output=shape, gives_gradient=made.requires_grad)
             self._in_block.append((opened.index, opened.num_kept, self._num_kept))
             self._flow.begin(opened.index, made)
@@ -474,9 +474,10 @@ class _Notes:
         self.joined = tuple(made.shape)
 
     def _by_sample(self, tensor: Tensor) -> tuple[int, ...]:
-        """The shape of what mixtures compute for tokens in a row, with samples and tokens apart."""
+        """The shape of an activation, with samples and tokens apart where they lie in a row, as in mixtures."""
         shape = tuple(tensor.shape)
-        return (_SAMPLES, self._tokens, *shape[1:]) if shape[0] == _SAMPLES * self._tokens else shape
+        in_a_row = self._tokens > 1 and shape[:1] == (_SAMPLES * self._tokens,)
+        return (_SAMPLES, self._tokens, *shape[1:]) if in_a_row else shape
 
     def _number(self, tensor: Tensor) -> int:
         self._alive.append(tensor)

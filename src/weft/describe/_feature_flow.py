@@ -29,7 +29,7 @@ from weft.techniques.tensor.narrowing import MEETING
 
 STAND_IN = "of a role"
 """Name of events that stand for what ranks of a grid do together: `kind`, `module`, and of its result, `made` features
-in `blocks`."""
+in `blocks`.  Around what every rank of a row computes whole stand two, of the kinds `gathered` and `cut`."""
 _VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias")
 _MADE = ("new_empty", "new_zeros", "new_ones", "new_full")
 
@@ -41,6 +41,12 @@ class NoPartsError(Exception):
     """Modules that made the parts that stand in the way, where parts do."""
     module: str = ""
     """Innermost module that was running there."""
+    is_of_border: bool = False
+    """Whether it is one of a module's being computed whole, and not what stood in the way before."""
+
+
+class MixedSamplesError(NoPartsError):
+    """Why a module cannot be computed whole by rows that share out samples; no module around it can."""
 
 
 class Parts(NamedTuple):
@@ -164,6 +170,7 @@ class FeatureWalker:
     def _against(self, event: Event, reason: str) -> NoPartsError:
         problem = NoPartsError(f"{place_of(event)} {reason}")
         problem.suspects, problem.module = self.made_by(event), event.module
+        problem.is_of_border = event.name == STAND_IN and event.keywords["kind"] in ("gathered", "cut")
         return problem
 
     def _put(self, event: Event, output: Value, parts: Parts) -> None:
@@ -179,9 +186,14 @@ class FeatureWalker:
     def _stand_in(self, event: Event) -> None:
         value, output, given = event.inputs[0], event.outputs[0], event.keywords
         found, kind, is_whole = self.parts.get(value), given["kind"], False
-        if kind == "vocabulary":
+        if kind == "cut":
+            if found is not None:
+                raise self._against(event, "makes parts of what it was given whole")
+        elif kind == "vocabulary":
             if found is not None:
                 raise self._against(event, "looks up by features")
+        elif kind == "gathered" and found is None:
+            raise self._against(event, "is given first what every rank has whole")
         elif found is None:
             is_whole = kind == "norm"
             self._note_read(event, is_whole=True)
@@ -189,7 +201,7 @@ class FeatureWalker:
             raise self._against(event, "reads something else than features of which each rank has a part")
         else:
             self._note_read(event, is_whole=False)
-        if is_whole:
+        if is_whole or kind == "gathered":
             return
         self._put(event, output, Parts(len(output.shape) - 1, given["blocks"]))
         self.sources[output] = frozenset({event.module})

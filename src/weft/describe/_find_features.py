@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ from weft.techniques.tensor.narrowing import narrowing
 from weft.techniques.tensor.norm_trial import width_of
 from weft.techniques.tensor.own_lookups import looking_up
 from weft.techniques.tensor.plain_layers import is_conv1d, localise
+
+if TYPE_CHECKING:
+    from weft.describe._find_wholes import Wholes
 
 _LAID_OUT = frozenset({*RESHAPES, "clone", "alias", "detach", "_assert_tensor_metadata", "_assert_async", "narrowed"})
 """Operators that may run or not, as a part lies in memory."""
@@ -74,18 +77,27 @@ def _look(blueprint: Blueprint) -> None:
         raise NoPartsError(blueprint.no_tensor or "nothing says how its layers split")
     if blueprint.loss is not token_loss:
         raise NoPartsError("its loss is another than that of tokens, which knows parts of logits")
-    results, norms = frozenset[str](), frozenset[str]()
+    results, norms, wholes = frozenset[str](), frozenset[str](), frozenset[str]()
+    cause = NoPartsError()
     while True:
         try:
-            _try(blueprint, {"results": tuple(sorted(results)), "norms": tuple(sorted(norms))})
+            _try(blueprint, {each: tuple(sorted(names)) for each, names in _named(results, norms, wholes)})
         except NoPartsError as problem:
             found = _bare_norms(blueprint, problem.module) - norms
             more = frozenset[str]() if found else _alike(blueprint, problem.suspects) - results
             if not more and not found:
-                raise
+                from weft.describe._find_wholes import to_compute_whole  # most models need none
+
+                cause = cause if problem.is_of_border else problem
+                wholes = to_compute_whole(blueprint, problem, cause, wholes)
             results, norms = results | more, norms | found
         else:
             return
+
+
+def _named(*names: frozenset[str]) -> Iterator[tuple[FeatureWork, frozenset[str]]]:
+    kinds: tuple[FeatureWork, ...] = ("results", "norms", "wholes")
+    return ((kind, each) for kind, each in zip(kinds, names, strict=True) if each or kind != "wholes")
 
 
 def _alike(blueprint: Blueprint, suspects: Collection[str]) -> frozenset[str]:
@@ -115,9 +127,10 @@ def _try(blueprint: Blueprint, features: Mapping[FeatureWork, Sequence[str]]) ->
     roles = _roles(blueprint)
     for name, role in roles.items():
         _check_role(blueprint, name, role)
-    walker = _Forward(blueprint, roles, 1).followed()
+    whole = _Forward(blueprint, roles, 1)
+    walker = whole.followed()
     reads, meets = _work(walker)
-    blueprint.features = {**features, "reads": tuple(reads), "meets": tuple(meets)}
+    blueprint.features = {**features, "reads": tuple(reads), "meets": tuple(meets), **whole.shared_out()}
     if reads:
         roles = _roles(blueprint)  # norms of all features are like any other module
         walker = _Forward(blueprint, roles, 1).followed()
@@ -139,21 +152,26 @@ def _work(walker: FeatureWalker) -> tuple[list[str], list[str]]:
 
 
 def _roles(blueprint: Blueprint) -> dict[str, Role | None]:
-    modules = blueprint.module.named_modules(remove_duplicate=False)
-    return {name: role_of(blueprint, name, module) for name, module in modules}
+    found: dict[str, Role | None] = {}
+    for name, module in blueprint.module.named_modules(remove_duplicate=False):
+        try:
+            found[name] = role_of(blueprint, name, module)
+        except PlanError as problem:
+            raise _in(name, _first_sentence(str(problem))) from problem
+    return found
 
 
 def _check_role(blueprint: Blueprint, name: str, role: Role | None) -> None:
     """Refuse modules whose forward is another than that which ranks of a grid run in its place."""
     module: Any = blueprint.module.get_submodule(name)
     what = f"{name}, a {type(module).__name__},"
-    if role in (None, "heads", "alias", "loose"):
+    if role in (None, "heads", "alias", "loose") or blueprint.is_computed_whole(name):
         return
     if is_parametrized(module) or any(isinstance(each, Tensor) for each in vars(module).values()):
-        raise NoPartsError(f"{what} computes its weights from others")
+        raise _in(name, f"{what} computes its weights from others")
     if role == "table":
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            raise NoPartsError(f"{what} has options that want all its features on one rank")
+            raise _in(name, f"{what} has options that want all its features on one rank")
         return
     is_plain = type(module).forward in _FORWARDS or is_conv1d(module) or role == "vocabulary"  # see `looking_up`
     if role == "norm" and not is_plain:
@@ -167,10 +185,16 @@ def _check_role(blueprint: Blueprint, name: str, role: Role | None) -> None:
     if role == "norm" and isinstance(module, nn.LayerNorm | nn.RMSNorm):
         is_plain = is_plain and len(module.normalized_shape) == 1
     if not is_plain:
-        raise NoPartsError(f"{what} has a forward of its own")
+        raise _in(name, f"{what} has a forward of its own")
     rule = blueprint.rule_of(name)
     if role == "product" and rule is not None and rule.kind == "row" and rule.blocks > 1:
-        raise NoPartsError(f"{what} takes its input in {rule.blocks} blocks")
+        raise _in(name, f"{what} takes its input in {rule.blocks} blocks")
+
+
+def _in(name: str, reason: str) -> NoPartsError:
+    problem = NoPartsError(reason)
+    problem.module = name
+    return problem
 
 
 def _check_ties(blueprint: Blueprint, roles: Mapping[str, Role | None]) -> None:
@@ -284,12 +308,23 @@ class _Forward:
             each = module.get_submodule(name)
             each.forward = narrowing(each.forward, parts, partial(_narrowed, parts))
         if parts > 1:
-            localise(module, blueprint, parts)
+            localise(module, blueprint, parts, is_grid=True)
+        self._wholes = self._compute_whole(blueprint) if blueprint.features.get("wholes") else None
+
+    def _compute_whole(self, blueprint: Blueprint) -> Wholes:
+        from weft.describe._find_wholes import Wholes  # most models need none
+
+        return Wholes(blueprint, self._blueprint.module, self._parts)
+
+    def shared_out(self) -> Mapping[FeatureWork, Sequence[str]]:
+        """Of modules that are computed whole, those of whose result ranks go on with parts; once they have run."""
+        return {} if self._wholes is None else {"shares": self._wholes.shared_out()}
 
     def run(self) -> Trace:
         """Run it in training and in evaluation."""
         made = {function: partial(_constant, function) for function in _CONSTANTS}
         fused = {**FUSED, **made, _together: _as_event, _narrowed: _as_narrowed}
+        fused |= {} if self._wholes is None else self._wholes.fused
         return trace(self._blueprint, self._dtype, self._local, loss=False, fused=fused, reads=True, modes=BOTH)
 
     def run_so_far(self) -> tuple[Trace | Unfinished, Sequence[Event]]:
@@ -318,6 +353,8 @@ class _Forward:
         results = frozenset(self._features.get("results", ()))
         walker = FeatureWalker(found, self._blueprint.module, own, parts, dropouts, results)
         walker.run()
+        if self._wholes is not None:
+            self._wholes.check_samples(found)
         return walker
 
     def _stand_in(self, name: str, role: Role, module: Any) -> _Together:

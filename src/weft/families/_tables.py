@@ -152,9 +152,10 @@ NO_VOCABULARY = "it has no head over a vocabulary"
 OWN_CHECKPOINTS = "its layers run their own forward again (`gradient_checkpointing`), outside of a microbatch"
 """Why ranks do not share a sequence of a model that recomputes by itself."""
 
-FeatureWork = Literal["reads", "results", "norms", "meets"]
+FeatureWork = Literal["reads", "results", "norms", "meets", "wholes", "shares"]
 """What modules do over squares: read features of which each rank has all; make such (products); normalise them without
-weights; or let parts meet what every rank has whole, in their own forward."""
+weights; let parts meet what every rank has whole, in their own forward; compute all that they compute on every rank of
+a row; or, of these, leave each rank its part of what they make."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -204,6 +205,11 @@ class Tables:
         """The kind of `rule_of`."""
         rule = self.rule_of(name)
         return None if rule is None else rule.kind
+
+    def is_computed_whole(self, name: str) -> bool:
+        """Whether every rank of a row of a square computes all of a module, or of one around it."""
+        wholes = self.features.get("wholes", ())
+        return any(name == whole or name.startswith(f"{whole}.") for whole in wholes)
 
     @property
     def of_tables(self) -> dict[str, Any]:

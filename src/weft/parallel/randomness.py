@@ -273,7 +273,7 @@ def apply_keyed_dropout(
         own.train(module.training)
         kind = blueprint.kind_of(name)
         if grid is not None:
-            if name not in blueprint.features.get("reads", ()):
+            if name not in blueprint.features.get("reads", ()) and not blueprint.is_computed_whole(name):
                 own.view, own.cut_dim = (grid.heads, 1) if kind == "heads" else (grid.features, -1)
         elif view.group is not None and kind in ("heads", "features"):
             own.view, own.cut_dim = view, 1 if kind == "heads" else -1

@@ -8,7 +8,7 @@ its samples, so no rank holds an activation that another has, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -53,7 +53,7 @@ def apply_grid(part: ModelPart, build: Build, shape: GridShape) -> None:
     _install(part.module, blueprint, grid)
     _narrow(part.module, blueprint, grid)
     _cut(part, splits)
-    localise(part.module, blueprint, shape.side)
+    localise(part.module, blueprint, shape.side, is_grid=True)
     part.grid = grid
     build.context.sharing = grid.shares(mesh.index("tensor"), blueprint.inputs.values())
     mesh.see_alike(grid.heads)
@@ -170,6 +170,24 @@ def _install(part: nn.Module, blueprint: Blueprint, grid: TensorGrid) -> None:
                 module.forward = norm_forward(module, grid.features)
             case _:
                 pass
+    if wholes := [name for name in blueprint.features.get("wholes", ()) if is_own(part, blueprint, name)]:
+        _compute_whole(part, wholes, frozenset(blueprint.features.get("shares", ())), grid.features, reads)
+
+
+def _compute_whole(
+    part: nn.Module, wholes: Collection[str], shares: Collection[str], view: GroupView, reads: _Reads
+) -> None:
+    """Let modules see all features; what they gather they share with products that read the same."""
+    from weft.techniques.tensor.computed_whole import computed_whole  # ranks of few models need it
+
+    def gather(x: Tensor) -> Tensor:
+        return reads.get(x)[0]
+
+    def cut(x: Tensor) -> Tensor:
+        return x.chunk(view.size, -1)[view.index].contiguous()
+
+    for module, is_shared in {part.get_submodule(name): name in shares for name in wholes}.items():
+        module.forward = computed_whole(module.forward, gather, cut if is_shared else None)
 
 
 def _narrow(part: nn.Module, blueprint: Blueprint, grid: TensorGrid) -> None:

@@ -19,8 +19,8 @@ Kind = Literal["column", "row", "alone"]
 Role = Literal["product", "vocabulary", "table", "norm", "heads", "alias", "whole", "loose"]
 """What a module does with features of which a rank has a part: multiplies them, looks them up in a table that is cut by
 vocabulary, or in one that is not, normalises them, works on whole heads, or nothing, but that it holds vectors of other
-modules by names of its own.  `whole`: it is given all of them.  `loose`: it has parameters that its forward, which was
-looked at, reads by itself."""
+modules by names of its own.  `whole`: it is given all of them, as it is or in a module that is computed whole.  `loose`: it has parameters that its
+forward, which was looked at, reads by itself."""
 _CLASSES = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 """Norms of transformers that scale by their weight and nothing else."""
 
@@ -31,6 +31,8 @@ def role_of(blueprint: Blueprint, name: str, module: nn.Module) -> Role | None:
     Raises:
         PlanError: a module whose work on a part of the features nothing tells.
     """
+    if blueprint.is_computed_whole(name):
+        return None if next(module.parameters(recurse=False), None) is None else "whole"
     rule = blueprint.rule_of(name)
     kind = None if rule is None else rule.kind
     if kind == "heads":
@@ -86,6 +88,8 @@ def kind_of_product(blueprint: Blueprint, name: str) -> Kind:
 
 def grid_kind(blueprint: Blueprint, name: str, module: nn.Module) -> OnGrid | None:
     """Return what ranks of a grid do together in a module; None: nothing, or they form no grid for the model."""
+    if name in blueprint.features.get("wholes", ()):
+        return "gathered"
     try:
         role = role_of(blueprint, name, module)
     except PlanError:

@@ -30,8 +30,8 @@ exchanged."""
 BETWEEN_COPIES, INSIDE_COPIES = "tensor_ij", "tensor_il"
 """Names of planes of a cube: ranks that hold the same features between layers, and inside of them."""
 
-OnGrid = Literal["product", "lookup", "rms_norm", "layer_norm"]
-"""What ranks of a grid do together in a module."""
+OnGrid = Literal["product", "lookup", "rms_norm", "layer_norm", "gathered"]
+"""What ranks of a grid do together in a module; `gathered`: each of a row computes all of it, of all features."""
 
 
 class GridCut(NamedTuple):

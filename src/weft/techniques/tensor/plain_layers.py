@@ -19,8 +19,10 @@ def is_conv1d(module: nn.Module) -> bool:
     return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__) and hasattr(module, "nf")
 
 
-def localise(part: nn.Module, tables: Tables, parts: int) -> None:
+def localise(part: nn.Module, tables: Tables, parts: int, *, is_grid: bool = False) -> None:
     """Divide the attributes that count something split over tensor ranks into so many parts; a shared module once.
+
+    `is_grid`: not those of modules that every rank of a row computes whole.
 
     Raises:
         PlanError: a number that cannot be divided.
@@ -29,6 +31,8 @@ def localise(part: nn.Module, tables: Tables, parts: int) -> None:
     for name, module in part.named_modules():
         for entry in tables.localise:
             if not fnmatchcase(name, entry.match) or (id(module), entry.attribute) in done:
+                continue
+            if is_grid and tables.is_computed_whole(name):
                 continue
             value = number_of(module, entry.attribute)
             if value is None:

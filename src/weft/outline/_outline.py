@@ -21,9 +21,10 @@ CallKind = Literal[
 """How ranks share a module's work; `batch_norm`: data ranks share its statistics; `expert`: a mixture; `experts`: what
 reads its rows, sorted by expert, which may be those of other ranks; `mixture`: what reads its tokens and ends with what
 experts make of them, a mixture of Weft's or a module of stacked experts.  `product`, `lookup` and the two norms are
-layers that only a grid of tensor ranks shares; what is `gathered` each rank of its rows computes whole.  Four are no calls but what a module does inside of its forward: `enter`
-copies an activation, `sum` sums its parts, `norms` those of norms of weights, and `attention` lets tokens see one
-another: it reads keys, and its output has the shape of the values."""
+layers that only a grid of tensor ranks shares; what is `gathered` each rank of its rows computes whole.  Four are no
+calls but what a module does inside of its forward: `enter` copies an activation, `sum` sums its parts, `norms` those of
+norms of weights, and `attention` lets tokens see one another: it reads keys, and its output has the shape of the
+values."""
 
 
 class TensorCut(NamedTuple):

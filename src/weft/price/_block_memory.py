@@ -10,7 +10,7 @@ from weft.price._layout import ELEMENT_BYTES, Layout, PricedPrecision
 from weft.price._stack import Stack
 from weft.profile import Block, Operator, Profile, last_of_experts
 from weft.techniques.recompute.cost import waiting_bytes
-from weft.techniques.tensor.grid_shape import tesseract
+from weft.techniques.tensor.grid_shape import grid_shape, tesseract
 
 _EIGHT_BITS = ("fp8", "mxfp8")
 
@@ -35,6 +35,8 @@ class MemoryKey(NamedTuple):
     weight_parts: int
     """Parts of a weight over the tensor axis; a 2.5-dimensional split copies each over its depth."""
     sequence_parallel: bool
+    sample_parts: int
+    """Parts that a square of tensor ranks cuts the samples into; 1: they form none."""
     context: int
     expert: int
     expert_tensor: int
@@ -44,11 +46,13 @@ class MemoryKey(NamedTuple):
 
 def memory_key(layout: Layout) -> MemoryKey:
     """Return what the memory of a layout's blocks depends on."""
+    grid = grid_shape(layout.tensor_scheme, layout.tensor)
     return MemoryKey(
         samples=layout.microbatch_size,
         tensor=layout.tensor,
         weight_parts=layout.tensor // (tesseract(layout.tensor)[0] if layout.tensor_scheme == "2.5d" else 1),
         sequence_parallel=layout.tensor > 1 and (layout.sequence_parallel or layout.tensor_scheme != "1d"),
+        sample_parts=grid.sample_parts if grid is not None else 1,
         context=layout.context,
         expert=layout.expert,
         expert_tensor=layout.expert_tensor,
@@ -90,7 +94,9 @@ def _memory(profile: Profile, stack: Stack, block: Block, key: MemoryKey, recomp
     live = max(0.0, fullest - waiting) + entry
     dense = experts = 0.0
     for operator in block.operators:
-        if operator.split == "expert":
+        if operator.whole_on_rows and key.sample_parts > 1:
+            dense += operator.parameters
+        elif operator.split == "expert":
             experts += operator.parameters / min(key.expert, max(1, operator.groups)) / key.expert_tensor
         elif operator.split in ("replicate", "sequence"):
             dense += operator.parameters
@@ -131,6 +137,8 @@ class _Kept:
         if operator.kind == "attention":
             size += self._scores(operator)
             size += self._projection(operator) * self._element
+        if self._key.sample_parts > 1:
+            size += operator.gathered_elements_per_token * self._element
         if self._gathers(operator):
             # Of its input and its result, the norm's result stays gathered.
             half = operator.kept_elements_per_token / 2 * self._element
@@ -195,6 +203,8 @@ class _Kept:
         return self._key.tensor if self._key.sequence_parallel else 1
 
     def _share(self, operator: Operator) -> int:
+        if operator.whole_on_rows and self._key.sample_parts > 1:
+            return self._key.sample_parts
         if operator.split == "replicate" or (operator.moves_experts_rows and self._key.expert_tensor > 1):
             return 1
         return self._sequence_share if operator.split == "sequence" else self._key.tensor

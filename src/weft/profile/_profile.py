@@ -73,6 +73,11 @@ class Operator:
     what tensor ranks divide, they exchange their own."""
     selective: bool = False
     """Whether `recompute = "selective"` computes it again: attention's inside, activation functions, norms."""
+    whole_on_rows: bool = False
+    """Whether every rank of a row computes all of it, for its samples, where tensor ranks form squares: it has all of
+    its weights then, and sums their gradients over the squares."""
+    gathered_elements_per_token: float = 0.0
+    """Elements that a row gathers before it then, and whose gradient it scatters."""
 
     @property
     def moves_experts_rows(self) -> bool:
@@ -213,6 +218,11 @@ class Profile:
         for block in self.blocks:
             counts[id(block)] = (block, counts.get(id(block), (block, 0))[1] + 1)
         return list(counts.values())
+
+    @property
+    def whole_parameters(self) -> int:
+        """Those that every rank of a square has whole (`Operator.whole_on_rows`)."""
+        return sum(each.parameters for part in self.parts for each in part.operators if each.whole_on_rows)
 
     @property
     def num_parameters(self) -> int:

@@ -42,7 +42,7 @@ class _Around(ABC):
         self._read: int | None = None
         """The tensor that columns have gathered last; any other product forgets it."""
         self._is_kept = False
-        """Whether that was for a module that keeps it, so that no product has gathered it once more for its backward."""
+        """Whether that was for a module that keeps it: no product has gathered it once more for its backward."""
 
     def sends(self) -> Iterator[RankSend]:
         for call in self._part.calls:

@@ -19,8 +19,8 @@ Kind = Literal["column", "row", "alone"]
 Role = Literal["product", "vocabulary", "table", "norm", "heads", "alias", "whole", "loose"]
 """What a module does with features of which a rank has a part: multiplies them, looks them up in a table that is cut by
 vocabulary, or in one that is not, normalises them, works on whole heads, or nothing, but that it holds vectors of other
-modules by names of its own.  `whole`: it is given all of them, as it is or in a module that is computed whole.  `loose`: it has parameters that its
-forward, which was looked at, reads by itself."""
+modules by names of its own.  `whole`: it is given all of them, as it is or in a module that is computed whole.
+`loose`: it has parameters that its forward, which was looked at, reads by itself."""
 _CLASSES = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 """Norms of transformers that scale by their weight and nothing else."""
 

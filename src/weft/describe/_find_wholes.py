@@ -9,6 +9,7 @@ it would remember of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -29,7 +30,6 @@ from weft.techniques.tensor.computed_whole import computed_whole, cut_first, fir
 
 _PICKING = ("gather", "scatter", "scatter_", "scatter_add", "scatter_add_")
 """Operators that pick entries, or put them, along one dim."""
-_NO_VALUES = ("empty", "empty_like", "new_empty", "empty_strided")
 _MOST = 0.5
 """Share of the parameters that a module may have which is computed whole, where nothing says what the blocks are."""
 
@@ -146,57 +146,85 @@ class Wholes:
             for event in trace.events:
                 walker.follow(event)
         except NoPartsError as problem:
-            found = MixedSamplesError(f"{problem}, in a module that ranks would compute whole for samples of their own")
+            said = str(problem).replace("what ranks have parts of", "samples").replace("parts", "samples")
+            found = MixedSamplesError(f"{said}, in a module that ranks would compute whole for samples of their own")
             raise found from problem
 
 
 @dataclass(slots=True)
 class _Samples(FeatureWalker):
-    """Samples as parts; outside of modules that are computed whole nothing is followed."""
+    """Samples as parts, from the batch on: what is not understood is a problem in modules that are computed whole."""
 
     wholes: frozenset[str] = frozenset()
     entered: set[int] = field(default_factory=set[int])
     """Storages of what was gathered."""
+    made: set[Value] = field(default_factory=set[Value])
+    """What such modules have computed."""
 
     def __post_init__(self) -> None:
         FeatureWalker.__post_init__(self)
         more: Mapping[str, Callable[[Event], None]] = {
             **dict.fromkeys(_PICKING, self._pick),
             "convolution": self._convolve,
+            **dict.fromkeys(("max", "min", "any", "all"), self._reduce),
             "experts": self._mix,
+            "embedding": self._look_up,
         }
         self.rules = {**self.rules, **more}
+        self.parts |= {value: Parts(0) for value in self.trace.inputs.values() if value.shape}
 
     def follow(self, event: Event) -> None:
-        """Follow an event, if it stands in one of these modules."""
-        if event.name == STAND_IN and event.keywords["kind"] in ("gathered", "cut"):
-            self._pass_border(event)
-            return
-        if not any(event.module == whole or event.module.startswith(f"{whole}.") for whole in self.wholes):
+        """Follow an event.
+
+        Raises:
+            NoPartsError: it stands in one of these modules, and samples may meet there.
+        """
+        self._spread(event)
+        is_border = event.name == STAND_IN and event.keywords["kind"] in ("gathered", "cut")
+        if is_border or not self._is_inside(event.module):
+            self._check_left(event)
+            with suppress(NoPartsError):
+                self._step(event)
+            if is_border:
+                self._check_border(event)
             return
         self._check_written(event)
         for value in event.inputs:
             if value.storage in self.trace.per_sample and value not in self.parts:
-                self._take_in(event, value)
+                reason = f"reads {value.shape} entries, of which no dim is known to be that of samples"
+                raise self._against(event, reason)
         self._step(event)
+        self.made.update(event.outputs)
 
-    def _pass_border(self, event: Event) -> None:
+    def _spread(self, event: Event) -> None:
+        """What is the same for all samples is a part for each where it is spread out over them (masks)."""
+        value = event.inputs[0] if event.name == "expand" else None
+        if value is None or value in self.parts or value.storage in self.trace.per_sample:
+            return
+        (output,) = event.outputs
+        if len(output.shape) > 1 and output.shape[0] == self.trace.samples and output.stride[0] == 0:
+            self.parts[output] = Parts(0)
+
+    def _is_inside(self, module: str) -> bool:
+        return any(module == whole or module.startswith(f"{whole}.") for whole in self.wholes)
+
+    def _stand_in(self, event: Event) -> None:
+        """All that ranks do together they do row by row."""
+        if (found := self.parts.get(event.inputs[0])) is not None:
+            self._put(event, event.outputs[0], found)
+
+    def _check_border(self, event: Event) -> None:
+        if event.keywords["kind"] == "cut" and event.inputs[0].storage in self.entered:
+            raise self._against(event, "returns what it was given")
+        if self.parts.get(event.outputs[0]) != Parts(0):
+            raise self._against(event, "is not known to have its samples one behind the other")
         if event.keywords["kind"] == "gathered":
             self.entered.add(event.outputs[0].storage)
-            self._take_in(event, event.outputs[0])
-        elif event.inputs[0].storage in self.entered:
-            raise self._against(event, "returns what it was given")
 
-    def _take_in(self, event: Event, value: Value) -> None:
-        """What enters, or was computed of samples: they lie behind one another along its first dim."""
-        if value.storage in self.held:
-            return  # another form of what is followed, which `_step` refuses
-        if not value.shape or value.shape[0] % self.trace.samples or value.shape[0] < self.trace.samples:
-            raise self._against(
-                event, f"reads something of {value.shape}, in which no dim is known to be that of samples"
-            )
-        self.parts[value] = Parts(0)
-        self.held.add(value.storage)
+    def _check_left(self, event: Event) -> None:
+        """What others read of such modules has its samples where they were."""
+        if any(value in self.made and value in self.parts and self.parts[value] != Parts(0) for value in event.inputs):
+            raise self._against(event, "reads samples in another order than they were given in")
 
     def _check_written(self, event: Event) -> None:
         if not event.mutates or not event.inputs:
@@ -214,7 +242,6 @@ class _Samples(FeatureWalker):
         if output.shape[parts.dim] % (self.trace.samples * parts.blocks):
             raise self._against(event, "makes something that no samples divide")
         self.parts[output] = parts
-        self.held.add(output.storage)
 
     def _check_draw(self, event: Event) -> None:
         """Draws are keyed by sample, or refused, wherever they are (`weft.parallel.draws`)."""
@@ -240,6 +267,12 @@ class _Samples(FeatureWalker):
         if parts is None or parts.dim == dim or value.shape[parts.dim] != event.outputs[0].shape[parts.dim]:
             raise self._against(event, f"calls {event.name} across samples")
         self._put(event, event.outputs[0], parts)
+
+    def _look_up(self, event: Event) -> None:
+        table, indices = event.inputs[:2]
+        if table in self.parts or (found := self.parts.get(indices)) is None:
+            raise self._against(event, "looks up in a table of samples")
+        self._put(event, event.outputs[0], found)
 
     def _convolve(self, event: Event) -> None:
         value = event.inputs[0]

@@ -27,8 +27,9 @@ def _take_split(blueprint: Blueprint, tables: Tables) -> None:
 
 
 def look_at_its_features(blueprint: Blueprint, recipe: Recipe) -> None:
-    """Enter into the blueprint of a model without known forward why its ranks may not have parts of the features."""
-    if blueprint.has_known_forward:
+    """Enter into the blueprint of a model without known forward, or with experts besides, why its ranks may not have
+    parts of the features."""
+    if blueprint.has_known_forward and not blueprint.stacks:
         return
     if recipe.data.documents == "isolated":
         blueprint.no_features = "its documents are kept apart by masks that a look at one document does not show"

@@ -52,7 +52,8 @@ def look_at_features(blueprint: Blueprint) -> None:
     Enters into the blueprint why not (`Blueprint.no_features`), empty where they may.  A module of one's own may do in
     its backward what no forward shows.
     """
-    if blueprint.has_known_forward or not type(blueprint.module).__module__.startswith("transformers."):
+    is_known = blueprint.has_known_forward and not blueprint.stacks
+    if is_known or not type(blueprint.module).__module__.startswith("transformers."):
         return
     try:
         _look(blueprint)
@@ -102,6 +103,8 @@ def _named(*names: frozenset[str]) -> Iterator[tuple[FeatureWork, frozenset[str]
 
 def _alike(blueprint: Blueprint, suspects: Collection[str]) -> frozenset[str]:
     """Where parts that meet are those of products alone, these and their like in other layers."""
+    if not suspects:
+        return frozenset()
     roles, globs = _roles(blueprint), {glob_of(name) for name in suspects}
     if any(roles[name] != "product" for name in suspects):
         return frozenset()

@@ -30,6 +30,7 @@ from weft.techniques.tensor.computed_whole import computed_whole, cut_first, fir
 
 _PICKING = ("gather", "scatter", "scatter_", "scatter_add", "scatter_add_")
 """Operators that pick entries, or put them, along one dim."""
+_MADE = ("empty", "zeros", "ones", "full", "new_empty", "new_zeros", "new_ones", "new_full")
 _MOST = 0.5
 """Share of the parameters that a module may have which is computed whole, where nothing says what the blocks are."""
 
@@ -197,13 +198,15 @@ class _Samples(FeatureWalker):
         self.made.update(event.outputs)
 
     def _spread(self, event: Event) -> None:
-        """What is the same for all samples is a part for each where it is spread out over them (masks)."""
-        value = event.inputs[0] if event.name == "expand" else None
-        if value is None or value in self.parts or value.storage in self.trace.per_sample:
-            return
-        (output,) = event.outputs
-        if len(output.shape) > 1 and output.shape[0] == self.trace.samples and output.stride[0] == 0:
-            self.parts[output] = Parts(0)
+        """What is the same for all samples is a part for each, where it is spread out over them or made so (masks)."""
+        if event.name == "expand":
+            is_known = event.inputs[0] in self.parts or event.inputs[0].storage in self.trace.per_sample
+            is_alike = not is_known and event.outputs[0].stride[:1] == (0,)
+        else:
+            is_alike = event.name in _MADE
+        for output in event.outputs if is_alike else ():
+            if len(output.shape) > 1 and output.shape[0] == self.trace.samples:
+                self.parts[output] = Parts(0)
 
     def _is_inside(self, module: str) -> bool:
         return any(module == whole or module.startswith(f"{whole}.") for whole in self.wholes)

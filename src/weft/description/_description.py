@@ -70,7 +70,7 @@ class Description:
         """Why tensor ranks form no grid; see `ModelFacts.no_grid`."""
         if self.sizes is None:
             return self.no_features
-        if self.profile.num_experts:
+        if self.profile.num_experts and not self.profile.whole_parameters:
             return UNKNOWN_FEATURES
         if not self.profile.can_share_sequence:
             return NO_SEQUENCE
@@ -79,7 +79,7 @@ class Description:
     @property
     def _no_cube(self) -> str:
         """Why they form no cube where they form other grids."""
-        if self.sizes is None:
+        if self.sizes is None or self.profile.whole_parameters:
             return ONLY_SQUARES
         return DROPPED_ATTENTION if self.profile.drops_attention else self.profile.no_context
 

@@ -79,6 +79,8 @@ def describe_family(
             f" ({type(problem).__name__}: {problem}). Use the config.json that the model came with."
         ) from problem
     profile = profile_of_sizes(sizes)
+    if family.whole_mixtures and not config.get("output_router_logits"):
+        profile = profile.with_whole_mixtures()
     divisible = {family.named(name): size for name, size in profile.divisible if tables.splits}
     tables = replace(tables, divisible=divisible)
     if windows:  # their masks are made outside of the blocks: where it may be cut is seen when it is built

@@ -177,10 +177,10 @@ class Blueprint(Tables):
     @property
     def no_grid(self) -> str:
         """Why tensor ranks cannot form a grid, as far as tables say: a sentence without its end; empty: they can."""
-        is_known = self.has_known_forward and self.attention is not None and not self.attending
+        is_known = self.has_known_forward and not self.stacks and self.attention is not None and not self.attending
         if not is_known and self.no_features:
             return self.no_features
-        if any(rule.kind == "expert" for rule in self.split):
+        if any(rule.kind == "expert" for rule in self.split) and not self.features.get("wholes"):
             return "its router sees all features of a token"
         if is_known and self.vocabulary_head is None:
             return NO_VOCABULARY
@@ -192,7 +192,7 @@ class Blueprint(Tables):
     def no_cube(self) -> str:
         """Why tensor ranks cannot form a cube where they form other grids: a sentence without its end; empty: they
         can."""
-        if not self.has_known_forward:
+        if not self.has_known_forward or self.features.get("wholes"):
             return ONLY_SQUARES
         dropouts = (name for name, each in self.module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0)
         return DROPPED_ATTENTION if any(self.kind_of(name) == "heads" for name in dropouts) else self.no_context

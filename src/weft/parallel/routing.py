@@ -2,7 +2,8 @@
 
 A hook on each router notes counts of the choices of a microbatch.  It notes them under the microbatch's state, which
 recomputation puts back, so that a forward which runs again counts once.  At the end of a step the counts of all ranks
-are summed, those of tensor ranks once, because they route alike; whole numbers have one sum, whatever the order.
+are summed, those of tensor ranks that see the same tokens once, because they route alike; whole numbers have one sum,
+whatever the order.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class RouterWatch:
     def _summed(self) -> Tensor:
         """(routers, experts + 1): choices of each expert, and entropies, of the whole batch."""
         sums = torch.zeros(len(self._rows), self._table.num_experts + 1, dtype=torch.float64, device=self._mesh.device)
-        if self._mesh.index("tensor") == 0:
+        if self._mesh.alike.index == 0:
             for (name, _), (_, noted) in self._seen.items():
                 sums[self._rows[name]] += noted
         self._seen.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 OperatorKind = Literal["matmul", "attention", "elementwise", "gather", "convolution"]
@@ -224,10 +224,26 @@ class Profile:
         """Those that every rank of a square has whole (`Operator.whole_on_rows`)."""
         return sum(each.parameters for part in self.parts for each in part.operators if each.whole_on_rows)
 
+    def with_whole_mixtures(self) -> Profile:
+        """Return the same model with mixtures that each rank of a square's rows computes whole, shared experts left
+        out."""
+        made = {block: _with_whole_mixture(block, self.hidden_size) for block in dict.fromkeys(self.blocks)}
+        return replace(self, blocks=tuple(made[block] for block in self.blocks))
+
     @property
     def num_parameters(self) -> int:
         """Tied ones once."""
         return sum(part.parameters for part in self.parts)
+
+
+def _with_whole_mixture(block: Block, hidden: int) -> Block:
+    def changed(operator: Operator) -> Operator:
+        if not operator.name.startswith("moe.") or operator.name.startswith("moe.shared"):
+            return operator
+        gathered = hidden if operator.name == "moe.router" else 0
+        return replace(operator, whole_on_rows=True, gathered_elements_per_token=gathered)
+
+    return replace(block, operators=tuple(map(changed, block.operators)))
 
 
 def why_no_pipeline(terms: Iterable[str]) -> str:

@@ -127,6 +127,11 @@ def model_problem(case: Case, *, is_cube: bool) -> str:
     empty: they can."""
     if problem := _recipe_problem(case.recipe, is_cube=is_cube):
         return problem
+    if case.facts.num_experts and case.recipe.data.documents != "packed":
+        return (
+            f'cannot be had with data.documents = "{case.recipe.data.documents}" for a mixture of experts, of which'
+            " nothing shows that it keeps documents apart"
+        )
     problem = case.facts.no_grid or (case.facts.no_cube if is_cube else "")
     return f"cannot be had for this model: {problem}" if problem else ""
 

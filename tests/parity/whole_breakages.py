@@ -1,0 +1,63 @@
+"""Mistakes that are easily made where rows of squares compute a module whole; see `breakages`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.techniques.tensor import computed_whole, grid_layers
+
+Change = Callable[[Tensor], Tensor]
+
+
+def _parts_for_all() -> list[tuple[Any, str, Any]]:
+    """Each rank takes its own part of the features for the others."""
+    own = computed_whole.computed_whole
+
+    def repeated(forward: Any, gather: Change, cut: Change | None) -> Any:
+        return own(forward, lambda x: torch.cat([x] * (gather(x).shape[-1] // x.shape[-1]), -1), cut)
+
+    return [(computed_whole, "computed_whole", repeated)]
+
+
+def _own_gradients_of_weights() -> list[tuple[Any, str, Any]]:
+    """What the ranks of a square find for a weight that each has whole is not summed."""
+    return [(grid_layers, "mark_partial", lambda layout, name: None)]
+
+
+def _own_gradients_of_inputs() -> list[tuple[Any, str, Any]]:
+    """What ranks of a row find for what they have gathered is not summed."""
+    own = computed_whole.computed_whole
+
+    def unsummed(forward: Any, gather: Change, cut: Change | None) -> Any:
+        def gathered(x: Tensor) -> Tensor:
+            whole = gather(x).detach()
+            parts = [*whole.chunk(whole.shape[-1] // x.shape[-1], -1)]
+            mine = next(at for at, part in enumerate(parts) if torch.equal(part, x.detach()))
+            parts[mine] = x
+            return torch.cat(parts, -1)
+
+        return own(forward, gathered, cut)
+
+    return [(computed_whole, "computed_whole", unsummed)]
+
+
+def _results_of_another() -> list[tuple[Any, str, Any]]:
+    """A rank goes on with the part of another."""
+    own = computed_whole.computed_whole
+
+    def turned(forward: Any, gather: Change, cut: Change | None) -> Any:
+        return own(forward, gather, None if cut is None else lambda x: cut(x.roll(x.shape[-1] // 2, -1)))
+
+    return [(computed_whole, "computed_whole", turned)]
+
+
+PATCHES: Mapping[str, Callable[[], list[tuple[Any, str, Any]]]] = {
+    "experts see a part": _parts_for_all,
+    "own gradients of experts": _own_gradients_of_weights,
+    "own gradients of tokens": _own_gradients_of_inputs,
+    "experts of another part": _results_of_another,
+}

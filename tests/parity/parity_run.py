@@ -109,12 +109,13 @@ def run_rank(recipe: Recipe, plan: Plan, steps: int, breakage: str | None = None
 
 def look_at(blueprint: Blueprint, plan: Plan) -> None:
     """See what nothing says of a model, and a plan needs to know: its blocks; and how it splits over a grid."""
-    has_grid = plan.tensor_parallel.scheme != "1d" and not blueprint.splits
-    if plan.mesh.context > 1 or has_grid:
+    has_grid = plan.tensor_parallel.scheme != "1d"
+    is_bare = has_grid and not blueprint.splits
+    if plan.mesh.context > 1 or is_bare:
         look_for_blocks(blueprint, plan)
-    if has_grid or (plan.mesh.context > 1 and plan.mesh.tensor > 1 and not blueprint.splits):
+    if is_bare or (plan.mesh.context > 1 and plan.mesh.tensor > 1 and not blueprint.splits):
         look(blueprint)
-    if has_grid:
+    if is_bare or (has_grid and blueprint.stacks):
         look_at_features(blueprint)
 
 

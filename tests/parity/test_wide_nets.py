@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+import torch
 import wide_nets
 from cells import Cell, plan
 from parity_run import Matrix, Result, joined, look_at, run_rank
@@ -47,18 +48,25 @@ def test_what_no_rule_covers_is_refused(settings: dict[str, str]) -> None:
     assert blueprint.no_grid != ""
 
 
-@pytest.mark.parametrize("odd", ["Padded", "Limited", "Narrow", "LimitedNorm"])
-def test_forwards_of_which_random_numbers_show_too_little_are_refused(odd: str) -> None:
+@pytest.mark.parametrize(
+    ("odd", "wholes"),
+    [("Padded", None), ("Limited", ("up",)), ("Narrow", ("up",)), ("LimitedNorm", ("norms.0", "norms.1", "norms.2"))],
+)
+def test_forwards_of_which_random_numbers_show_too_little_are_not_taken_for_others(
+    odd: str, wholes: tuple[str, ...] | None
+) -> None:
+    """A row computes them whole, or ranks form no square."""
     blueprint = wide_nets.build()
     net, kind = blueprint.module, getattr(wide_nets, odd)
     if odd == "Padded":
         net.embed = kind(wide_nets.VOCABULARY, wide_nets.WIDTH)
     elif odd == "LimitedNorm":
-        net.norms[1] = kind()
+        net.norms = torch.nn.ModuleList(kind() for _ in range(3))
     else:
         net.up = kind(wide_nets.WIDTH, 32)
     look_at(blueprint, plan(tensor=4, grid="2d"))
-    assert blueprint.no_grid != ""
+    assert (blueprint.no_grid == "") == (wholes is not None)
+    assert wholes is None or blueprint.features["wholes"] == wholes
 
 
 @pytest.mark.parametrize("name", wide_nets.NETS)

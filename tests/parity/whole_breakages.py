@@ -23,9 +23,13 @@ def _parts_for_all() -> list[tuple[Any, str, Any]]:
     return [(computed_whole, "computed_whole", repeated)]
 
 
+def _unmarked(layout: Any, name: str) -> None:
+    """Nothing says that a gradient is a part of a sum."""
+
+
 def _own_gradients_of_weights() -> list[tuple[Any, str, Any]]:
     """What the ranks of a square find for a weight that each has whole is not summed."""
-    return [(grid_layers, "mark_partial", lambda layout, name: None)]
+    return [(grid_layers, "mark_partial", _unmarked)]
 
 
 def _own_gradients_of_inputs() -> list[tuple[Any, str, Any]]:

@@ -150,7 +150,7 @@ class Net(nn.Module):
         self.mixer = Mixture() if kind == "mixture" else Flipped(kind)
         self.more, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         if shared == "split":
-            self.more.weight = self.mixer.inner.weight
+            self.more.weight = self.mixer.get_submodule("inner").get_parameter("weight")
         if shared == "frozen":
             self.mixer.requires_grad_(False)
 

@@ -108,7 +108,9 @@ WHOLE: dict[str, Kind] = {
     "convolved": lambda x, net: net.conv(x.transpose(1, 2)).transpose(1, 2),
     "heads": _heads,
     "by a table": lambda x, net: (x @ net.table).tanh(),
-    "masked": lambda x, net: x.flip(-1).masked_fill(torch.ones(LENGTH, 1, dtype=torch.bool).tril(-2), 0.5),
+    "masked": lambda x, net: x.flip(-1).masked_fill(
+        torch.ones(LENGTH, 1, dtype=torch.bool, device=x.device).tril(-2), 0.5
+    ),
 }
 """What rows may compute whole."""
 REFUSED: dict[str, tuple[Kind, str]] = {

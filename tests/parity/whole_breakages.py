@@ -13,14 +13,33 @@ from weft.techniques.tensor import computed_whole, grid_layers
 Change = Callable[[Tensor], Tensor]
 
 
+Wrap = Callable[[Any, Change, Change | None], Any]
+
+
+def _at_ranks(wrap: Wrap) -> list[tuple[Any, str, Any]]:
+    """Ranks wrap forwards otherwise; what looks at a model goes on as it is."""
+    install = grid_layers._compute_whole
+
+    def broken(*given: Any) -> None:
+        computed_whole.computed_whole = wrap
+        try:
+            install(*given)
+        finally:
+            computed_whole.computed_whole = _OWN
+
+    return [(grid_layers, "_compute_whole", broken)]
+
+
+_OWN = computed_whole.computed_whole
+
+
 def _parts_for_all() -> list[tuple[Any, str, Any]]:
     """Each rank takes its own part of the features for the others."""
-    own = computed_whole.computed_whole
-
-    def repeated(forward: Any, gather: Change, cut: Change | None) -> Any:
-        return own(forward, lambda x: torch.cat([x] * (gather(x).shape[-1] // x.shape[-1]), -1), cut)
-
-    return [(computed_whole, "computed_whole", repeated)]
+    return _at_ranks(
+        lambda forward, gather, cut: _OWN(
+            forward, lambda x: torch.cat([x] * (gather(x).shape[-1] // x.shape[-1]), -1), cut
+        )
+    )
 
 
 def _unmarked(layout: Any, name: str) -> None:
@@ -34,7 +53,6 @@ def _own_gradients_of_weights() -> list[tuple[Any, str, Any]]:
 
 def _own_gradients_of_inputs() -> list[tuple[Any, str, Any]]:
     """What ranks of a row find for what they have gathered is not summed."""
-    own = computed_whole.computed_whole
 
     def unsummed(forward: Any, gather: Change, cut: Change | None) -> Any:
         def gathered(x: Tensor) -> Tensor:
@@ -44,19 +62,18 @@ def _own_gradients_of_inputs() -> list[tuple[Any, str, Any]]:
             parts[mine] = x
             return torch.cat(parts, -1)
 
-        return own(forward, gathered, cut)
+        return _OWN(forward, gathered, cut)
 
-    return [(computed_whole, "computed_whole", unsummed)]
+    return _at_ranks(unsummed)
 
 
 def _results_of_another() -> list[tuple[Any, str, Any]]:
     """A rank goes on with the part of another."""
-    own = computed_whole.computed_whole
 
     def turned(forward: Any, gather: Change, cut: Change | None) -> Any:
-        return own(forward, gather, None if cut is None else lambda x: cut(x.roll(x.shape[-1] // 2, -1)))
+        return _OWN(forward, gather, None if cut is None else lambda x: cut(x.roll(x.shape[-1] // 2, -1)))
 
-    return [(computed_whole, "computed_whole", turned)]
+    return _at_ranks(turned)
 
 
 PATCHES: Mapping[str, Callable[[], list[tuple[Any, str, Any]]]] = {

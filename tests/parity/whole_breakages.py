@@ -18,7 +18,7 @@ Wrap = Callable[[Any, Change, Change | None], Any]
 
 def _at_ranks(wrap: Wrap) -> list[tuple[Any, str, Any]]:
     """Ranks wrap forwards otherwise; what looks at a model goes on as it is."""
-    install = grid_layers._compute_whole
+    install = grid_layers.compute_whole
 
     def broken(*given: Any) -> None:
         computed_whole.computed_whole = wrap
@@ -27,7 +27,7 @@ def _at_ranks(wrap: Wrap) -> list[tuple[Any, str, Any]]:
         finally:
             computed_whole.computed_whole = _OWN
 
-    return [(grid_layers, "_compute_whole", broken)]
+    return [(grid_layers, "compute_whole", broken)]
 
 
 _OWN = computed_whole.computed_whole

@@ -171,10 +171,10 @@ def _install(part: nn.Module, blueprint: Blueprint, grid: TensorGrid) -> None:
             case _:
                 pass
     if wholes := [name for name in blueprint.features.get("wholes", ()) if is_own(part, blueprint, name)]:
-        _compute_whole(part, wholes, frozenset(blueprint.features.get("shares", ())), grid.features, reads)
+        compute_whole(part, wholes, frozenset(blueprint.features.get("shares", ())), grid.features, reads)
 
 
-def _compute_whole(
+def compute_whole(
     part: nn.Module, wholes: Collection[str], shares: Collection[str], view: GroupView, reads: _Reads
 ) -> None:
     """Let modules see all features; what they gather they share with products that read the same."""

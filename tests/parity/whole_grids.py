@@ -55,10 +55,10 @@ ALL = tuple(Cell(name, plan(tensor=4, grid="2d")) for name in CONFIGS)
 def _combined() -> Iterator[Cell]:
     for name in ("olmoe", "hy_v3"):
         yield Cell(name, plan(tensor=4, grid="2d", shard=2, zero=3))
-        yield Cell(name, plan(tensor=4, grid="2d", replicate=2, zero=1, micro=3))
+        yield Cell(name, plan(tensor=4, grid="2d", replicate=2, zero=1, micro=2))
         yield Cell(name, plan(tensor=4, grid="2d", recompute="full"))
         yield Cell(name, plan(tensor=4, grid="2d", recompute="selective"))
-    yield Cell("olmoe", plan(tensor=8, grid="2.5d"))
+    yield Cell("olmoe", plan(tensor=8, grid="2.5d", micro=4))
     yield Cell("mixtral", plan(tensor=4, grid="2d", recompute="full"))
 
 

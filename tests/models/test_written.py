@@ -197,8 +197,11 @@ REFUSED: Mapping[str, tuple[Step, str]] = {
     "transposed": (lambda s: soft(s.transpose(-1, -2)), "does transpose"),
     "some of them": (lambda s: soft(s)[..., :3], "does __getitem__"),
     "sink": (lambda s: soft(torch.cat([s, s.new_zeros(1)], -1))[..., :-1], ""),
-    "dropped by a function": (lambda s: F.dropout(soft(s), 0.5), "drops attention by a function"),
-    "dropped before": (lambda s: soft(F.dropout(s, 0.5)), "drops attention by a function"),
+    "dropped before": (lambda s: soft(F.dropout(s, 0.5)), "drops scores that are no probabilities"),
+    "dropped twice": (lambda s: F.dropout(F.dropout(soft(s), 0.5), 0.5), "drops them twice"),
+    "dropped in place": (lambda s: F.dropout(soft(s), 0.5, inplace=True), "drops attention in place"),
+    "all dropped": (lambda s: F.dropout(soft(s), 1.0), "by no rate between 0 and 1"),
+    "dropped by a rate that is learnt": (lambda s: torch.dropout(soft(s), torch.tensor(0.5), True), "by no rate"),  # type: ignore[arg-type]
     "scaled probabilities": (lambda s: soft(s) * 2.0, "multiplies its probabilities"),
     "masked probabilities": (lambda s: soft(s).masked_fill(~corner(TRIANGLE), 0.0), "something else in the place"),
     "biased probabilities": (lambda s: soft(s) + bias(), "adds something to its scores"),
@@ -241,6 +244,31 @@ def test_a_dropout_of_its_own_drops_what_it_would() -> None:
         mixed(form, SAMPLES, HEADS, read=True), mixed(form, SAMPLES, HEADS, read=False), strict=True
     ):
         assert torch.allclose(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_a_function_drops_what_it_would() -> None:
+    """By the same draws of torch's generator, for nothing else is drawn meanwhile."""
+
+    def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.dropout((query @ key.mT).softmax(-1), 0.3) @ value
+
+    made: list[tuple[Tensor, ...]] = []
+    for read in (True, False):
+        torch.manual_seed(1)
+        made.append(mixed(form, SAMPLES, HEADS, read=read))
+    for found, wanted in zip(*made, strict=True):
+        assert torch.allclose(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_another_module_that_drops_by_a_function_is_refused() -> None:
+    query, key, _ = drawn(SAMPLES, HEADS)
+    reader = AttentionReader(TOKENS, causal=False, refused=refused)
+    with reader:
+        reader.enter("attention", nn.Identity())
+        probabilities = (query @ key.mT).softmax(-1)
+        reader.enter("attention.inner", nn.Identity())
+        with pytest.raises(Refused, match=r"attention.inner drops attention by a function of another module"):
+            F.dropout(probabilities, 0.5)
 
 
 def test_scores_that_left_what_reads_them_say_so() -> None:

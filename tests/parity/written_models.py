@@ -25,6 +25,10 @@ _NEO: dict[str, Any] = {
     "num_heads": 4, "intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 64, "resid_dropout": 0.0,
     "embed_dropout": 0.0, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+_XGLM: dict[str, Any] = {
+    "model_type": "xglm", "architectures": ["XGLMForCausalLM"], "d_model": 32, "ffn_dim": 48, "num_layers": 2,
+    "attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 64, "dropout": 0.0, "attention_dropout": 0.0,
+}  # fmt: skip
 WRITTEN: dict[str, dict[str, Any]] = {
     "openai": _OPENAI,
     "openai_dropping": _OPENAI | {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
@@ -44,6 +48,9 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "japanese": _JAPANESE,
     "japanese_dropping": _JAPANESE | {"attention_dropout": 0.1},
     "japanese_isolated": _JAPANESE | {"attention_dropout": 0.1},
+    "xglm": _XGLM,
+    "xglm_dropping": _XGLM | {"dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1},
+    "xglm_rarely": _XGLM | {"attention_dropout": 0.0003},
     "neo": _NEO | {"attention_types": [[["global"], 2]]},
     "neo_dropping": _NEO | {"attention_types": [[["global"], 2]], "attention_dropout": 0.1, "resid_dropout": 0.1},
     "neo_window": _NEO | {"attention_types": [[["global", "local"], 1]], "window_size": 4},

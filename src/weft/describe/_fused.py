@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.models.dropping import attend_dropping, attend_in_parts, attend_in_window, attend_with_band
+from weft.models.dropping import DrawnDropout, attend_dropping, attend_in_parts, attend_in_window, attend_with_band
 
 
 class FusedAttention(torch.autograd.Function):
@@ -165,9 +165,12 @@ def _in_parts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | N
 
 def _in_one(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
     """The same as one call, where it matters who sees whom."""
-    query, key, value, mask, _ = args
+    query, key, value, mask, dropout = args
     settings = {"is_causal": bool(kwargs["causal"]) and mask is None, "scale": kwargs.get("scale")}
-    return _attention((query, key, value, mask), {**settings, "enable_gqa": query.shape[1] != key.shape[1]})
+    found = _attention((query, key, value, mask), {**settings, "enable_gqa": query.shape[1] != key.shape[1]})
+    if found is None or not isinstance(dropout, DrawnDropout):
+        return found
+    return replace(found, settings={**found.settings, "drawn": dropout.rate})
 
 
 def _in_window(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
@@ -179,10 +182,10 @@ def _window_in_one(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCal
     """The same as one call.  A mask that says nothing more than the window goes without saying."""
     from weft.models.hf import window_of  # whose masks these are
 
-    query, key, value, mask, _ = args
+    query, key, value, mask, dropout = args
     window = kwargs["window"]
     is_said = mask is not None and window_of(mask) == window
-    given = (query, key, value, None if is_said else mask, None)
+    given = (query, key, value, None if is_said else mask, dropout)
     found = _in_one(given, {"causal": True, "scale": kwargs.get("scale")})
     return None if found is None else replace(found, settings={**found.settings, "window": window})
 

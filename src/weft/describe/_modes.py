@@ -94,7 +94,7 @@ class _Steps(Iterator[_Step]):
     def _step(self, event: Event) -> _Step:
         keywords: Mapping[str, Any] = event.keywords
         if event.name == "attention":
-            keywords = {name: value for name, value in keywords.items() if name != "dropout"}
+            keywords = {name: value for name, value in keywords.items() if name not in ("dropout", "drawn")}
         given = self.named((event.arguments, dict(keywords)))
         return (event.name, event.module, given, self.named(event.outputs[:1]), event.reads)
 

@@ -144,6 +144,7 @@ class _TokenWalker(DimsWalker):
             "embedding": self.look_up,
             "index": self._index,
             "gather": self._gather,
+            "index_select": self._index_select,
             **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), self._scatter),
         }
 
@@ -345,6 +346,14 @@ class _TokenWalker(DimsWalker):
             self.give_up(event, "picks entries of it by number")
             return
         self.dims[event.outputs[0]] = [*self.dims_of(given[0]), *[()] * (len(table.shape) - 1)]
+
+    def _index_select(self, event: Event) -> None:
+        """Entries along a dim by one list of indices, as tables of places are read."""
+        value, indices = event.inputs[:2]
+        dims, at = list(self.dims_of(value)), int(event.arguments[1]) % len(value.shape)
+        self.keep_whole(event, dims[at], "picks entries of it by number")
+        dims[at] = self.dims_of(indices)[0]
+        self.dims[event.outputs[0]] = dims
 
     def _gather(self, event: Event) -> None:
         """Entries along a dim, chosen for each entry of the others."""

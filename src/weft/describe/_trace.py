@@ -338,7 +338,11 @@ def _values(given: Any) -> tuple[tuple[bool, str, int], ...]:
     with _disable_current_modes(), torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
         for leaf in tree_leaves(given):
             if isinstance(leaf, Tensor) and not leaf.is_meta and not is_batchedtensor(leaf):
-                rows = leaf[0] if leaf.dim() > 1 and leaf.shape[0] and bool((leaf == leaf[:1]).all()) else leaf
+                # Indices of all samples, one behind the other, are told as those of one.
+                is_flat = leaf.dim() == 1 and leaf.numel() > SAMPLES and leaf.numel() % SAMPLES == 0
+                by_sample = leaf.reshape(SAMPLES, -1) if is_flat and not leaf.is_floating_point() else leaf
+                is_equal = by_sample.dim() > 1 and leaf.shape[0] and bool((by_sample == by_sample[:1]).all())
+                rows = by_sample[0] if is_equal else leaf
                 # As bytes: a mask of thousands of tokens squared would take seconds as numbers of Python.
                 content = rows.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
                 found.append((rows.numel() == 1, str(rows.dtype), hash(content)))

@@ -23,6 +23,18 @@ class PendingScores(Tensor):
         raise NotImplementedError
 
 
+class DrawnDropout(nn.Module):
+    """Dropout that a model calls as a function, as a module: what shares attention keys it as it keys draws."""
+
+    def __init__(self, rate: float, draw: object = None) -> None:
+        """`draw`: what says which probabilities are dropped where nobody computes all of them; None: nothing does."""
+        super().__init__()
+        self.rate, self.draw = rate, draw
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.dropout(input, self.rate)
+
+
 def _taken(function: Any, *operands: Any, **settings: Any) -> Tensor | None:
     """Return what a mode makes of a call that a compiler follows, which asks modes about torch's own functions alone;
     None: no mode takes it."""

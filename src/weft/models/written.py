@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from weft.models.dropping import PendingScores, attend_dropping, attend_in_window
+from weft.models.dropping import DrawnDropout, PendingScores, attend_dropping, attend_in_window
 from weft.models.sights import NUMBERS, Sight, is_corner, note_number, number_of, plain_number, seen_in
 
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm")
@@ -116,12 +116,20 @@ class AttentionReader(TorchFunctionMode):
     """Reads written attention among so many tokens.  The modes that take its calls must stand below it.
 
     `causal`: whether masks of `transformers` are left out, so that attention of which nothing hides a score is causal.
-    `refused`: makes an error of what is not understood: the end of a sentence that begins with the module.
+    `refused`: makes an error of what is not understood: the end of a sentence that begins with the module.  `drawn`:
+    what drops by a rate where a module drops its probabilities by a function, asked for when it does.
     """
 
-    def __init__(self, tokens: int, *, causal: bool, refused: Callable[[str, str], Exception]) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        *,
+        causal: bool,
+        refused: Callable[[str, str], Exception],
+        drawn: Callable[[float], DrawnDropout] = DrawnDropout,
+    ) -> None:
         super().__init__()
-        self._tokens, self._causal, self._refused = tokens, causal, refused
+        self._tokens, self._causal, self._refused, self._drawn = tokens, causal, refused, drawn
         self._places: list[tuple[str, nn.Module | None]] = []
         self.has_begun = False
         """Whether there was a product of queries and keys."""
@@ -357,10 +365,17 @@ class AttentionReader(TorchFunctionMode):
         training = bool(given.get("training", given.get("train", True)))
         if not training or given.get("p", 0.5) == 0.0:
             return self._changed(scores)
-        _, module = self._place
-        if not isinstance(module, nn.Dropout) or given.get("inplace") or not isinstance(scores, Scores):
-            raise UnreadError("drops attention by a function")
-        return scores.dropped_by(module)
+        place, module = self._place
+        if given.get("inplace") or not isinstance(scores, Scores):
+            raise UnreadError("drops attention in place")
+        if isinstance(module, nn.Dropout):
+            return scores.dropped_by(module)
+        rate = plain_number(given.get("p", 0.5))
+        if place != scores.state.place or rate is None or not 0.0 < rate < 1.0:
+            raise UnreadError("drops attention by a function of another module, or by no rate between 0 and 1")
+        if not scores.state.is_probability or scores.state.dropout is not None:
+            raise UnreadError("drops scores that are no probabilities, or drops them twice")
+        return scores.dropped_by(self._drawn(rate))
 
     # ── the product with the values ───────────────────────────────────────────────────────────────────────────────────
 

@@ -48,6 +48,8 @@ class DrawLayout:
     """Shape with the example's lengths and one sample; where samples are flat, `dim` is what one sample has of it."""
     tokens: int | None = None
     """Dim that runs over the tokens of a sample; None: none does, or ranks share no sequence, and nobody has asked."""
+    pairs: bool = False
+    """Whether the last two dims run over them: queries and keys of attention that a model writes out."""
 
 
 @dataclass(slots=True)

@@ -17,6 +17,21 @@ _COARSE = 1e-3
 """A probability that 16 bits give to this relative accuracy is drawn with 16 bits."""
 
 
+def dropped_of(probability: float) -> int:
+    """Return how many of `RESOLUTION` elements are dropped where each is kept with `probability`; 0: that says it too
+    coarsely, so each is drawn by a number of its own."""
+    dropped = round((1.0 - probability) * RESOLUTION)
+    error = abs(dropped / RESOLUTION - (1.0 - probability))
+    is_fine = 0 < dropped < RESOLUTION and error <= _COARSE * min(probability, 1.0 - probability)
+    return dropped if is_fine else 0
+
+
+def uniform_of(words: Tensor) -> Tensor:
+    """Return words as numbers, fp64 in [0, 1)."""
+    high = (words >> (64 - _MANTISSA)) & ((1 << _MANTISSA) - 1)
+    return high.to(torch.float64).mul_(2.0**-_MANTISSA)
+
+
 class Numbers(Protocol):
     """Numbers for the elements of a draw that this rank holds, (samples, …)."""
 
@@ -70,8 +85,7 @@ class Elements:
 
     def uniform(self, salt: int = 0) -> Tensor:
         """fp64 in [0, 1) of `shape`."""
-        high = (self.words(salt) >> (64 - _MANTISSA)) & ((1 << _MANTISSA) - 1)
-        return high.to(torch.float64).mul_(2.0**-_MANTISSA)
+        return uniform_of(self.words(salt))
 
     def normal(self) -> Tensor:
         """fp64 of mean 0 and deviation 1 (Box and Muller 1958)."""
@@ -80,9 +94,7 @@ class Elements:
 
     def kept(self, probability: float) -> Tensor:
         """bool of `shape`, true with `probability`."""
-        dropped = round((1.0 - probability) * RESOLUTION)
-        error = abs(dropped / RESOLUTION - (1.0 - probability))
-        if not 0 < dropped < RESOLUTION or error > _COARSE * min(probability, 1.0 - probability):
+        if not (dropped := dropped_of(probability)):
             return self.uniform() < probability
         start, width = self._last()
         rows = (mix(self.samples[:, None] + self._rows() * GOLDEN) >> 32).to(torch.int32).flatten()

@@ -136,8 +136,13 @@ def keyed(
         state = context.current
         if state is None:
             return function(*args, **kwargs)
-        with sdpa_kernel(SDPBackend.MATH), _Keyed(name, draws, view, context, state):
-            return _called(function, args, kwargs)
+        call, before = _Keyed(name, draws, view, context, state), context.call
+        context.call = call
+        try:
+            with sdpa_kernel(SDPBackend.MATH), call:
+                return _called(function, args, kwargs)
+        finally:
+            context.call = before
 
     return run
 
@@ -180,6 +185,15 @@ class _Keyed(TorchDispatchMode):
         if value is None:
             raise PlanError(_unknown(self._name or "the model's forward", op, shape))
         return value
+
+    def claim(self, operators: Sequence[str]) -> tuple[str, DrawLayout] | None:
+        """See `KeyedCall`."""
+        for op in operators:
+            number = self._counts.get(op, 0)
+            if known := self._draws.layouts.get((self._name, op, number), []):
+                self._counts[op] = number + 1
+                return (f"{self._name}\0{op}\0{number}", known[0]) if len(known) == 1 else None
+        return None
 
     def _layout(self, op: str, number: int, shape: torch.Size) -> DrawLayout | None:
         """The layout that fits; several calls of one module may differ in shape."""

@@ -7,6 +7,7 @@ Loaded where ranks share a sequence and something draws by functions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,11 +17,16 @@ from torch import Tensor, nn
 from weft.comm import GroupView, shard_bounds
 from weft.errors import PlanError
 from weft.models import Blueprint, token_example
+from weft.models.dropping import DrawnDropout
+from weft.parallel._context import StepContext
 from weft.parallel._draw_trace import LOSS, DrawLayout, Draws, find_draws
 from weft.parallel._noise import Elements
 from weft.parallel.local_tokens import LocalTokens
+from weft.parallel.randomness import sample_words
 from weft.plan import Plan
 
+_OF_DROPOUT = ("bernoulli_", "native_dropout")
+"""Operators by which torch's dropout draws, one on CPUs, the other elsewhere."""
 _Example = Callable[[int], dict[str, Tensor]]
 _Part = tuple[list[int], list[int], list[int]]
 """First index, indices held, and indices of the whole, along each dim of a sample's part of a draw."""
@@ -92,7 +98,9 @@ def with_tokens(draws: Draws, blueprint: Blueprint, plan: Plan, ignored: Callabl
     runs = [find_draws(_of_length(blueprint, example, each), ignored) for each in lengths]
     layouts: dict[tuple[str, str, int], list[DrawLayout]] = {}
     for key in dict.fromkeys(key for each in (draws, *runs) for key in each.layouts):
-        found = _followed([each.layouts.get(key, []) for each in (draws, *runs)], (length, *lengths))
+        attends = blueprint.writes_attention and key[0] in blueprint.attending and key[1] in _OF_DROPOUT
+        every = [each.layouts.get(key, []) for each in (draws, *runs)]
+        found = _followed(every, (length, *lengths), attends=attends)
         is_flat = not blueprint.attending and any(layout.place == "flat" for layout in found or ())
         if found is None or is_flat or any(run.unseen != draws.unseen for run in runs):
             where = key[0] or f"the forward of {type(blueprint.module).__name__} itself"
@@ -121,9 +129,11 @@ def _of_length(blueprint: Blueprint, example: _Example, length: int) -> Blueprin
     return replace(blueprint, inputs=inputs, example=shorter)
 
 
-def _followed(found: Sequence[Sequence[DrawLayout]], lengths: Sequence[int]) -> list[DrawLayout] | None:
+def _followed(
+    found: Sequence[Sequence[DrawLayout]], lengths: Sequence[int], *, attends: bool
+) -> list[DrawLayout] | None:
     """Return the layouts of one draw with the dim of the tokens, from those of samples of several lengths; None: they
-    do not show it."""
+    do not show it.  `attends`: it may be a dropout of probabilities, (heads, queries, keys) of each sample."""
     if len({tuple((layout.place, layout.dim, len(layout.whole)) for layout in each) for each in found}) != 1:
         return None
     layouts: list[DrawLayout] = []
@@ -131,9 +141,65 @@ def _followed(found: Sequence[Sequence[DrawLayout]], lengths: Sequence[int]) -> 
         first = same[0]
         sizes = list(zip(*(layout.whole for layout in same), strict=True))
         growing = [dim for dim, each in enumerate(sizes) if len(set(each)) > 1]
+        if attends and _is_of_pairs(first, sizes, lengths):
+            layouts.append(replace(first, pairs=True))
+            continue
         if first.place == "unknown" or len(growing) > 1:
             return None
         if growing and sizes[growing[0]] != tuple(lengths):
             return None
         layouts.append(replace(first, tokens=growing[0] if growing else None))
     return layouts
+
+
+def _is_of_pairs(first: DrawLayout, sizes: Sequence[Sequence[int]], lengths: Sequence[int]) -> bool:
+    """Whether a draw is of samples × heads, in one dim or in two, and of all pairs of tokens."""
+    *lead, queries, keys = [*sizes, (), ()] if len(sizes) < 3 else sizes
+    heads = [each for each in lead if each != (1,) * len(lengths)]
+    is_by_sample = first.dim == 0 and first.place == ("flat" if len(lead) == 1 else "sample")
+    is_alike = all(len(set(each)) == 1 for each in heads)
+    return len(lead) in (1, 2) and is_by_sample and is_alike and queries == keys == tuple(lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class PairDraw:
+    """Which probabilities of attention a dropout by a function drops, of those that nobody computes together."""
+
+    words: Tensor
+    """int64 (samples,): the draw of each sample."""
+    heads: int
+    """Heads of the whole model."""
+    view: GroupView
+    """Ranks that may have parts of the heads."""
+
+    def first_of(self, heads: int) -> int:
+        """Return the first of the heads that this rank has.
+
+        Raises:
+            PlanError: they are no even part of all of them.
+        """
+        if heads == self.heads:
+            return 0
+        if heads * self.view.size != self.heads:
+            raise PlanError(
+                f"a rank attends with {heads} of {self.heads} heads, and plan.mesh.tensor = {self.view.size} does not"
+                " say which, so it cannot draw which of its probabilities are dropped. Use plan.mesh.tensor = 1."
+            )
+        return heads * self.view.index
+
+
+def claimed(rate: float, context: StepContext, view: GroupView) -> DrawnDropout:
+    """Return the dropout by a function that an attention asks for, with its draw.
+
+    Raises:
+        PlanError: no forward has shown it.
+    """
+    state, found = context.require(), None if context.call is None else context.call.claim(_OF_DROPOUT)
+    if found is None or not found[1].pairs:
+        raise PlanError(
+            "plan.mesh.context lets ranks share a sequence, but attention that is written out is dropped by a function"
+            " where a forward of the model has shown no such draw. Use plan.mesh.context = 1."
+        )
+    key, layout = found
+    words = sample_words(key, state.seed, state.step, state.sample_ids)
+    return DrawnDropout(rate, PairDraw(words, math.prod(layout.whole[:-2]), view))

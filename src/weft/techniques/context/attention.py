@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models.dropping import AttentionTaker, attend_dropping, attend_in_window
+from weft.models.dropping import AttentionTaker, DrawnDropout, attend_dropping, attend_in_window
 from weft.parallel import StepContext
 from weft.parallel.local_tokens import LocalTokens
 from weft.parallel.randomness import KeyedDropout
@@ -262,10 +262,13 @@ class Sharing(AttentionTaker):
         query, key, _ = of
         self._check(query, key, mask, is_causal=causal)
         dropped: DroppedAttention | None = None
-        if dropout is not None:
-            if not isinstance(dropout, KeyedDropout):
-                raise self._refused(f"drops attention by a {type(dropout).__name__}, whose draws have no key")
+        if isinstance(dropout, KeyedDropout):
             dropped = DroppedAttention.of(dropout, query.shape[1], self._tokens.length)
+        elif isinstance(dropout, DrawnDropout) and dropout.draw is not None:
+            draw: Any = dropout.draw
+            dropped = DroppedAttention.by_function(draw, dropout.rate, query.shape[1], self._tokens.length)
+        elif dropout is not None:
+            raise self._refused(f"drops attention by a {type(dropout).__name__}, whose draws have no key")
         form = AttentionForm(
             causal=self._is_causal,
             scale=query.shape[-1] ** -0.5 if scale is None else scale,

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from weft.parallel.randomness import GOLDEN, RESOLUTION, KeyedDropout, hashed_mask, mix, sample_words
+
+if TYPE_CHECKING:
+    from weft.parallel.token_draws import PairDraw
 
 Run = tuple[int, int]
 """[start, stop) of positions in a sample."""
@@ -26,11 +30,20 @@ class DroppedAttention:
     words: Tensor
     """int64 (samples,): the draw of each sample for this layer and step."""
     count: int
-    """DroppedAttention of `RESOLUTION` elements."""
+    """Dropped of `RESOLUTION` elements; 0: so small a share that each is drawn by itself."""
     first_head: int
     """The first of this rank's heads, of those of all tensor ranks."""
     length: int
     """Tokens of a whole sample."""
+    rate: float | None = None
+    """The share that is dropped, where a function drops; None: `count` says it."""
+
+    @classmethod
+    def by_function(cls, draw: PairDraw, rate: float, heads: int, length: int) -> DroppedAttention:
+        """What a dropout that is a function drops of `heads` heads of this rank."""
+        from weft.parallel._noise import dropped_of  # loaded where something draws by functions
+
+        return cls(draw.words, dropped_of(1.0 - rate), draw.first_of(heads), length, rate)
 
     @classmethod
     def of(cls, dropout: KeyedDropout, heads: int, length: int) -> DroppedAttention | None:
@@ -47,6 +60,8 @@ class DroppedAttention:
     @property
     def scale(self) -> float:
         """Factor of what is kept."""
+        if self.rate is not None:
+            return 1.0 / (1.0 - self.rate)
         return 0.0 if self.count == RESOLUTION else RESOLUTION / (RESOLUTION - self.count)
 
     def kept(self, heads: Run, queries: Tensor, keys: Sequence[Run]) -> Tensor:
@@ -63,8 +78,18 @@ class DroppedAttention:
         if self.count == RESOLUTION:
             width = sum(last - first for first, last in keys)
             return torch.zeros((*shape, width), dtype=torch.bool, device=device)
+        if self.rate is not None and not self.count:
+            return self._one_by_one(self.rate, rows.flatten(), keys).view(*shape, -1)
         row_words = (mix(self.words[:, None] + rows.flatten() * GOLDEN) >> 32).to(torch.int32).flatten()
         return torch.cat([self._columns(row_words, run) for run in keys], 1).view(*shape, -1)
+
+    def _one_by_one(self, rate: float, rows: Tensor, keys: Sequence[Run]) -> Tensor:
+        """What is kept, (samples, rows, keys), by a number for each, as `Elements.kept` has it."""
+        from weft.parallel._noise import uniform_of  # as above
+
+        columns = torch.cat([torch.arange(start, stop, device=rows.device) for start, stop in keys])
+        row_words = mix(mix(self.words)[:, None] + rows * GOLDEN)
+        return uniform_of(mix(row_words[..., None] + columns * GOLDEN)) < 1.0 - rate
 
     def _columns(self, row_words: Tensor, run: Run) -> Tensor:
         """A run of columns, which are hashed in pairs."""

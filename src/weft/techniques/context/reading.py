@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.comm import GroupView
 from weft.errors import PlanError
+from weft.models.dropping import DrawnDropout
 from weft.models.written import AttentionReader
 from weft.parallel import StepContext
 from weft.parallel.local_tokens import LocalTokens
@@ -25,14 +27,20 @@ def reading(
     *,
     is_causal: bool,
     ignores_masks: bool,
+    view: GroupView,
 ) -> Callable[..., Any]:
-    """Return the same as `sharing` of a module whose attention may be written out."""
+    """Return the same as `sharing` of a module whose attention may be written out.  `view`: its tensor ranks."""
     readers: dict[int, AttentionReader] = {}
     shared = Shared(name, _apart(attend), is_causal, ignores_masks)
 
+    def drawn(rate: float) -> DrawnDropout:
+        from weft.parallel.token_draws import claimed  # loaded where something draws by functions
+
+        return claimed(rate, context, view)
+
     def reader_of(tokens: int) -> AttentionReader:
         if tokens not in readers:
-            readers[tokens] = AttentionReader(tokens, causal=is_causal, refused=_unread)
+            readers[tokens] = AttentionReader(tokens, causal=is_causal, refused=_unread, drawn=drawn)
             readers[tokens].enter(name, None)
         return readers[tokens]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, final
@@ -67,12 +67,12 @@ class ContextRanks(TechniqueRuntime):
         attending = self._attending  # found before there are hooks, with which no model can be copied
         shares = _Shares(view, not _OF_DOCUMENTS.isdisjoint(blueprint.inputs.values()))
         context.sharing = shares
-        share = sharing
+        share: Callable[..., Any] = sharing
         if blueprint.writes_attention:
             from weft.techniques.context.reading import leave_out_masks, reading  # loaded where a model does
 
             leave_out_masks(part.module, context)
-            share = reading
+            share = partial(reading, view=self._build.mesh["tensor"])
         if blueprint.attending and shares.isolates:
             _make_no_masks(part.module)
         keyword, kind = blueprint.position_input, blueprint.attention
@@ -90,7 +90,7 @@ class ContextRanks(TechniqueRuntime):
                 module = part.module.get_submodule(name)
             except AttributeError:
                 continue  # another stage's
-            given = {"is_causal": kind == "causal", "ignores_masks": bool(blueprint.attending)}
+            given: dict[str, Any] = {"is_causal": kind == "causal", "ignores_masks": bool(blueprint.attending)}
             module.forward = share(module.forward, name, attend, context, **given)
 
     @cached_property

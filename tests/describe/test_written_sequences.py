@@ -116,6 +116,48 @@ def test_written_attention_is_shared(name: str) -> None:
     assert found(*attends) == SharedSequence("position_ids", kind, ("layers.0", "layers.1"), writes=True)  # type: ignore[arg-type]
 
 
+def slopes(module: Attention, q: Tensor) -> Tensor:
+    return 2.0 ** -torch.arange(1.0, HEADS + 1, device=q.device)[:, None, None]
+
+
+def by_places(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    places = torch.arange(q.shape[2], device=q.device)
+    return (q @ k.mT + (places[None] - places[:, None]).to(q.dtype)).softmax(-1) @ v
+
+
+def from_the_end(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Places that depend on how many there are."""
+    tokens = q.shape[2]
+    bias = (slopes(module, q) * torch.arange(1 - 16, 1, device=q.device))[..., 16 - tokens :]
+    seen = module.triangle[:tokens, :tokens]
+    return (q @ k.mT * 0.5 + bias).masked_fill(~seen, -1e9).softmax(-1) @ v
+
+
+def by_start(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The product begins with it, samples and heads in one dim."""
+    samples, heads, tokens, _ = q.shape
+    bias = (slopes(module, q) * torch.arange(tokens, device=q.device)).repeat(samples, 1, 1)
+    q, k, v = (each.reshape(samples * heads, tokens, -1) for each in (q, k, v))
+    seen = module.triangle[:tokens, :tokens]
+    scores = bias.to(q.dtype).baddbmm(q, k.mT, beta=1.0, alpha=0.5).view(samples, heads, tokens, tokens)
+    probabilities = scores.masked_fill(~seen, -1e9).softmax(-1).view(samples * heads, tokens, tokens)
+    return torch.bmm(probabilities, v).view(samples, heads, tokens, -1)
+
+
+BIASED: Mapping[str, tuple[tuple[Attend, ...], str]] = {
+    "by places": ((by_places, full), "full"),
+    "from the end": ((from_the_end, causal), "causal"),
+    "by start": ((by_start, from_the_end), "causal"),
+}
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_what_is_added_by_places_alone_is_shared(name: str) -> None:
+    attends, kind = BIASED[name]
+    wanted = SharedSequence("position_ids", kind, ("layers.0", "layers.1"), writes=True, biased=True)  # type: ignore[arg-type]
+    assert found(*attends) == wanted
+
+
 def test_calls_alone_are_not_read() -> None:
     assert found(called, called) == SharedSequence("position_ids", "causal", ("layers.0", "layers.1"))
 
@@ -124,9 +166,28 @@ def biased(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT + module.biases[: q.shape[2], : q.shape[2]]).softmax(-1) @ v
 
 
-def by_places(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    places = torch.arange(q.shape[2], device=q.device)
-    return (q @ k.mT + (places[None] - places[:, None]).to(q.dtype)).softmax(-1) @ v
+def by_keys(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT + k.mean(-1)[:, :, None]).softmax(-1) @ v
+
+
+def by_draws(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT + torch.rand(HEADS, 1, q.shape[2])).softmax(-1) @ v
+
+
+def far_apart(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What is hidden is seen again at the end of a long sample."""
+    seen = module.triangle[: q.shape[2], : q.shape[2]]
+    return ((q @ k.mT).masked_fill(~seen, -1.01e4) + 1e3 * torch.arange(q.shape[2])).softmax(-1) @ v
+
+
+def by_many(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT + -1e8 * torch.arange(q.shape[2])).softmax(-1) @ v
+
+
+def by_sample(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT + torch.arange(1.0, 1 + q.shape[0])[:, None, None, None] * torch.arange(q.shape[2])).softmax(
+        -1
+    ) @ v
 
 
 def window_of_half(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -188,7 +249,11 @@ def heads_first(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 REFUSED: Mapping[str, tuple[tuple[Attend, ...], str]] = {
     "biased": ((full, biased), "layers.1 writes its attention out, and adds to its scores something that is no mask"),
-    "by places": ((by_places,), "hides scores by 11.0, which leaves something of them"),
+    "by keys": ((by_keys,), "adds to its scores something that is no mask"),
+    "by draws": ((by_draws,), "adds to its scores something that is no mask"),
+    "far apart": ((far_apart,), "hides scores by -10100.0, and adds up to 11000.0 more to some of them"),
+    "by many": ((by_many,), "too large for a bias"),
+    "by sample": ((by_sample,), "adds to its scores something that differs between samples"),
     "window of half": ((window_of_half,), "depends on how many tokens"),
     "counted": ((counted,), "depends on how many tokens"),
     "flipped": ((of_half,), "flip"),

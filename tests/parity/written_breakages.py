@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.models import written
+from weft.models import scores, written
 
 Patch = tuple[Any, str, Any]
 
@@ -31,7 +31,7 @@ def _window_lost() -> list[Patch]:
 
 def _dropout_lost() -> list[Patch]:
     """Probabilities are not dropped."""
-    return [(written.Scores, "dropped_by", lambda self, dropout: self)]
+    return [(scores.Scores, "dropped_by", lambda self, dropout: self)]
 
 
 PATCHES: Mapping[str, Callable[[], list[Patch]]] = {

@@ -29,6 +29,10 @@ _XGLM: dict[str, Any] = {
     "model_type": "xglm", "architectures": ["XGLMForCausalLM"], "d_model": 32, "ffn_dim": 48, "num_layers": 2,
     "attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 64, "dropout": 0.0, "attention_dropout": 0.0,
 }  # fmt: skip
+_BLOOM: dict[str, Any] = {
+    "model_type": "bloom", "architectures": ["BloomForCausalLM"], "hidden_size": 32, "n_layer": 2, "n_head": 4,
+    "vocab_size": 64, "hidden_dropout": 0.0, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 WRITTEN: dict[str, dict[str, Any]] = {
     "openai": _OPENAI,
     "openai_dropping": _OPENAI | {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
@@ -51,6 +55,8 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "xglm": _XGLM,
     "xglm_dropping": _XGLM | {"dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1},
     "xglm_rarely": _XGLM | {"attention_dropout": 0.0003},
+    "bloom": _BLOOM,
+    "bloom_dropping": _BLOOM | {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     "neo": _NEO | {"attention_types": [[["global"], 2]]},
     "neo_dropping": _NEO | {"attention_types": [[["global"], 2]], "attention_dropout": 0.1, "resid_dropout": 0.1},
     "neo_window": _NEO | {"attention_types": [[["global", "local"], 1]], "window_size": 4},

@@ -45,6 +45,8 @@ class SharedSequence:
     """Modules that call attention of the tokens."""
     writes: bool = False
     """Whether some of them write it out."""
+    biased: bool = False
+    """Whether some of them add to scores what depends on places alone."""
 
 
 class _NoSequenceError(Exception):
@@ -67,6 +69,7 @@ def look_at_tokens(blueprint: Blueprint, ranks: int = 1) -> None:
         return
     blueprint.position_input, blueprint.attention = found.position_input, found.attention
     blueprint.attending, blueprint.writes_attention = found.attending, found.writes
+    blueprint.biased = found.biased
     if not _isolates(blueprint):  # masks that keep documents apart are asked for where nobody shares a sequence
         _drop_masks(blueprint.module)
 
@@ -116,7 +119,8 @@ def _attempt(blueprint: Blueprint, lengths: Iterable[int], reading: Reading | No
 
 
 def _found(blueprint: Blueprint, lengths: Iterable[int], reading: Reading | None) -> SharedSequence:
-    if _isolates(blueprint):  # that it does is known; who sees whom of one document is what one sample shows
+    # That it keeps documents apart is known; who sees whom of one of them is what one sample shows.
+    if isolates := _isolates(blueprint):
         given = {keyword: name for keyword, name in blueprint.inputs.items() if keyword != _POSITIONS}
         blueprint = replace(blueprint, inputs=given)
     length, others = blueprint.sequence_length, set(blueprint.inputs.values()) - {"tokens"}
@@ -147,10 +151,14 @@ def _found(blueprint: Blueprint, lengths: Iterable[int], reading: Reading | None
             raise _NoSequenceError(f"in evaluation, {problem}") from problem
         if other != found:
             raise _NoSequenceError(f"its tokens meet otherwise in evaluation{f' ({where})' if where else ''}")
-    return SharedSequence("" if placed is blueprint else _POSITIONS, *found, writes=reading is not None)
+    kind, attending, biased = found
+    if biased and isolates:
+        raise _NoSequenceError("it adds to its scores what depends on places, and keeps documents apart that follow")
+    by_places = "" if placed is blueprint else _POSITIONS
+    return SharedSequence(by_places, kind, attending, writes=reading is not None, biased=biased)
 
 
-_Found = tuple[AttentionKind, tuple[str, ...]]
+_Found = tuple[AttentionKind, tuple[str, ...], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +207,10 @@ class _Look:
             )
             if meetings != others:
                 raise _NoSequenceError("what its tokens see depends on how many there are")
-        return _kind(meetings), tuple(dict.fromkeys(meeting.module for meeting in meetings))
+        biased = any(meeting.biased for meeting in meetings)
+        if biased and (written := _written_buffers(whole)):
+            raise _NoSequenceError(f"it adds something to its scores, and writes into its buffer {written[0]}")
+        return _kind(meetings), tuple(dict.fromkeys(meeting.module for meeting in meetings)), biased
 
     def without_masks(self, mode: Mode) -> Trace:
         """Return a forward of whole samples that are given the places of their tokens, as ranks run it."""
@@ -217,8 +228,10 @@ class _Look:
     def trace(self, blueprint: Blueprint, length: int, mode: Mode, *, without_masks: bool = False) -> Trace:
         """Return a forward of so many tokens."""
         blueprint = replace(blueprint, example=token_example(length, blueprint.inputs.values()))
+        from weft.models.hf import count_places  # models of one's own may need nothing of transformers
+
         module, reading = copy_on_meta(blueprint.module), self.reading
-        _count_places(module)
+        count_places(module)
         _warn_of_nothing(module)
         if without_masks:
             _drop_masks(module, written=reading is not None)
@@ -234,7 +247,10 @@ class _Look:
         blueprint = replace(blueprint, module=module)
         values = None if reading is None else reading.squares
         try:
-            found = trace(blueprint, torch.float32, values, loss=False, fused=fused, reads=True, modes=(mode,))
+            found = trace(
+                blueprint, torch.float32, values, loss=False, fused=fused, reads=True, modes=(mode,),
+                constants=reading is not None,
+            )  # fmt: skip
         finally:
             if reading is not None:
                 reading.ended()
@@ -259,13 +275,10 @@ def _replaced_buffers(module: nn.Module) -> list[str]:
     return names
 
 
-def _count_places(module: nn.Module) -> None:
-    """Give buffers of places the values that they have in transformers, 0, 1, …, for there are none on the meta
-    device."""
-    for name, buffer in module.named_buffers():
-        owner, _, leaf = name.rpartition(".")
-        if leaf == _POSITIONS and buffer.is_meta and buffer.dtype == torch.int64 and buffer.dim() in (1, 2):
-            setattr(module.get_submodule(owner), leaf, torch.arange(buffer.shape[-1]).expand(buffer.shape))
+def _written_buffers(found: Trace) -> list[str]:
+    """Return the buffers that a forward writes into."""
+    changed = [event.inputs[0].storage for event in found.events if event.mutates and event.inputs]
+    return [name for storage in changed if (name := found.buffers.get(storage))]
 
 
 def _warn_of_nothing(module: nn.Module) -> None:

@@ -16,7 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.models.dropping import DrawnDropout, attend_dropping, attend_in_parts, attend_in_window, attend_with_band
+from weft.models.dropping import (
+    DrawnDropout,
+    attend_biased,
+    attend_dropping,
+    attend_in_parts,
+    attend_in_window,
+    attend_with_band,
+)
 
 
 class FusedAttention(torch.autograd.Function):
@@ -190,6 +197,16 @@ def _window_in_one(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCal
     return None if found is None else replace(found, settings={**found.settings, "window": window})
 
 
+def _biased_in_one(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
+    """Attention with a bias as one call, whatever is seen."""
+    query, key, value, bias, dropout = args
+    found = _in_one((query, key, value, None, dropout), {"causal": kwargs["causal"], "scale": kwargs.get("scale")})
+    if found is None:
+        return None
+    settings = {**found.settings, "window": kwargs.get("window") or 0, "biased": True}
+    return replace(found, operands=(query, key, value, bias), settings=settings)
+
+
 Fused = Mapping[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], FusedCall | None]]
 """Function → how it runs; None: in parts."""
 FUSED: Fused = {
@@ -205,7 +222,12 @@ FUSED: Fused = {
     attend_dropping: _in_parts,
     attend_in_window: _in_window,
 }
-WHOLE_ATTENTION: Fused = {**FUSED, attend_dropping: _in_one, attend_in_window: _window_in_one}
+WHOLE_ATTENTION: Fused = {
+    **FUSED,
+    attend_dropping: _in_one,
+    attend_in_window: _window_in_one,
+    attend_biased: _biased_in_one,
+}
 """The same, with every attention as one call."""
 FUSED_NAMES = ("attention", "rms_norm", "dropout")
 """Names of their events, whose first output is the result; the others are what the kernel keeps."""

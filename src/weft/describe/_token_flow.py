@@ -37,6 +37,8 @@ class Meeting:
     causal: bool
     masked: bool
     dropped: bool
+    biased: bool = False
+    """Whether something is added to its scores that is of places alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +318,9 @@ class _TokenWalker(DimsWalker):
         else:
             for dim in (query[-2], key[-2], value[-2]):
                 self.keep_whole(event, dim, "attends between some of them and something else")
+        for bias in event.inputs[3:]:
+            for dim in self.dims_of(bias):
+                self.keep_whole(event, dim, "adds to its scores what it has computed of them")
         for dims in (query, key, value):
             for dim in (*dims[:-2], dims[-1]):
                 self.keep_whole(event, dim, "attends with them as heads or features")
@@ -331,8 +336,9 @@ class _TokenWalker(DimsWalker):
         """One number for all, as scores that are added or a mask, says nothing: a softmax does not see it."""
         causal, dropped = (bool(event.keywords.get(name)) for name in ("causal", "dropout"))
         masks = event.inputs[3:]
+        biased = bool(event.keywords.get("biased"))
         masked = any(mask.storage not in self.constant or not mask.dtype.is_floating_point for mask in masks)
-        return Meeting(event.module, causal, masked=masked, dropped=dropped)
+        return Meeting(event.module, causal, masked=masked and not biased, dropped=dropped, biased=biased)
 
     def _every_token(self) -> list[int]:
         """All of a sample's tokens: what is seeded first."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from weft.errors import RecipeError
+from weft.models.biases import BiasesOfPlaces
 from weft.models.written import AttentionReader
 
 
@@ -33,7 +34,8 @@ class Reading:
 
     def install(self, module: nn.Module, tokens: int, *, without_masks: bool) -> None:
         """Let a copy of the model be read in a forward of so many tokens."""
-        reader = AttentionReader(tokens, causal=without_masks and self.causal, refused=self._refused)
+        causal, biases = without_masks and self.causal, BiasesOfPlaces()
+        reader = AttentionReader(tokens, causal=causal, refused=self._refused, biases=biases)
         reader.watch(module)
         self.readers.append(reader)
 

@@ -84,6 +84,8 @@ class Blueprint(Tables):
     """Modules that call it of the tokens, where looking has shown them."""
     writes_attention: bool = False
     """Whether some of these write it out in products and a softmax, which ranks then read (`weft.models.written`)."""
+    biased: bool = False
+    """Whether some of these add to their scores what depends on places alone, which ranks make of whole samples."""
     has_known_forward: bool = False
     """Whether it is a reference model, or of a family with a file, as it is: `build_model` says so.  Tables show what
     layers do, and not what a forward does between them, on which tensor ranks that form a grid rely."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 _NUMBER = "_weft_number"
 NUMBERS = ("full", "zeros", "ones", "tensor", "scalar_tensor")
@@ -88,4 +89,6 @@ def number_of(given: Any) -> float | None:
         return None
     if given.is_meta or type(given) is not Tensor:
         return number
-    return number if bool((given == number).all()) else None  # `.data` may be written without a trace
+    # `.data` may be written without a trace; who follows the forward need not see that it is looked at.
+    with _disable_current_modes(), torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+        return number if bool((given == number).all()) else None

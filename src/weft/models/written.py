@@ -15,8 +15,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, final
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,92 +24,29 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from weft.models.dropping import DrawnDropout, PendingScores, attend_dropping, attend_in_window
+from weft.models.biases import Added, Biases, joined
+from weft.models.dropping import DrawnDropout, attend_biased, attend_dropping, attend_in_window
+from weft.models.scores import (
+    CASTS,
+    FACTS,
+    SIZES,
+    Scores,
+    State,
+    UnreadError,
+    asked,
+    cast_of,
+    has_scores,
+    name_of,
+    operands_of,
+    shape_of,
+)
 from weft.models.sights import NUMBERS, Sight, is_corner, note_number, number_of, plain_number, seen_in
 
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "baddbmm")
-_FACTS = ("shape", "dtype", "device", "ndim")
-"""What a model may ask of scores."""
-_OF_GRADIENTS = ("requires_grad", "grad_fn", "is_leaf", "_base")
-_SIZES = ("size", "dim", "numel", "ndimension", "__len__", "is_floating_point", "element_size")
-_CASTS = ("to", "type", "float", "double", "half", "bfloat16", "type_as")
 _HIDDEN = -1e4
 """A score no greater than this is hidden: beside any other its exponential is zero, in fp64, too."""
 _MOST_KNOWN = 64
 """Masks of whose values is remembered what they say."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _State:
-    """What scores would be: scale × query · keyᵀ, masked; or what a softmax and a dropout make of them."""
-
-    query: Tensor
-    """(…, tokens, size)."""
-    key: Tensor
-    """(…, size, tokens)."""
-    lead: tuple[int, ...]
-    """Dims before those of tokens: samples × heads, or both."""
-    heads: tuple[int, int] | None
-    """Samples and heads, once they are known."""
-    dtype: torch.dtype
-    scale: float
-    place: str
-    """Module in which the product was made."""
-    causal: bool = False
-    window: int | None = None
-    hidden: float = -math.inf
-    """The greatest of what stands in place of hidden scores."""
-    gate: Tensor | None = None
-    """What they were multiplied by, 0 or 1 each, until what is hidden is made small."""
-    is_probability: bool = False
-    dropout: nn.Module | None = None
-
-
-@final
-class Scores(PendingScores):
-    """Scores that are not computed.  They have a shape, a dtype and a device, and no values."""
-
-    state: _State
-
-    @staticmethod
-    def of(state: _State) -> Scores:
-        """Return scores of such a state."""
-        tokens = state.query.shape[-2]
-        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-            made = Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType]
-                Scores, (*state.lead, tokens, tokens), dtype=state.dtype, device=state.query.device
-            )
-        made.state = state
-        return made
-
-    def dropped_by(self, dropout: nn.Module) -> Scores:
-        """See `PendingScores`."""
-        if not self.state.is_probability or self.state.dropout is not None:
-            raise UnreadError("drops scores that are no probabilities, or drops them twice")
-        return Scores.of(replace(self.state, dropout=dropout))
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What others ask of scores that a module returned beside its result: hooks, precision."""
-        name = _name_of(func)
-        asks = name in _SIZES or (name == "__get__" and _name_of(func.__self__) in (*_FACTS, *_OF_GRADIENTS))
-        if asks:
-            return _asked(func, args, kwargs or {})
-        if name in _CASTS and isinstance(args[0], Scores):
-            return Scores.of(replace(args[0].state, dtype=_cast(func, args, kwargs or {})))
-        raise UnreadError(f"does {_name_of(func)} to scores of attention outside of what attends")
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise UnreadError(f"does {_name_of(func)} to scores of attention, which are computed nowhere")
-
-
-class UnreadError(Exception):
-    """Something that was done to scores and is not understood: the end of a sentence that begins with the module."""
-
-
-def _name_of(func: Any) -> str:
-    return str(getattr(func, "__name__", func))
 
 
 class AttentionReader(TorchFunctionMode):
@@ -117,7 +54,8 @@ class AttentionReader(TorchFunctionMode):
 
     `causal`: whether masks of `transformers` are left out, so that attention of which nothing hides a score is causal.
     `refused`: makes an error of what is not understood: the end of a sentence that begins with the module.  `drawn`:
-    what drops by a rate where a module drops its probabilities by a function, asked for when it does.
+    what drops by a rate where a module drops its probabilities by a function, asked for when it does.  `biases`: who
+    knows what may be added to scores; None: nothing but masks.
     """
 
     def __init__(
@@ -127,10 +65,14 @@ class AttentionReader(TorchFunctionMode):
         causal: bool,
         refused: Callable[[str, str], Exception],
         drawn: Callable[[float], DrawnDropout] = DrawnDropout,
+        biases: Biases | None = None,
     ) -> None:
         super().__init__()
         self._tokens, self._causal, self._refused, self._drawn = tokens, causal, refused, drawn
+        self._biases = biases
         self._places: list[tuple[str, nn.Module | None]] = []
+        self._counts: list[int] = []
+        """Attentions of each of the calls that are running."""
         self.has_begun = False
         """Whether there was a product of queries and keys."""
         self._known: dict[tuple[object, ...], tuple[Tensor, Sight | None]] = {}
@@ -138,10 +80,12 @@ class AttentionReader(TorchFunctionMode):
     def enter(self, name: str, module: nn.Module | None) -> None:
         """Say that a module begins to run; None: one that is no dropout, nor are those inside of it that are called."""
         self._places.append((name, module))
+        self._counts.append(0)
 
     def leave(self) -> None:
         """Say that the innermost module has run."""
         self._places.pop()
+        self._counts.pop()
 
     def watch(self, root: nn.Module) -> None:
         """Know which module of `root` is running, and read all that it runs.  For a copy that nobody else uses."""
@@ -166,14 +110,16 @@ class AttentionReader(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given: Mapping[str, Any] = kwargs or {}
-        name = _name_of(func)
+        name = name_of(func)
         try:
-            if _has_scores(args, given):
+            if has_scores(args, given):
                 return self._of_scores(func, name, args, given)
             if name in _PRODUCTS and (begun := self._begun(name, args, given)) is not None:
                 return begun
         except UnreadError as problem:
             raise self._refused(self._place[0], str(problem)) from problem
+        if name == "tensor" and self._biases is not None:
+            given = self._biases.made(given)
         made = func(*args, **given)
         if name in NUMBERS and isinstance(made, Tensor):
             note_number(made, name, args, given)
@@ -200,35 +146,40 @@ class AttentionReader(TorchFunctionMode):
             return None
         if not query.shape[-2] == key.shape[-1] == self._tokens > 1:
             return None
-        self.has_begun, scale = True, 1.0
-        if name == "baddbmm":
-            beta, scale = (plain_number(kwargs.get(each, 1.0)) for each in ("beta", "alpha"))
-            if beta is None or scale is None or (beta != 0.0 and number_of(operands[0]) != 0.0):
-                raise UnreadError("adds scores to something that is not known to be zero (positions, it may be)")
-            if not 0.0 < scale < math.inf:
-                raise UnreadError(f"multiplies scores by {scale}")
+        self.has_begun = True
         lead = tuple(query.shape[:-2])
         heads = (lead[0], lead[1]) if len(lead) == 2 else None
-        return Scores.of(
-            _State(
-                query=query, key=key, lead=lead, heads=heads, dtype=query.dtype, scale=scale, place=self._place[0]
-            )  # fmt: skip
+        made = Scores.of(
+            State(query=query, key=key, lead=lead, heads=heads, dtype=query.dtype, scale=1.0, place=self._place[0])
         )
+        return made if name != "baddbmm" else self._begun_with(made, operands[0], kwargs)
+
+    def _begun_with(self, scores: Scores, base: Any, kwargs: Mapping[str, Any]) -> Scores:
+        """The scores of a product that begins with something: beta · base + alpha · query · keyᵀ."""
+        beta, scale = (plain_number(kwargs.get(each, 1.0)) for each in ("beta", "alpha"))
+        if beta is None or scale is None or not 0.0 < scale < math.inf:
+            raise UnreadError(f"multiplies scores by {scale}")
+        scores = self._changed(scores, scale=scale)
+        if beta == 0.0 or number_of(base) == 0.0:
+            return scores
+        if self._biases is None or not self._biases.takes(base):
+            raise UnreadError("adds scores to something that is not known to be zero (positions, it may be)")
+        return self._changed(scores, added=(Added(base, beta, len(scores.state.lead)),))
 
     # ── what is done to scores ────────────────────────────────────────────────────────────────────────────────────────
 
     def _of_scores(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if name == "__get__":
-            name = _name_of(func.__self__)
-            if name in _FACTS:
-                return _asked(func, args, kwargs)
+            name = name_of(func.__self__)
+            if name in FACTS:
+                return asked(func, args, kwargs)
             raise UnreadError(f"asks for {name} of its scores")
-        if name in _SIZES:
-            return _asked(func, args, kwargs)
+        if name in SIZES:
+            return asked(func, args, kwargs)
         if name in _PRODUCTS:
             return self._finished(name, args, kwargs)
-        if name in _CASTS:
-            return self._changed(args[0], dtype=_cast(func, args, kwargs))
+        if name in CASTS:
+            return self._changed(args[0], dtype=cast_of(func, args, kwargs))
         rule = _RULES.get(name)
         if rule is None:
             raise UnreadError(f"does {name} to its scores")
@@ -252,7 +203,7 @@ class AttentionReader(TorchFunctionMode):
             raise UnreadError("lays its scores out otherwise")
         shape = list(sizes)
         if shape.count(-1) == 1:
-            shape[shape.index(-1)] = math.prod(_shape(scores)) // max(1, -math.prod(shape))
+            shape[shape.index(-1)] = math.prod(shape_of(scores)) // max(1, -math.prod(shape))
         lead, tokens = tuple(shape[:-2]), tuple(shape[-2:])
         if tokens != (self._tokens,) * 2 or math.prod(lead) != math.prod(state.lead) or len(lead) not in (1, 2):
             raise UnreadError("lays its scores out otherwise")
@@ -262,7 +213,7 @@ class AttentionReader(TorchFunctionMode):
         return self._changed(scores, lead=lead, heads=heads)
 
     def _multiplied(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Scores:
-        scores, other = _operands(args)
+        scores, other = operands_of(args)
         number = number_of(other)
         if number is not None:
             return self._scaled(scores, number)
@@ -280,15 +231,22 @@ class AttentionReader(TorchFunctionMode):
         state = scores.state
         if state.is_probability or state.gate is not None or not 0.0 < number < math.inf:
             raise UnreadError(f"multiplies {'its probabilities' if state.is_probability else 'scores'} by {number}")
-        return self._changed(scores, scale=state.scale * number, hidden=state.hidden * number)
+        added = tuple(replace(each, factor=each.factor * number) for each in state.added)
+        return self._changed(scores, scale=state.scale * number, hidden=state.hidden * number, added=added)
 
     def _added(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Scores:
-        scores, other = _operands(args)
+        scores, other = operands_of(args)
         if kwargs or scores.state.is_probability or not isinstance(other, Tensor):
             raise UnreadError("adds something to its scores")
         if scores.state.gate is not None:
             return self._gated(scores, scores.state.gate, other)
-        return self._hiding(scores, self._sight(other, added=True), "adds to its scores")
+        sight = self._sight(other, added=True)
+        hides = sight is not None and sight.hidden <= _HIDDEN
+        if hides or self._biases is None or not self._biases.takes(other):
+            return self._hiding(scores, sight, "adds to its scores")
+        state = scores.state
+        dtype = torch.promote_types(state.dtype, other.dtype)
+        return self._changed(scores, dtype=dtype, added=(*state.added, Added(other, 1.0, len(state.lead))))
 
     def _gated(self, scores: Scores, gate: Tensor, other: Tensor) -> Scores:
         """scores · gate + other: a gate of ones lets scores be, one of zeros leaves `other` alone."""
@@ -341,7 +299,7 @@ class AttentionReader(TorchFunctionMode):
 
     def _no_less(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Scores:
         """The greater of scores and the least number that there is."""
-        scores, other = _operands(args)
+        scores, other = operands_of(args)
         if kwargs or number_of(other) != torch.finfo(scores.state.dtype).min or scores.state.is_probability:
             raise UnreadError("takes the greater of its scores and something else")
         return self._changed(scores)
@@ -391,15 +349,40 @@ class AttentionReader(TorchFunctionMode):
             raise UnreadError(f"attends by scores that {state.place or 'the forward'} made")
         if state.heads is None:
             raise UnreadError("has samples and heads in one dim, and nothing shows which is which")
+        bias = self._bias_of(state, *state.heads)
         key = state.key.transpose(-1, -2)
         parts = [each.unflatten(0, state.heads) if each.dim() == 3 else each for each in (state.query, key, value)]
         query, key, value = (each if each.dtype == value.dtype else each.to(value.dtype) for each in parts)
-        mixed = self._attended(state, query, key, value)
+        mixed = self._attended(state, query, key, value, bias)
         return mixed.flatten(0, 1) if len(state.lead) == 1 else mixed
 
-    def _attended(self, state: _State, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _bias_of(self, state: State, samples: int, heads: int) -> Tensor | None:
+        """What was added to the scores and is no mask."""
+        number = self._counts[-1] if self._counts else 0
+        if self._counts:
+            self._counts[-1] += 1
+        if not state.added or self._biases is None:
+            return None
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            bias = joined(state.added, samples, heads, self._tokens)
+            if bias is None:
+                raise UnreadError("adds to its scores something that differs between samples")
+            try:
+                bias = self._biases.placed((state.place, number), bias)
+            except ValueError as problem:
+                raise UnreadError(str(problem)) from problem
+            spread = 0.0 if bias.is_meta else float(bias.max() - bias.min())
+        if state.hidden > _HIDDEN - spread:
+            raise UnreadError(f"hides scores by {state.hidden}, and adds up to {spread} more to some of them")
+        return bias
+
+    def _attended(self, state: State, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         says_nothing = not state.causal and state.window is None
         causal = state.causal or (says_nothing and self._causal)
+        if bias is not None:
+            return attend_biased(
+                query, key, value, bias, state.dropout, causal=causal, window=state.window, scale=state.scale
+            )  # fmt: skip
         if state.window is not None:
             return attend_in_window(
                 query, key, value, None, state.dropout, window=state.window, scale=state.scale
@@ -441,44 +424,6 @@ class AttentionReader(TorchFunctionMode):
             whole = base if is_corner(mask, base) else mask
             self._known[at] = base, seen_in(whole, added=added, inverted=inverted)  # held: no other has its id
         return self._known[at][1]
-
-
-def _has_scores(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return any(
-        isinstance(each, Scores) or (isinstance(each, list | tuple) and any(isinstance(one, Scores) for one in each))
-        for each in (*args, *kwargs.values())
-    )
-
-
-def _asked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-        return func(*args, **kwargs)
-
-
-def _shape(scores: Scores) -> tuple[int, ...]:
-    with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-        return tuple(scores.shape)
-
-
-def _cast(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype:
-    """The dtype of a cast, by one of nothing.  A move to another device is none."""
-    if not isinstance(args[0], Scores):
-        raise UnreadError("casts something as its scores are")
-    with _disable_current_modes(), torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-        made = func(torch.empty(0, dtype=args[0].state.dtype, device=args[0].state.query.device), *args[1:], **kwargs)
-        if not isinstance(made, Tensor) or made.device != args[0].state.query.device or not made.is_floating_point():
-            raise UnreadError("takes its scores elsewhere")
-        return made.dtype
-
-
-def _operands(args: Sequence[Any]) -> tuple[Scores, Any]:
-    if len(args) == 2:
-        first, second = args
-        if isinstance(first, Scores) and not isinstance(second, Scores):
-            return first, second
-        if isinstance(second, Scores) and not isinstance(first, Scores):
-            return second, first
-    raise UnreadError("combines scores with one another")
 
 
 _RULES: Mapping[str, Callable[[AttentionReader, Sequence[Any], Mapping[str, Any]], Scores]] = {

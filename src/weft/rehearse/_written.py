@@ -15,6 +15,7 @@ def read_attention(module: nn.Module, blueprint: Blueprint, batch: Mapping[str, 
     writes attention out."""
     if not blueprint.writes_attention:
         return
+    from weft.models.biases import AnyBias
     from weft.models.hf import drop_masks, square_buffers  # models of one's own may need nothing of transformers
     from weft.models.written import AttentionReader  # loaded where a model does
 
@@ -23,7 +24,8 @@ def read_attention(module: nn.Module, blueprint: Blueprint, batch: Mapping[str, 
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, value)
     tokens = batch["tokens"].shape[1]
-    AttentionReader(tokens, causal=blueprint.attention == "causal", refused=_unread).watch(module)
+    biases, causal = AnyBias() if blueprint.biased else None, blueprint.attention == "causal"
+    AttentionReader(tokens, causal=causal, refused=_unread, biases=biases).watch(module)
 
 
 def _unread(name: str, what: str) -> PlanError:

@@ -60,3 +60,12 @@ def _innermost(model: nn.Module, path: str) -> Any:
         inner = model.get_submodule(".".join(parts[:depth]))
         found = inner if hasattr(inner, "_init_weights") else found
     return found
+
+
+def count_places(module: nn.Module) -> None:
+    """Give buffers of places the values that they have in transformers, 0, 1, …, for there are none on the meta
+    device."""
+    for name, buffer in module.named_buffers():
+        owner, _, leaf = name.rpartition(".")
+        if leaf == "position_ids" and buffer.is_meta and buffer.dtype == torch.int64 and buffer.dim() in (1, 2):
+            setattr(module.get_submodule(owner), leaf, torch.arange(buffer.shape[-1]).expand(buffer.shape))

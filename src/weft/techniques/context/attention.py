@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models.dropping import AttentionTaker, DrawnDropout, attend_dropping, attend_in_window
+from weft.models.dropping import AttentionTaker, DrawnDropout, attend_biased, attend_dropping, attend_in_window
 from weft.parallel import StepContext
 from weft.parallel.local_tokens import LocalTokens
 from weft.parallel.randomness import KeyedDropout
@@ -98,6 +98,7 @@ class _Backward:
             scale=self._who.form.scale,
             causal=pair.causal,
             mask=self._who.mask(source, pair),
+            bias=self._who.bias(source, pair, heads),
             kept=self._who.kept(source, pair, heads, self._query),
         )
         self.by_query[rows] += mine
@@ -116,6 +117,7 @@ def attend_to_all(query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchan
                 scale=who.form.scale,
                 causal=pair.causal,
                 mask=who.mask(source, pair),
+                bias=who.bias(source, pair, (0, query.shape[1])),
                 kept=who.kept(source, pair, (0, query.shape[1]), query),
             )
             if part.output.shape[2] == query.shape[2]:
@@ -202,6 +204,8 @@ class Sharing(AttentionTaker):
             return self._attend_dropping(*args, **(kwargs or {}))
         if func is attend_in_window:
             return self._attend_in_window(*args, **(kwargs or {}))
+        if func is attend_biased:
+            return self._attend_biased(*args, **(kwargs or {}))
         if func is Tensor.unflatten and torch.compiler.is_compiling():  # which Dynamo cannot enter by its function
             return args[0].unflatten(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -249,6 +253,24 @@ class Sharing(AttentionTaker):
             raise self._refused("attends through a window, where attention of this model sees every token")
         return self._share((query, key, value), mask, causal=True, scale=scale, dropout=dropout, window=window)
 
+    def _attend_biased(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor,
+        dropout: nn.Module | None,
+        *,
+        causal: bool,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """`bias` is that of whole samples."""
+        if window is not None and not self._is_causal:
+            raise self._refused("attends through a window, where attention of this model sees every token")
+        of = (query, key, value)
+        return self._share(of, None, causal=causal, scale=scale, dropout=dropout, window=window, bias=bias)
+
     def _share(
         self,
         of: tuple[Tensor, Tensor, Tensor],
@@ -258,6 +280,7 @@ class Sharing(AttentionTaker):
         scale: float | None,
         dropout: nn.Module | None = None,
         window: int | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         query, key, _ = of
         self._check(query, key, mask, is_causal=causal)
@@ -273,6 +296,7 @@ class Sharing(AttentionTaker):
             causal=self._is_causal,
             scale=query.shape[-1] ** -0.5 if scale is None else scale,
             window=window if window is not None and window < self._tokens.length else None,
+            bias=bias,
             dropped=dropped,
         )
         return self._shared.attend(*of, self._tokens, form)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from weft.techniques.context.dropped import DroppedAttention
 
@@ -17,5 +19,17 @@ class AttentionForm:
     """Factor of the products of queries and keys."""
     window: int | None = None
     """How many tokens each sees, itself and those before it; None: all of them.  Only where it is causal."""
+    bias: Tensor | None = None
+    """What is added to the scores, of whole samples and of this rank's heads, (heads or 1, queries or 1, keys or 1);
+    None: nothing."""
     dropped: DroppedAttention | None = None
     """What is dropped of the probabilities, of whole samples; None: nothing."""
+
+    def of_heads(self, start: int, heads: int) -> AttentionForm:
+        """Return the same of some of the heads."""
+        dropped, bias = self.dropped, self.bias
+        if dropped is not None:
+            dropped = replace(dropped, first_head=dropped.first_head + start)
+        if bias is not None and bias.shape[0] > 1:
+            bias = bias[start : start + heads]
+        return replace(self, dropped=dropped, bias=bias)

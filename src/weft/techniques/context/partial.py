@@ -20,6 +20,8 @@ from weft.techniques.context.kernels import Scoring, kernel_for
 Kept = Callable[[slice], Tensor]
 """Rows of queries → which of their probabilities are kept, times what they are scaled by:
 (samples, heads, queries, keys)."""
+_Added = tuple[Tensor | None, Tensor | None]
+"""Which scores count, and what is added to them."""
 _CHUNK_SCORES = 1 << 24
 """Scores that exist at once where no kernel returns L: 64 MiB in fp32."""
 
@@ -42,15 +44,17 @@ def attend(
     scale: float,
     causal: bool = False,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
     kept: Kept | None = None,
 ) -> Partial:
     """Attend from (samples, heads, queries, size) to (samples, kv heads, keys, size), kv heads dividing heads.
 
     `causal`: query i sees keys 0 to i.  `mask` is of bool, (samples or 1, 1, queries, keys), and goes before `causal`.
+    `bias` is added to the scores: (1, heads or 1, queries or 1, keys or 1).
     `kept`: probabilities are dropped after the softmax, so L is what it would be without, and results merge as ever.
     """
     scoring = Scoring(scale, causal, mask)
-    if kept is None and (kernel := kernel_for(query, key, value, scoring)):
+    if kept is None and bias is None and (kernel := kernel_for(query, key, value, scoring)):
         output, log_sum = kernel.attend(query, key, value, scoring)
         if mask is not None:  # of who sees nothing each kernel says something else
             sees = mask.to(query.device).any(-1)
@@ -62,10 +66,10 @@ def attend(
         mask = _causal_mask(query, key)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    parts = [
-        _attend_plainly(query[:, :, rows], key, value, scale, _rows(mask, rows), None if kept is None else kept(rows))
-        for rows in _chunks(query, key)
-    ]
+    parts: list[Partial] = []
+    for rows in _chunks(query, key):
+        added, factors = (_rows(mask, rows), _rows(bias, rows)), None if kept is None else kept(rows)
+        parts.append(_attend_plainly(query[:, :, rows], key, value, scale, added, factors))
     return Partial(torch.cat([part.output for part in parts], 2), torch.cat([part.log_sum for part in parts], 2))
 
 
@@ -79,6 +83,7 @@ def attend_backward(
     scale: float,
     causal: bool = False,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
     kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the shares of the gradients of query, key and value that these keys give.
@@ -86,13 +91,13 @@ def attend_backward(
     `gradient` and `whole` are those of the queries over all keys, `whole.output` in the dtype of `query`.
     """
     scoring = Scoring(scale, causal, mask)
-    if kept is None and (kernel := kernel_for(query, key, value, scoring)):
+    if kept is None and bias is None and (kernel := kernel_for(query, key, value, scoring)):
         return kernel.backward(gradient, (query, key, value), whole.output, whole.log_sum, scoring)
     if mask is not None:
         mask = mask.to(query.device)
     elif causal:
         mask = _causal_mask(query, key)
-    return _backward_plainly(gradient, query, key, value, whole, scale, mask, kept)
+    return _backward_plainly(gradient, query, key, value, whole, scale, (mask, bias), kept)
 
 
 def merge(one: Partial | None, other: Partial) -> Partial:
@@ -128,23 +133,25 @@ def _chunks(query: Tensor, key: Tensor) -> list[slice]:
 
 
 def _rows(mask: Tensor | None, rows: slice) -> Tensor | None:
-    return None if mask is None else mask[:, :, rows]
+    return mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows]
 
 
 def _widened(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _scores(query: Tensor, key: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+def _scores(query: Tensor, key: Tensor, scale: float, added: _Added) -> Tensor:
     """In fp32 or wider: products of bf16 that are rounded to bf16 would move large scores by whole percents."""
-    scores = _widened(query) * scale @ _widened(key).transpose(-1, -2)
+    scores, (mask, bias) = _widened(query) * scale @ _widened(key).transpose(-1, -2), added
+    if bias is not None:
+        scores = scores + bias
     return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
 
 
 def _attend_plainly(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None, kept: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, scale: float, added: _Added, kept: Tensor | None
 ) -> Partial:
-    scores = _scores(query, key, scale, mask)
+    scores = _scores(query, key, scale, added)
     log_sum = scores.logsumexp(-1)
     probabilities = _probabilities(scores, log_sum)
     return Partial((probabilities if kept is None else probabilities * kept).to(value.dtype) @ value, log_sum)
@@ -162,7 +169,7 @@ def _backward_plainly(
     value: Tensor,
     whole: Partial,
     scale: float,
-    mask: Tensor | None,
+    added: _Added,
     kept: Kept | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = query.shape[1] // key.shape[1]
@@ -172,7 +179,7 @@ def _backward_plainly(
     by_key, by_value = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
     row_sums = (gradient.to(wide) * whole.output.to(wide)).sum(-1)
     for rows in _chunks(query, key):
-        scores = _scores(query[:, :, rows], keys, scale, _rows(mask, rows))
+        scores = _scores(query[:, :, rows], keys, scale, (_rows(added[0], rows), _rows(added[1], rows)))
         probabilities = _probabilities(scores, whole.log_sum[:, :, rows])
         given = gradient[:, :, rows]
         weights, by_probability = probabilities, _widened(given) @ _widened(values).transpose(-1, -2)

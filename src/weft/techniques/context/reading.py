@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView
 from weft.errors import PlanError
+from weft.models import Blueprint
+from weft.models.biases import Biases, BiasesOfRank, WholeBiases
 from weft.models.dropping import DrawnDropout
 from weft.models.written import AttentionReader
 from weft.parallel import StepContext
@@ -28,8 +30,10 @@ def reading(
     is_causal: bool,
     ignores_masks: bool,
     view: GroupView,
+    biases: Biases | None,
 ) -> Callable[..., Any]:
-    """Return the same as `sharing` of a module whose attention may be written out.  `view`: its tensor ranks."""
+    """Return the same as `sharing` of a module whose attention may be written out.  `view`: its tensor ranks; `biases`:
+    who knows what it adds to its scores, of places alone."""
     readers: dict[int, AttentionReader] = {}
     shared = Shared(name, _apart(attend), is_causal, ignores_masks)
 
@@ -40,8 +44,7 @@ def reading(
 
     def reader_of(tokens: int) -> AttentionReader:
         if tokens not in readers:
-            readers[tokens] = AttentionReader(tokens, causal=is_causal, refused=_unread, drawn=drawn)
-            readers[tokens].enter(name, None)
+            readers[tokens] = AttentionReader(tokens, causal=is_causal, refused=_unread, drawn=drawn, biases=biases)
         return readers[tokens]
 
     @functools.wraps(forward)
@@ -49,8 +52,13 @@ def reading(
         tokens = None if context.current is None else context.current.tokens
         if tokens is None:
             return forward(*args, **kwargs)
-        with Sharing(shared, tokens), reader_of(tokens.held):
-            return forward(*args, **kwargs)
+        reader = reader_of(tokens.held)
+        reader.enter(name, None)
+        try:
+            with Sharing(shared, tokens), reader:
+                return forward(*args, **kwargs)
+        finally:
+            reader.leave()
 
     return run
 
@@ -87,3 +95,18 @@ def leave_out_masks(module: nn.Module, context: StepContext) -> None:
             return forward(*args, **kwargs)
 
     module.forward = functools.wraps(forward)(run)
+
+
+def biases_of(
+    blueprint: Blueprint, root: nn.Module, dtype: torch.dtype, context: StepContext, view: GroupView
+) -> Biases | None:
+    """Return who knows what modules of `root` add to their scores; None: nothing.  `view`: its tensor ranks."""
+    if not blueprint.biased:
+        return None
+
+    def tokens() -> tuple[int, int]:
+        held = context.require().tokens
+        assert held is not None, "asked of ranks that share a sequence"
+        return held.length, held.held
+
+    return BiasesOfRank(WholeBiases(blueprint, dtype), root, tokens, lambda heads: view.index * heads)

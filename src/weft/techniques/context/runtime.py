@@ -69,10 +69,12 @@ class ContextRanks(TechniqueRuntime):
         context.sharing = shares
         share: Callable[..., Any] = sharing
         if blueprint.writes_attention:
-            from weft.techniques.context.reading import leave_out_masks, reading  # loaded where a model does
+            from weft.techniques.context.reading import biases_of, leave_out_masks, reading  # loaded where a model does
 
             leave_out_masks(part.module, context)
-            share = partial(reading, view=self._build.mesh["tensor"])
+            tensor = self._build.mesh["tensor"]
+            biases = biases_of(blueprint, part.module, self._build.dtypes.compute, context, tensor)
+            share = partial(reading, view=tensor, biases=biases)
         if blueprint.attending and shares.isolates:
             _make_no_masks(part.module)
         keyword, kind = blueprint.position_input, blueprint.attention

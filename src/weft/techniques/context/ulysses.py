@@ -80,13 +80,12 @@ class HeadExchange:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         whole = _Whole(tokens.length, self._view, self._group, self._groups)
         query, key, value = whole.of_tokens(query, key, value)
-        if form.dropped is not None:
-            first = form.dropped.first_head + self._view.index * query.shape[1]
-            form = replace(form, dropped=replace(form.dropped, first_head=first))
+        form = form.of_heads(self._view.index * query.shape[1], query.shape[1])
         if self._between is not None:
             together = replace(tokens, runs=joint_runs(tokens.length, self._groups, self._group, self._view.size))
             return whole.of_heads(self._between(query, key, value, together, form))
-        if form.dropped is not None or form.window is not None:  # no kernel drops by keys, or knows windows
+        is_plain = form.dropped is None and form.window is None and form.bias is None
+        if not is_plain:  # no kernel drops by keys, knows windows, or makes biases of places
             return whole.of_heads(_attend_alone(query, key, value, tokens, form))
         mask, groups = _mask(tokens, form.causal), query.shape[1] != key.shape[1]
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage] # no module around this one shares it again

@@ -111,6 +111,18 @@ class Visibility:
             mask = seen[None] if mask is None else mask & seen
         return None if mask is None else mask[:, None]
 
+    def bias(self, source: int, pair: Pair, heads: tuple[int, int]) -> Tensor | None:
+        """Return what is added to the scores of a pair for [start, stop) of this rank's heads, as `attend` takes it."""
+        if (bias := self.form.bias) is None:
+            return None
+        if bias.shape[0] > 1:
+            bias = bias[slice(*heads)]
+        if bias.shape[1] > 1:
+            bias = bias[:, self._positions(self.view.index, bias.device)[pair.queries]]
+        if bias.shape[2] > 1:
+            bias = bias[:, :, self._positions(source, bias.device)[pair.keys]]
+        return bias[None]
+
     def kept(self, source: int, pair: Pair, heads: tuple[int, int], query: Tensor) -> Kept | None:
         """Factors of the probabilities of a pair, for [start, stop) of this rank's heads; `query` is of such heads."""
         if (dropped := self.form.dropped) is None:

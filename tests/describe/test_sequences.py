@@ -112,6 +112,10 @@ BY_TOKEN: Mapping[str, Step] = {
     "places": lambda model, x: x + model.place(model.places),
     "kinds": lambda model, x: x + model.kind(torch.zeros_like(model.tokens)),
     "written": written,
+    "first token for nothing": lambda model, x: (model.first(x[:, 0]), x)[1],
+    "places of all samples": lambda model, x: (
+        x + model.place.weight.index_select(0, model.places.reshape(-1)).view(x.shape)
+    ),
     "softmax of features": lambda model, x: x.softmax(-1),
     "heads": lambda model, x: x.view(*x.shape[:2], HEADS, -1).transpose(1, 2).transpose(1, 2).flatten(2),
     "flat": lambda model, x: model.first(x.flatten(0, 1)).view(x.shape),
@@ -135,6 +139,10 @@ MIXING: Mapping[str, Step] = {
     "first": lambda model, x: x + x[:, 0:1],
     "picked": lambda model, x: x + x[:, 3][:, None],
     "by number": lambda model, x: x[:, torch.arange(LENGTH, device=x.device).flip(0)],
+    "selected": lambda model, x: x + x.index_select(1, torch.arange(LENGTH, device=x.device).flip(0)),
+    "first for something": lambda model, x: x + model.first(x[:, 0])[:, None],
+    "views of views": lambda model, x: x + x.transpose(1, 2)[..., 0].unsqueeze(1).expand(x.shape),
+    "read before it is changed": lambda model, x: x + [x[:, 0].clone(), x.relu_()][0][:, None],
     "gathered": lambda model, x: x.gather(1, model.tokens[..., None].expand(-1, -1, WIDTH) % LENGTH),
     "convolution": lambda model, x: model.convolution(x.transpose(1, 2)).transpose(1, 2),
     "recurrent": lambda model, x: model.recurrent(x)[0],

@@ -78,6 +78,7 @@ def test_a_forward_without_memory_makes_those_of_whole_samples(training: bool) -
 def test_a_rank_takes_those_of_whole_samples() -> None:
     made = blueprint()
     rank = BiasesOfRank(WholeBiases(made, torch.float64), made.module, lambda: (12, 6), lambda heads: 0)
+    rank.begin()
     found = rank.placed(("layers.1", 0), wanted(6))
     torch.testing.assert_close(found, wanted(12))
     with pytest.raises(ValueError, match="adds something else to its scores than a forward of as many tokens showed"):
@@ -91,6 +92,7 @@ def test_a_rank_takes_those_of_whole_samples() -> None:
 def test_a_rank_that_has_some_of_the_heads_takes_theirs() -> None:
     made = blueprint()
     rank = BiasesOfRank(WholeBiases(made, torch.float64), made.module, lambda: (12, 6), lambda heads: 1)
+    rank.begin()
     torch.testing.assert_close(rank.placed(("layers.0", 0), wanted(6)[1:]), wanted(12)[1:])
 
 
@@ -98,6 +100,7 @@ def test_what_changes_while_it_trains_is_seen() -> None:
     """Of a number of Python nothing is known, so every call compares."""
     made = blueprint()
     rank = BiasesOfRank(WholeBiases(made, torch.float64), made.module, lambda: (12, 6), lambda heads: 0)
+    rank.begin()
     rank.placed(("layers.0", 0), wanted(6))
     grown = wanted(6, 0.5 + 1.1)
     with pytest.raises(ValueError, match="adds something else"):

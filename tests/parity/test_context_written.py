@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 from cells import Cell, plan
+from cells import models as every_model
 from parity_run import Matrix
+from test_dry_runs import check
 
 from pool import RankPool
+from weft.blueprint import build_blueprint
 from weft.description import facts_of
 from weft.errors import PlanError
 from weft.plan import ContextParallelPlan, Plan, check_plan
+from weft.recipe import ModelRecipe
 
 IN_PAIRS = replace(
     plan(context=4, scheme="usp"), context_parallel=ContextParallelPlan(scheme="usp", ulysses=2)
@@ -34,7 +38,30 @@ CELLS = (
     Cell("japanese_dropping", plan(context=2, replicate=2)),
     Cell("japanese_isolated", plan(context=2)),
     Cell("japanese_isolated", plan(context=4, scheme="all_gather")),
+    Cell("xglm_dropping", plan(context=2)),
+    Cell("xglm_dropping", plan(context=4, scheme="all_gather", recompute="full")),
+    Cell("xglm_dropping", plan(context=2, scheme="ulysses")),
+    Cell("xglm_dropping", IN_PAIRS),
+    Cell("xglm_dropping", plan(context=2, tensor=2)),
+    Cell("xglm_dropping", plan(context=2, shard=2, zero=3, micro=3, recompute="selective")),
+    Cell("xglm_rarely", plan(context=3)),
+    Cell("bloom_dropping", plan(context=2)),
+    Cell("bloom", plan(context=4, scheme="all_gather")),
+    Cell("bloom_dropping", plan(context=2, scheme="ulysses", recompute="full")),
+    Cell("bloom_dropping", IN_PAIRS),
+    Cell("bloom_dropping", plan(context=2, tensor=2)),
+    Cell("bloom", plan(context=2, shard=2, zero=3, micro=3, recompute="selective")),
+    Cell("bloom", plan(context=3, zero=1)),
+    Cell("layoutlm", plan(context=2)),
+    Cell("layoutlm", plan(context=2, tensor=2)),
+    Cell("layoutlm", plan(context=2, shard=2, zero=3, micro=3, scheme="ulysses")),
 )
+LONG = (
+    Cell("xglm_dropping", plan(context=2)),
+    Cell("bloom_dropping", plan(context=2, shard=2, zero=1, micro=3)),
+    Cell("bloom_dropping", plan(context=4, micro=6)),
+)
+"""Twenty steps, and what a dry run predicts of them."""
 IN_FP32 = (
     Cell("neo_dropping", plan(context=2)),
     Cell("neo", plan(context=2, scheme="ulysses", recompute="full")),
@@ -51,9 +78,30 @@ def parity(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix.create(ranks, tmp_path_factory.mktemp("models"), steps=3, backend="cpu:weft")
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelRecipe]:
+    return every_model(tmp_path_factory.mktemp("dry"))
+
+
+@pytest.fixture(scope="module")
+def long(ranks: RankPool, models: dict[str, ModelRecipe], pytestconfig: pytest.Config) -> Matrix:
+    return Matrix(ranks, models, backend=str(pytestconfig.getoption("--parity-backend")))
+
+
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_equals_one_process(parity: Matrix, cell: Cell) -> None:
     assert parity.verdict(cell).failures("fp64") == []
+
+
+@pytest.mark.parametrize("cell", LONG, ids=str)
+def test_a_dry_run_sends_what_is_predicted(models: dict[str, ModelRecipe], cell: Cell) -> None:
+    check(cell, models, "fp32", build_blueprint)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("cell", LONG, ids=str)
+def test_twenty_steps_equal_one_process(long: Matrix, cell: Cell) -> None:
+    assert long.verdict(cell).failures("fp64") == []
 
 
 @pytest.mark.parametrize("cell", IN_FP32, ids=str)
@@ -67,10 +115,14 @@ def test_equals_one_process_in_fp32(parity: Matrix, cell: Cell) -> None:
         ("scale of written attention lost", "openai"),
         ("dropout of written attention lost", "megatron_masked"),
         ("merged as means", "megatron_decoder"),
+        ("bias of a rank's own places", "bloom"),
+        ("bias of the first heads", "bloom"),
+        ("dropped pairs of a rank's own places", "xglm_dropping"),
     ],
 )
 def test_a_broken_piece_is_seen(parity: Matrix, breakage: str, model: str) -> None:
-    failures = parity.verdict(Cell(model, plan(context=2)), breakage=breakage).failures("fp64")
+    scheme = "ulysses" if breakage == "bias of the first heads" else "ring"
+    failures = parity.verdict(Cell(model, plan(context=2, scheme=scheme)), breakage=breakage).failures("fp64")
     assert any("gradient" in failure for failure in failures), failures
 
 

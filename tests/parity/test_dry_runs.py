@@ -5,17 +5,20 @@ collectives are compared with the first rank's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import cells
 import matrix
 import pytest
 from cells import Cell
 from parity_run import with_precision
 
-from weft.models import build_model
+from weft.models import Blueprint, build_model
 from weft.program import occasions_of, program_of
 from weft.recipe import ModelRecipe, Recipe
 from weft.rehearse import outline_of, rehearse_world
 
+Build = Callable[[Recipe], Blueprint]
 CELLS = tuple(cell for cell in matrix.FULL if cell.world > 1)
 
 
@@ -33,9 +36,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelRecipe]:
     return cells.models(tmp_path_factory.mktemp("models"))
 
 
-def unlike_ranks(recipe: Recipe, cell: Cell) -> tuple[int, ...]:
+def unlike_ranks(recipe: Recipe, cell: Cell, build: Build = build_model) -> tuple[int, ...]:
     """The first of all ranks that send the same."""
-    outline, found = outline_of(build_model(recipe)), dict[frozenset[object], int]()
+    outline, found = outline_of(build(recipe)), dict[frozenset[object], int]()
     occasions = occasions_of(recipe, cell.plan, 0, is_first=True, some_unused=True)
     for rank in range(cell.world):
         traffic = program_of(recipe, cell.plan, outline, rank, cuts_anywhere=False).traffic(*occasions)
@@ -43,9 +46,9 @@ def unlike_ranks(recipe: Recipe, cell: Cell) -> tuple[int, ...]:
     return tuple(found.values())
 
 
-def check(cell: Cell, models: dict[str, ModelRecipe], precision: str = "fp64") -> None:
+def check(cell: Cell, models: dict[str, ModelRecipe], precision: str = "fp64", build: Build = build_model) -> None:
     recipe, plan = cells.recipe_of(models[cell.model], precision), with_precision(cell.plan, precision)
-    report = rehearse_world(recipe, plan, lambda: build_model(recipe), unlike_ranks(recipe, cell))
+    report = rehearse_world(recipe, plan, lambda: build(recipe), unlike_ranks(recipe, cell, build))
     assert report.problems == ()
     for rank in report.asked:
         assert rank.issued

@@ -1,4 +1,4 @@
-"""Models of `transformers` that write their attention out: products, a mask, a softmax."""
+"""Models of `transformers` that write their attention out: products, a mask, a softmax; one that pools for nothing."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ _BLOOM: dict[str, Any] = {
     "model_type": "bloom", "architectures": ["BloomForCausalLM"], "hidden_size": 32, "n_layer": 2, "n_head": 4,
     "vocab_size": 64, "hidden_dropout": 0.0, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+_LAYOUT = _BERT | {
+    "model_type": "layoutlm", "architectures": ["LayoutLMForMaskedLM"], "max_2d_position_embeddings": 64,
+}  # fmt: skip
 WRITTEN: dict[str, dict[str, Any]] = {
     "openai": _OPENAI,
     "openai_dropping": _OPENAI | {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
@@ -57,6 +60,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "xglm_rarely": _XGLM | {"attention_dropout": 0.0003},
     "bloom": _BLOOM,
     "bloom_dropping": _BLOOM | {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "layoutlm": _LAYOUT | _DROPPING,
     "neo": _NEO | {"attention_types": [[["global"], 2]]},
     "neo_dropping": _NEO | {"attention_types": [[["global"], 2]], "attention_dropout": 0.1, "resid_dropout": 0.1},
     "neo_window": _NEO | {"attention_types": [[["global", "local"], 1]], "window_size": 4},

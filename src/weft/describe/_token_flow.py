@@ -96,13 +96,25 @@ def live_events(trace: Trace) -> frozenset[int]:
     """Return events that the result depends on, or the way that the forward takes: what is asked of values."""
     # What it leaves in buffers may be read by the forward after it.
     wanted = {value.storage for value in trace.outputs} | set(trace.buffers)
+    views = set(trace.outputs)
+    changed = {value.storage for event in trace.events if event.mutates for value in event.inputs}
     live: set[int] = set()
     for event in reversed(trace.events):
         asks = not event.outputs and not event.name.startswith("_assert") or _counts(event)
-        if asks or any(value.storage in wanted for value in event.outputs):
+        read = any(value.storage in wanted for value in event.outputs)
+        if _is_view(event) and not any(value.storage in changed for value in event.outputs):
+            read = any(value in views for value in event.outputs)  # others may read what it is a view of
+        if asks or read:
             live.add(event.index)
             wanted.update(value.storage for value in event.inputs)
+            views.update(event.inputs)
     return frozenset(live)
+
+
+def _is_view(event: Event) -> bool:
+    """Whether it only looks at what is there, as one of its operands lies."""
+    held = {value.storage for value in event.inputs}
+    return not event.mutates and bool(event.outputs) and all(value.storage in held for value in event.outputs)
 
 
 def _counts(event: Event) -> bool:

@@ -371,7 +371,8 @@ class AttentionReader(TorchFunctionMode):
                 bias = self._biases.placed((state.place, number), bias)
             except ValueError as problem:
                 raise UnreadError(str(problem)) from problem
-            spread = 0.0 if bias.is_meta else float(bias.max() - bias.min())
+            with _disable_current_modes():
+                spread = 0.0 if bias.is_meta else float(bias.max() - bias.min())
         if state.hidden > _HIDDEN - spread:
             raise UnreadError(f"hides scores by {state.hidden}, and adds up to {spread} more to some of them")
         return bias

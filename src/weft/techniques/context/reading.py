@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from weft.comm import GroupView
 from weft.errors import PlanError
 from weft.models import Blueprint
-from weft.models.biases import Biases, BiasesOfRank, WholeBiases
+from weft.models.biases import BiasesOfRank, WholeBiases
 from weft.models.dropping import DrawnDropout
 from weft.models.written import AttentionReader
 from weft.parallel import StepContext
@@ -30,7 +30,7 @@ def reading(
     is_causal: bool,
     ignores_masks: bool,
     view: GroupView,
-    biases: Biases | None,
+    biases: BiasesOfRank | None,
 ) -> Callable[..., Any]:
     """Return the same as `sharing` of a module whose attention may be written out.  `view`: its tensor ranks; `biases`:
     who knows what it adds to its scores, of places alone."""
@@ -80,9 +80,9 @@ def _unread(name: str, what: str) -> PlanError:
     )
 
 
-def leave_out_masks(module: nn.Module, context: StepContext) -> None:
+def leave_out_masks(module: nn.Module, context: StepContext, biases: BiasesOfRank | None) -> None:
     """Let attention that a model of transformers writes out get masks of whole samples alone, and none of a rank's own
-    tokens."""
+    tokens; and `biases` know when a forward begins."""
     from weft.models.hf import drop_masks, making_masks  # models of one's own may need nothing of transformers
 
     written, forward = drop_masks(module, written=True), module.forward
@@ -90,6 +90,8 @@ def leave_out_masks(module: nn.Module, context: StepContext) -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         state = context.current
         if state is not None and state.tokens is not None:
+            if biases is not None:
+                biases.begin()
             return forward(*args, **kwargs)
         with making_masks(written):
             return forward(*args, **kwargs)
@@ -99,7 +101,7 @@ def leave_out_masks(module: nn.Module, context: StepContext) -> None:
 
 def biases_of(
     blueprint: Blueprint, root: nn.Module, dtype: torch.dtype, context: StepContext, view: GroupView
-) -> Biases | None:
+) -> BiasesOfRank | None:
     """Return who knows what modules of `root` add to their scores; None: nothing.  `view`: its tensor ranks."""
     if not blueprint.biased:
         return None

@@ -71,9 +71,9 @@ class ContextRanks(TechniqueRuntime):
         if blueprint.writes_attention:
             from weft.techniques.context.reading import biases_of, leave_out_masks, reading  # loaded where a model does
 
-            leave_out_masks(part.module, context)
             tensor = self._build.mesh["tensor"]
             biases = biases_of(blueprint, part.module, self._build.dtypes.compute, context, tensor)
+            leave_out_masks(part.module, context, biases)
             share = partial(reading, view=tensor, biases=biases)
         if blueprint.attending and shares.isolates:
             _make_no_masks(part.module)

@@ -25,6 +25,7 @@ class Attention(nn.Module):
         self.parts, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.1)
         self.child = Products()
+        self.words = torch.zeros(1, 1, dtype=torch.int64)
         self.scale = nn.Parameter(torch.ones(1))
         self.biases = nn.Parameter(torch.zeros(16, 16))
         self.register_buffer("triangle", torch.ones(16, 16, dtype=torch.bool).tril())
@@ -56,6 +57,7 @@ class Model(nn.Module):
             position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         x = self.words(tokens) + self.places(position_ids)
         for layer in self.layers:
+            layer.words = tokens
             x = layer(x)
         return self.head(x)
 
@@ -170,6 +172,15 @@ def by_keys(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT + k.mean(-1)[:, :, None]).softmax(-1) @ v
 
 
+def by_words(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Of the words of the first sample, so that it is for all samples the same."""
+    return (q @ k.mT + (module.words[:1] % 7).to(q.dtype)).softmax(-1) @ v
+
+
+def by_their_sum(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT + torch.arange(q.shape[2]) * module.words[:1].sum().float()).softmax(-1) @ v
+
+
 def by_draws(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT + torch.rand(HEADS, 1, q.shape[2])).softmax(-1) @ v
 
@@ -250,6 +261,8 @@ def heads_first(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 REFUSED: Mapping[str, tuple[tuple[Attend, ...], str]] = {
     "biased": ((full, biased), "layers.1 writes its attention out, and adds to its scores something that is no mask"),
     "by keys": ((by_keys,), "adds to its scores something that is no mask"),
+    "by words": ((by_words,), "adds to its scores what it has computed of them"),
+    "by their sum": ((by_their_sum,), "reduces over it"),
     "by draws": ((by_draws,), "adds to its scores something that is no mask"),
     "far apart": ((far_apart,), "hides scores by -10100.0, and adds up to 11000.0 more to some of them"),
     "by many": ((by_many,), "too large for a bias"),

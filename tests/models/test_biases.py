@@ -72,6 +72,7 @@ def test_a_forward_without_memory_makes_those_of_whole_samples(training: bool) -
         assert list(found) == [("layers.0", 0), ("layers.1", 0)]
         assert whole.of(tokens, training=training) is found
         for bias in found.values():
+            assert bias is not None
             assert torch.equal(bias.double(), wanted(tokens) * (1 if training else 2))
 
 
@@ -85,6 +86,8 @@ def test_a_rank_takes_those_of_whole_samples() -> None:
         rank.placed(("layers.1", 0), wanted(6, 1.6))
     with pytest.raises(ValueError, match="adds something else"):
         rank.placed(("layers.1", 0), wanted(6).requires_grad_())
+    with pytest.raises(ValueError, match="adds something else"):
+        rank.placed(("layers.1", 0), None)
     with pytest.raises(ValueError, match="no forward has shown"):
         rank.placed(("layers.1", 1), wanted(6))
 

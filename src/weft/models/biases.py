@@ -21,8 +21,8 @@ from weft.models._examples import token_example
 
 _LARGEST = 1e6
 """What is added is no larger: beyond it, it would be a mask."""
-_ROUNDING = 16
-"""Units in the last place by which devices may differ."""
+_ROUNDING = 2.0
+"""Units in the last place by which devices may differ, of what a model computes in, or as in fp32 whatever it does."""
 Place = tuple[str, int]
 """Module, and which of the attentions of one of its calls."""
 
@@ -49,8 +49,9 @@ class Biases(Protocol):
         """Return how a tensor of numbers of Python is made, which no dispatch mode sees."""
         ...
 
-    def placed(self, at: Place, bias: Tensor) -> Tensor:
-        """Return the bias that counts; the given one is (heads or 1, queries or 1, keys or 1), of the tokens at hand.
+    def placed(self, at: Place, bias: Tensor | None) -> Tensor | None:
+        """Return the bias that counts; the given one is (heads or 1, queries or 1, keys or 1), of the tokens at hand;
+        None: nothing is added.
 
         Raises ValueError, with the end of a sentence that begins with the module.
         """
@@ -82,7 +83,7 @@ def _by_head(added: Added, samples: int, heads: int, tokens: int) -> Tensor | No
     if not all(size in (1, most) for size, most in zip(shape, (samples, heads, tokens, tokens), strict=True)):
         return None
     found = given.reshape(shape)
-    if found.shape[0] > 1 and not found.is_meta and not bool((found == found[:1]).all()):
+    if found.shape[0] > 1 and has_values(found) and not bool((found == found[:1]).all()):
         return None
     return found[0]
 
@@ -99,7 +100,7 @@ class AnyBias:
         """See `Biases`."""
         return settings
 
-    def placed(self, at: Place, bias: Tensor) -> Tensor:
+    def placed(self, at: Place, bias: Tensor | None) -> Tensor | None:
         """See `Biases`."""
         return bias
 
@@ -109,7 +110,7 @@ class BiasesOfPlaces:
     """Takes what has values where weights, activations and draws have none, and keeps it."""
 
     def __init__(self) -> None:
-        self.found: dict[Place, Tensor] = {}
+        self.found: dict[Place, Tensor | None] = {}
 
     def made(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `Biases`: with its values."""
@@ -119,17 +120,20 @@ class BiasesOfPlaces:
         """See `Biases`."""
         return given.is_floating_point() and not given.is_meta and not given.requires_grad
 
-    def placed(self, at: Place, bias: Tensor) -> Tensor:
+    def placed(self, at: Place, bias: Tensor | None) -> Tensor | None:
         """See `Biases`."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-            if not bool((bias.abs() < _LARGEST).all()):
+            if bias is not None and not bool((bias.abs() < _LARGEST).all()):
                 raise ValueError(
                     "adds to its scores something that is no mask which can be read, and too large for a bias"
                 )
-            if at in self.found and not torch.equal(self.found[at], bias):
+            if not _are_equal(self.found.setdefault(at, None if bias is None else bias.detach().clone()), bias):
                 raise ValueError("adds something else to its scores where it is called again")
-            self.found[at] = bias.detach().clone()
         return bias
+
+
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)
 
 
 @final
@@ -139,10 +143,15 @@ class WholeBiases:
     def __init__(self, blueprint: Blueprint, dtype: torch.dtype) -> None:
         """`dtype`: that in which the model computes."""
         self._blueprint, self._dtype = blueprint, dtype
-        self._known: dict[tuple[int, bool], Mapping[Place, Tensor]] = {}
+        self._known: dict[tuple[int, bool], Mapping[Place, Tensor | None]] = {}
 
-    def of(self, tokens: int, *, training: bool) -> Mapping[Place, Tensor]:
-        """Return the biases of samples of so many tokens.  Not collective.
+    @property
+    def rounding(self) -> float:
+        """By which share two devices may differ."""
+        return _ROUNDING * max(torch.finfo(self._dtype).eps, torch.finfo(torch.float32).eps)
+
+    def of(self, tokens: int, *, training: bool) -> Mapping[Place, Tensor | None]:
+        """Return the biases of samples of so many tokens, None where there is none.  Not collective.
 
         Raises whatever the forward raises.
         """
@@ -152,7 +161,7 @@ class WholeBiases:
                 self._known[tokens, training] = self._found(tokens, training)
         return self._known[tokens, training]
 
-    def _found(self, tokens: int, training: bool) -> Mapping[Place, Tensor]:
+    def _found(self, tokens: int, training: bool) -> Mapping[Place, Tensor | None]:
         from weft.models.hf import (  # models of one's own may need nothing of it
             count_places,
             drop_masks,
@@ -196,7 +205,7 @@ class BiasesOfRank:
         """`tokens`: how many a sample has, and how many of them this rank.  `first_of`: so many heads, where ranks have
         as many each → this rank's first."""
         self._whole, self._root, self._tokens, self._first_of = whole, root, tokens, first_of
-        self._now: list[Mapping[Place, Tensor]] = []
+        self._now: list[Mapping[Place, Tensor | None]] = []
         """Biases of whole samples, and of as many tokens as this rank has."""
 
     def begin(self) -> None:
@@ -212,20 +221,29 @@ class BiasesOfRank:
         """See `Biases`."""
         return settings
 
-    def placed(self, at: Place, bias: Tensor) -> Tensor:
+    def placed(self, at: Place, bias: Tensor | None) -> Tensor | None:
         """See `Biases`."""
-        whole, part = (known.get(at) for known in self._now)
-        if whole is None or part is None:
-            raise ValueError("adds something to its scores of which no forward has shown that it is of places alone")
-        heads, every = bias.shape[0], whole.shape[0]
-        if heads < every:
-            first = self._first_of(heads)
-            whole, part = (each[first : first + heads] for each in (whole, part))
-        mine = part.to(bias.device, bias.dtype)
-        rounding = _ROUNDING * max(torch.finfo(each).eps for each in (bias.dtype, part.dtype))
-        is_alike = bias.shape == mine.shape and not bias.requires_grad
-        if is_alike and type(bias) is Tensor and not bias.is_meta:  # in a dry run it has no values
-            is_alike = torch.allclose(bias, mine, rtol=rounding, atol=rounding)
-        if not is_alike:
+        if any(at not in known for known in self._now):
+            raise ValueError("attends where no forward has shown what it adds to its scores")
+        whole, part = (known[at] for known in self._now)
+        if bias is not None and whole is not None and bias.shape[0] < whole.shape[0]:
+            heads = slice(first := self._first_of(bias.shape[0]), first + bias.shape[0])
+            whole, part = whole[heads], None if part is None else part[heads]
+        if (whole is None) != (bias is None) or not self._is_alike(bias, part):
             raise ValueError("adds something else to its scores than a forward of as many tokens showed")
-        return whole.to(bias.device)
+        return None if whole is None or bias is None else whole.to(bias.device)
+
+    def _is_alike(self, bias: Tensor | None, part: Tensor | None) -> bool:
+        if bias is None or part is None:
+            return bias is part
+        if bias.shape != part.shape or bias.requires_grad:
+            return False
+        if not has_values(bias):  # in a dry run
+            return True
+        mine, rounding = part.to(bias.device, bias.dtype), self._whole.rounding
+        return torch.allclose(bias, mine, rtol=rounding, atol=rounding)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor is more than a shape."""
+    return type(tensor) is Tensor and not tensor.is_meta

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from weft.models.biases import Added, Biases, joined
+from weft.models.biases import Added, Biases, has_values, joined
 from weft.models.dropping import DrawnDropout, attend_biased, attend_dropping, attend_in_window
 from weft.models.scores import (
     CASTS,
@@ -361,18 +361,20 @@ class AttentionReader(TorchFunctionMode):
         number = self._counts[-1] if self._counts else 0
         if self._counts:
             self._counts[-1] += 1
-        if not state.added or self._biases is None:
+        if self._biases is None:
             return None
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             bias = joined(state.added, samples, heads, self._tokens)
-            if bias is None:
+            if bias is None and state.added:
                 raise UnreadError("adds to its scores something that differs between samples")
             try:
                 bias = self._biases.placed((state.place, number), bias)
             except ValueError as problem:
                 raise UnreadError(str(problem)) from problem
+            if bias is None:
+                return None
             with _disable_current_modes():
-                spread = 0.0 if bias.is_meta else float(bias.max() - bias.min())
+                spread = float(bias.max() - bias.min()) if has_values(bias) else 0.0
         if state.hidden > _HIDDEN - spread:
             raise UnreadError(f"hides scores by {state.hidden}, and adds up to {spread} more to some of them")
         return bias

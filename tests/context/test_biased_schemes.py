@@ -12,7 +12,7 @@ from threaded_ranks import Post, attend_in_threads, deliver, scheme_of
 from torch import Tensor
 
 from weft.comm import GroupView
-from weft.models.dropping import attend_biased
+from weft.models.biased import attend_biased
 from weft.parallel import MicrobatchState, StepContext
 from weft.parallel._draw_trace import DrawLayout, Draws
 from weft.parallel.draws import keyed

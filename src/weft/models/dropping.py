@@ -23,18 +23,6 @@ class PendingScores(Tensor):
         raise NotImplementedError
 
 
-class DrawnDropout(nn.Module):
-    """Dropout that a model calls as a function, as a module: what shares attention keys it as it keys draws."""
-
-    def __init__(self, rate: float, draw: object = None) -> None:
-        """`draw`: what says which probabilities are dropped where nobody computes all of them; None: nothing does."""
-        super().__init__()
-        self.rate, self.draw = rate, draw
-
-    def forward(self, input: Tensor) -> Tensor:
-        return F.dropout(input, self.rate)
-
-
 def _taken(function: Any, *operands: Any, **settings: Any) -> Tensor | None:
     """Return what a mode makes of a call that a compiler follows, which asks modes about torch's own functions alone;
     None: no mode takes it."""
@@ -137,7 +125,7 @@ def attend_with_band(
     """Return the same, with the window as a mask where there is none."""
     queries, keys = query.shape[2], key.shape[2]
     if mask is None and keys > window:
-        mask = _band(queries, keys, window, query.device)
+        mask = band_of(queries, keys, window, query.device)
     if dropout is not None:
         return attend_in_parts(query, key, value, mask, dropout, causal=True, scale=scale)
     if mask is not None and (groups := query.shape[1] // key.shape[1]) > 1:
@@ -154,44 +142,11 @@ def attend_with_band(
     )
 
 
-def attend_biased(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    dropout: nn.Module | None,
-    *,
-    causal: bool,
-    window: int | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Return attention (samples, heads, tokens, value size) to whose scores `bias` is added: (heads or 1, queries or 1,
-    keys or 1), of places alone.
-
-    Operands are those of `attend_dropping`; with a `window` it is causal.  A compiler does not follow it.
-    """
-    given = (query, key, value)
-    if has_torch_function(given):
-        return handle_torch_function(
-            attend_biased, given, query, key, value, bias, dropout, causal=causal, window=window, scale=scale
-        )
-    queries, keys = query.shape[2], key.shape[2]
-    mask = bias[None].to(query.dtype)
-    if causal:
-        seen = _band(queries, keys, keys if window is None else window, query.device)
-        mask = mask.expand(1, -1, queries, keys).masked_fill(~seen, -torch.inf)
-    if dropout is not None:
-        return attend_in_parts(query, key, value, mask, dropout, causal=causal, scale=scale)
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    return F.scaled_dot_product_attention(query, key, value, mask.expand(1, -1, queries, keys), scale=scale)
-
-
-def _band(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+def band_of(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
     """Which keys each query sees, bool (1, 1, queries, keys)."""
     every = torch.ones(queries, keys, dtype=torch.bool, device=device)
     return (every.tril(keys - queries) & every.triu(keys - queries - window + 1))[None, None]
 
 
-ATTENTION = (F.scaled_dot_product_attention, attend_dropping, attend_in_window, attend_biased)
-"""Functions that attend."""
+ATTENTION = (F.scaled_dot_product_attention, attend_dropping, attend_in_window)
+"""Functions that attend; and `biased.attend_biased` does."""

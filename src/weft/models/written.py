@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
+from weft.models.biased import DrawnDropout, attend_biased
 from weft.models.biases import Added, Biases, has_values, joined
-from weft.models.dropping import DrawnDropout, attend_biased, attend_dropping, attend_in_window
+from weft.models.dropping import attend_dropping, attend_in_window
 from weft.models.scores import (
     CASTS,
     FACTS,

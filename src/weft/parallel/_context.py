@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from weft.parallel._draw_trace import DrawLayout
     from weft.parallel.elsewhere import Elsewhere
     from weft.parallel.local_tokens import LocalTokens, TokenSharing
 
@@ -35,14 +34,6 @@ class MicrobatchState:
         object.__setattr__(self, "moment", torch.tensor((self.seed, self.step), device="cpu"))
 
 
-class KeyedCall(Protocol):
-    """A call of a module that draws by functions, under keys."""
-
-    def claim(self, operators: Sequence[str]) -> tuple[str, DrawLayout] | None:
-        """Count one draw by one of these operators, which nobody makes; return its key and layout, if it has any."""
-        ...
-
-
 @dataclass(slots=True)
 class StepContext:
     """Shared by all hooks and keyed modules of one rank; the runner sets `current` around every forward."""
@@ -59,8 +50,8 @@ class StepContext:
     """Why no trace shows all that the model draws; empty: it does."""
     sharing: TokenSharing | None = None
     """How ranks share out the tokens of a batch; None: each has whole samples."""
-    call: KeyedCall | None = None
-    """The innermost keyed call that is running."""
+    call: Any = None
+    """The innermost call that is running under keys (`draws.py`)."""
     elsewhere: Elsewhere | None = None
     """Where what blocks keep for backward waits; None: it stays on the device."""
 

@@ -187,7 +187,7 @@ class _Keyed(TorchDispatchMode):
         return value
 
     def claim(self, operators: Sequence[str]) -> tuple[str, DrawLayout] | None:
-        """See `KeyedCall`."""
+        """Count a draw by one of these operators, which nobody makes; return its key and layout, if it has any."""
         for op in operators:
             number = self._counts.get(op, 0)
             if known := self._draws.layouts.get((self._name, op, number), []):

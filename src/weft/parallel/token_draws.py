@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from weft.comm import GroupView, shard_bounds
 from weft.errors import PlanError
 from weft.models import Blueprint, token_example
-from weft.models.dropping import DrawnDropout
+from weft.models.biased import DrawnDropout
 from weft.parallel._context import StepContext
 from weft.parallel._draw_trace import LOSS, DrawLayout, Draws, find_draws
 from weft.parallel._noise import Elements
@@ -194,7 +194,8 @@ def claimed(rate: float, context: StepContext, view: GroupView) -> DrawnDropout:
     Raises:
         PlanError: no forward has shown it.
     """
-    state, found = context.require(), None if context.call is None else context.call.claim(_OF_DROPOUT)
+    state = context.require()
+    found: tuple[str, DrawLayout] | None = None if context.call is None else context.call.claim(_OF_DROPOUT)
     if found is None or not found[1].pairs:
         raise PlanError(
             "plan.mesh.context lets ranks share a sequence, but attention that is written out is dropped by a function"

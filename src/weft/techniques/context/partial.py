@@ -21,7 +21,7 @@ Kept = Callable[[slice], Tensor]
 """Rows of queries → which of their probabilities are kept, times what they are scaled by:
 (samples, heads, queries, keys)."""
 _Added = tuple[Tensor | None, Tensor | None]
-"""Which scores count, and what is added to them."""
+"""A mask of the scores that count, and what is added to them."""
 _CHUNK_SCORES = 1 << 24
 """Scores that exist at once where no kernel returns L: 64 MiB in fp32."""
 

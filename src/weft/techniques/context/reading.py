@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from weft.comm import GroupView
 from weft.errors import PlanError
 from weft.models import Blueprint
-from weft.models.biases import BiasesOfRank, WholeBiases
-from weft.models.dropping import DrawnDropout
+from weft.models.biased import DrawnDropout
+from weft.models.whole_biases import BiasesOfRank, WholeBiases
 from weft.models.written import AttentionReader
 from weft.parallel import StepContext
 from weft.parallel.local_tokens import LocalTokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -50,8 +50,6 @@ class StepContext:
     """Why no trace shows all that the model draws; empty: it does."""
     sharing: TokenSharing | None = None
     """How ranks share out the tokens of a batch; None: each has whole samples."""
-    call: Any = None
-    """The innermost call that is running under keys (`draws.py`)."""
     elsewhere: Elsewhere | None = None
     """Where what blocks keep for backward waits; None: it stays on the device."""
 

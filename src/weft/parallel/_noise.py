@@ -18,8 +18,7 @@ _COARSE = 1e-3
 
 
 def dropped_of(probability: float) -> int:
-    """Return how many of `RESOLUTION` elements are dropped where each is kept with `probability`; 0: that says it too
-    coarsely, so each is drawn by a number of its own."""
+    """Return how many of `RESOLUTION` elements are dropped; 0: that is too coarse, and each is drawn by its own number."""
     dropped = round((1.0 - probability) * RESOLUTION)
     error = abs(dropped / RESOLUTION - (1.0 - probability))
     is_fine = 0 < dropped < RESOLUTION and error <= _COARSE * min(probability, 1.0 - probability)
@@ -28,8 +27,7 @@ def dropped_of(probability: float) -> int:
 
 def uniform_of(words: Tensor) -> Tensor:
     """Return words as numbers, fp64 in [0, 1)."""
-    high = (words >> (64 - _MANTISSA)) & ((1 << _MANTISSA) - 1)
-    return high.to(torch.float64).mul_(2.0**-_MANTISSA)
+    return ((words >> (64 - _MANTISSA)) & ((1 << _MANTISSA) - 1)).to(torch.float64).mul_(2.0**-_MANTISSA)
 
 
 class Numbers(Protocol):

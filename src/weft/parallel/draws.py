@@ -136,13 +136,8 @@ def keyed(
         state = context.current
         if state is None:
             return function(*args, **kwargs)
-        call, before = _Keyed(name, draws, view, context, state), context.call
-        context.call = call
-        try:
-            with sdpa_kernel(SDPBackend.MATH), call:
-                return _called(function, args, kwargs)
-        finally:
-            context.call = before
+        with sdpa_kernel(SDPBackend.MATH), _Keyed(name, draws, view, context, state):
+            return _called(function, args, kwargs)
 
     return run
 

@@ -10,9 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
+)
 
 from weft.comm import GroupView, shard_bounds
 from weft.errors import PlanError
@@ -195,7 +199,8 @@ def claimed(rate: float, context: StepContext, view: GroupView) -> DrawnDropout:
         PlanError: no forward has shown it.
     """
     state = context.require()
-    found: tuple[str, DrawLayout] | None = None if context.call is None else context.call.claim(_OF_DROPOUT)
+    calls: list[Any] = [mode for mode in _get_current_dispatch_mode_stack() if hasattr(mode, "claim")]
+    found: tuple[str, DrawLayout] | None = calls[-1].claim(_OF_DROPOUT) if calls else None
     if found is None or not found[1].pairs:
         raise PlanError(
             "plan.mesh.context lets ranks share a sequence, but attention that is written out is dropped by a function"

@@ -18,7 +18,7 @@ _COARSE = 1e-3
 
 
 def dropped_of(probability: float) -> int:
-    """Return how many of `RESOLUTION` elements are dropped; 0: that is too coarse, and each is drawn by its own number."""
+    """Return how many of `RESOLUTION` elements are dropped; 0: that is too coarse, and each is drawn by itself."""
     dropped = round((1.0 - probability) * RESOLUTION)
     error = abs(dropped / RESOLUTION - (1.0 - probability))
     is_fine = 0 < dropped < RESOLUTION and error <= _COARSE * min(probability, 1.0 - probability)

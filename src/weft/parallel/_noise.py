@@ -21,8 +21,7 @@ def dropped_of(probability: float) -> int:
     """Return how many of `RESOLUTION` elements are dropped; 0: that is too coarse, and each is drawn by itself."""
     dropped = round((1.0 - probability) * RESOLUTION)
     error = abs(dropped / RESOLUTION - (1.0 - probability))
-    is_fine = 0 < dropped < RESOLUTION and error <= _COARSE * min(probability, 1.0 - probability)
-    return dropped if is_fine else 0
+    return dropped if 0 < dropped < RESOLUTION and error <= _COARSE * min(probability, 1.0 - probability) else 0
 
 
 def uniform_of(words: Tensor) -> Tensor:

@@ -28,10 +28,9 @@ _FLOATS_ALONE = (torch.ops.aten.histc,)
 
 
 class StandIns:
-    """Answers what the meta device cannot.  `notes` says what was assumed, once each."""
+    """Answers what the meta device cannot; `notes`: what was assumed; `constants`: floats of numbers have values."""
 
     def __init__(self, *, constants: bool = False) -> None:
-        """`constants`: floats that come from numbers and indices alone have values, too."""
         self._constants = constants
         self.notes: dict[str, None] = {}
         self._generator = torch.Generator().manual_seed(0)

@@ -12,21 +12,9 @@ from torch import Tensor
 
 from weft.parallel.randomness import GOLDEN, RESOLUTION, hashed_mask, mix
 
-_MANTISSA = 53
-_COARSE = 1e-3
+MANTISSA = 53
+COARSE = 1e-3
 """A probability that 16 bits give to this relative accuracy is drawn with 16 bits."""
-
-
-def dropped_of(probability: float) -> int:
-    """Return how many of `RESOLUTION` elements are dropped; 0: that is too coarse, and each is drawn by itself."""
-    dropped = round((1.0 - probability) * RESOLUTION)
-    error = abs(dropped / RESOLUTION - (1.0 - probability))
-    return dropped if 0 < dropped < RESOLUTION and error <= _COARSE * min(probability, 1.0 - probability) else 0
-
-
-def uniform_of(words: Tensor) -> Tensor:
-    """Return words as numbers, fp64 in [0, 1)."""
-    return ((words >> (64 - _MANTISSA)) & ((1 << _MANTISSA) - 1)).to(torch.float64).mul_(2.0**-_MANTISSA)
 
 
 class Numbers(Protocol):
@@ -82,7 +70,8 @@ class Elements:
 
     def uniform(self, salt: int = 0) -> Tensor:
         """fp64 in [0, 1) of `shape`."""
-        return uniform_of(self.words(salt))
+        high = (self.words(salt) >> (64 - MANTISSA)) & ((1 << MANTISSA) - 1)
+        return high.to(torch.float64).mul_(2.0**-MANTISSA)
 
     def normal(self) -> Tensor:
         """fp64 of mean 0 and deviation 1 (Box and Muller 1958)."""
@@ -91,7 +80,9 @@ class Elements:
 
     def kept(self, probability: float) -> Tensor:
         """bool of `shape`, true with `probability`."""
-        if not (dropped := dropped_of(probability)):
+        dropped = round((1.0 - probability) * RESOLUTION)
+        error = abs(dropped / RESOLUTION - (1.0 - probability))
+        if not 0 < dropped < RESOLUTION or error > COARSE * min(probability, 1.0 - probability):
             return self.uniform() < probability
         start, width = self._last()
         rows = (mix(self.samples[:, None] + self._rows() * GOLDEN) >> 32).to(torch.int32).flatten()

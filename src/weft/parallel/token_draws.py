@@ -24,9 +24,9 @@ from weft.models import Blueprint, token_example
 from weft.models.biased import DrawnDropout
 from weft.parallel._context import StepContext
 from weft.parallel._draw_trace import LOSS, DrawLayout, Draws, find_draws
-from weft.parallel._noise import Elements
+from weft.parallel._noise import COARSE, MANTISSA, Elements
 from weft.parallel.local_tokens import LocalTokens
-from weft.parallel.randomness import sample_words
+from weft.parallel.randomness import RESOLUTION, sample_words
 from weft.plan import Plan
 
 _OF_DROPOUT = ("bernoulli_", "native_dropout")
@@ -209,3 +209,16 @@ def claimed(rate: float, context: StepContext, view: GroupView) -> DrawnDropout:
     key, layout = found
     words = sample_words(key, state.seed, state.step, state.sample_ids)
     return DrawnDropout(rate, PairDraw(words, math.prod(layout.whole[:-2]), view))
+
+
+def dropped_of(probability: float) -> int:
+    """Return how many of `RESOLUTION` elements are dropped, as `Elements.kept` has it; 0: that is too coarse, and each
+    is drawn by itself."""
+    dropped = round((1.0 - probability) * RESOLUTION)
+    error = abs(dropped / RESOLUTION - (1.0 - probability))
+    return dropped if 0 < dropped < RESOLUTION and error <= COARSE * min(probability, 1.0 - probability) else 0
+
+
+def uniform_of(words: Tensor) -> Tensor:
+    """Return words as numbers, fp64 in [0, 1), as `Elements.uniform` has them."""
+    return ((words >> (64 - MANTISSA)) & ((1 << MANTISSA) - 1)).to(torch.float64).mul_(2.0**-MANTISSA)

@@ -37,6 +37,27 @@ def test_what_lets_samples_meet_is_refused(name: str) -> None:
     assert whole_nets.REFUSED[name][1] in blueprint.no_grid
 
 
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        ("with what it got", "writes the second"), ("some of it", "writes a view"), ("kept", "writes what is kept"),
+        ("twice the same", "writes the second"),
+    ],
+)  # fmt: skip
+def test_what_others_write_into_is_refused_where_it_would_be_a_copy(kind: str, call: str) -> None:
+    blueprint = whole_nets.build(kind, call)
+    look_at(blueprint, SQUARE)
+    assert "a module that would be computed whole" in blueprint.no_grid
+
+
+@pytest.mark.parametrize("change", ["hooked", "own"])
+def test_backwards_that_may_be_no_sums_are_refused(change: str) -> None:
+    """Ranks of a row would clamp parts of a gradient."""
+    blueprint = whole_nets.build("turned", shared=change)
+    look_at(blueprint, SQUARE)
+    assert "what ranks have parts of" in blueprint.no_grid
+
+
 def test_a_weight_that_is_split_elsewhere_is_refused() -> None:
     blueprint = whole_nets.build("turned", call="and a layer", shared="split")
     look_at(blueprint, SQUARE)

@@ -134,13 +134,46 @@ REFUSED: dict[str, tuple[Kind, str]] = {
     "picked samples": (lambda x, net: x.flip(-1).gather(0, torch.zeros_like(x, dtype=torch.int64)), "across samples"),
     "indexed": (lambda x, net: x.flip(-1)[torch.arange(len(x)).flip(0)], "computes index"),
 }
-KINDS: dict[str, Kind] = {**WHOLE, **{name: kind for name, (kind, _) in REFUSED.items()}}
+
+
+def _kept(x: Tensor, net: Any) -> Tensor:
+    net.last = net.inner(x.flip(-1))
+    return net.last
+
+
+ALIASES: dict[str, Kind] = {
+    "with what it got": lambda x, net: (net.inner(x.flip(-1)), x[..., 0]),
+    "some of it": lambda x, net: x[..., :4],
+    "kept": _kept,
+    "twice the same": lambda x, net: (made := net.inner(x.flip(-1)), made[..., 0]),
+}
+"""What shares memory with something else that a model can reach, and on ranks would be a copy."""
+KINDS: dict[str, Kind] = {**WHOLE, **ALIASES, **{name: kind for name, (kind, _) in REFUSED.items()}}
+
+
+def _second_written(net: Any, x: Tensor) -> Tensor:
+    first, second = net.mixer(x)
+    second.mul_(0.5)
+    return first + x
+
+
 CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
     "": lambda net, x: net.mixer(x),
     "by name": lambda net, x: net.mixer(x=x, scale=0.5),
     "twice": lambda net, x: net.mixer(x) + net.mixer(net.of_mixer(x)),
     "and a layer": lambda net, x: net.mixer(x) + net.more(x),
+    "writes the second": _second_written,
+    "writes a view": lambda net, x: net.mixer(x).mul_(0.5).sum(-1, keepdim=True) + x,
+    "writes what is kept": lambda net, x: net.mixer(x).mul_(0.5) + net.mixer.last,
 }
+
+
+class Own(nn.Linear):
+    """Of a project's own code, which may do anything in a backward."""
+
+
+def _clamped(module: nn.Module, given: Any, made: Any) -> Any:
+    return tuple(each.clamp(-1e-6, 1e-6) for each in given)
 
 
 class Net(nn.Module):
@@ -153,6 +186,10 @@ class Net(nn.Module):
         self.more, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         if shared == "split":
             self.more.weight = self.mixer.get_submodule("inner").get_parameter("weight")
+        if shared == "hooked":
+            self.mixer.get_submodule("inner").register_full_backward_hook(_clamped)
+        if shared == "own":
+            self.mixer.inner = Own(WIDTH, WIDTH)
         if shared == "frozen":
             self.mixer.requires_grad_(False)
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from weft.cluster import Collective, parse_cluster_spec
-from weft.price import FITTED, WEFT, Device, Layout, Pricer
+from weft.price import FITTED, WEFT, AxisGroup, Device, Layout, Network, Pricer
 from weft.price._compute import Share, operator_work
-from weft.price._placement import AxisGroup, Network
 from weft.price._stages import BlockCosts, key_of
 from weft.profile import profile_of_sizes
 from weft.profile.known import KNOWN_MODELS

@@ -65,8 +65,10 @@ def _beyond(name: str, wholes: Collection[str]) -> str:
 
 
 def _may_be_whole(blueprint: Blueprint, name: str) -> bool:
-    """Whether it is less than a block, and of a kind of `transformers` or torch."""
+    """Whether it is less than a block, and of a kind of `transformers` or torch, whose backwards are linear."""
     cut, module = blueprint.cut, blueprint.module.get_submodule(name)
+    if not all(_has_linear_backward(each) for each in module.modules()):
+        return False
     held = {id(each) for each in module.modules()}
     if isinstance(module, nn.ModuleList | nn.ModuleDict) or any(id(each) in held for each in _ends(blueprint)):
         return False
@@ -74,6 +76,15 @@ def _may_be_whole(blueprint: Blueprint, name: str) -> bool:
         return not any(id(blueprint.module.get_submodule(block)) in held for block in cut.blocks)
     total = sum(each.numel() for each in blueprint.module.parameters())
     return sum(each.numel() for each in module.parameters()) <= _MOST * total
+
+
+def _has_linear_backward(module: nn.Module) -> bool:
+    """Whether its backward of a sum is the sum of its backwards, as far as a kind and hooks tell: ranks of a row have
+    parts of the sum that a gradient is, and what clamps or scales each of them is wrong."""
+    hooks: Any = vars(module)
+    held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    has_hooks = hooks["_backward_hooks"] or hooks["_backward_pre_hooks"] or any(each._backward_hooks for each in held)
+    return type(module).__module__.split(".")[0] in ("transformers", "torch") and not has_hooks
 
 
 def _ends(blueprint: Blueprint) -> Iterator[nn.Module]:
@@ -152,6 +163,11 @@ class Wholes:
             raise found from problem
 
 
+def _written_by(event: Event) -> frozenset[int]:
+    """Storages that it writes into: its first operand's, or that of `out`."""
+    return frozenset(each.storage for each in (*event.inputs[:1], *event.outputs)) if event.mutates else frozenset()
+
+
 @dataclass(slots=True)
 class _Samples(FeatureWalker):
     """Samples as parts, from the batch on: what is not understood is a problem in modules that are computed whole."""
@@ -161,6 +177,12 @@ class _Samples(FeatureWalker):
     """Storages of what was gathered."""
     made: set[Value] = field(default_factory=set[Value])
     """What such modules have computed."""
+    uncut: dict[int, int] = field(default_factory=dict[int, int])
+    """Storage of what was cut → that of what it is cut from."""
+    read: set[int] = field(default_factory=set[int])
+    """Storages of what such modules have made and others read, not cut."""
+    written: set[int] = field(default_factory=set[int])
+    """Storages of what was cut that others write into."""
 
     def __post_init__(self) -> None:
         FeatureWalker.__post_init__(self)
@@ -184,6 +206,7 @@ class _Samples(FeatureWalker):
         is_border = event.name == STAND_IN and event.keywords["kind"] in ("gathered", "cut")
         if is_border or not self._is_inside(event.module):
             self._check_left(event)
+            self._check_aliases(event, is_border=is_border)
             with suppress(NoPartsError):
                 self._step(event)
             if is_border:
@@ -229,15 +252,28 @@ class _Samples(FeatureWalker):
         if any(value in self.made and value in self.parts and self.parts[value] != Parts(0) for value in event.inputs):
             raise self._against(event, "reads samples in another order than they were given in")
 
-    def _check_written(self, event: Event) -> None:
-        if not event.mutates or not event.inputs:
+    def _check_aliases(self, event: Event, *, is_border: bool) -> None:
+        """What was gathered and what is cut are copies on ranks: nobody may look for the one in the other."""
+        if any(value.storage in self.entered for value in event.inputs):
+            raise self._against(event, "reads what a module that would be computed whole was given, from its result")
+        made = {value.storage for value in self.made}
+        if is_border:
+            if event.keywords["kind"] == "cut":
+                self.uncut[event.outputs[0].storage] = event.inputs[0].storage
             return
-        storage = event.inputs[0].storage
-        kept = self.trace.buffers.get(storage) or next(iter(self.trace.parameters.get(storage, ())), "")
-        if kept:
-            raise self._against(event, f"writes into {kept}")
-        if storage in self.entered:
-            raise self._against(event, "writes into what it was given")
+        self.read |= made.intersection(value.storage for value in event.inputs)
+        written = _written_by(event)
+        self.written |= written.intersection(self.uncut)
+        if written & made or any(self.uncut[storage] in self.read for storage in self.written):
+            raise self._against(event, "writes into what a module that would be computed whole has made")
+
+    def _check_written(self, event: Event) -> None:
+        for storage in _written_by(event):
+            kept = self.trace.buffers.get(storage) or next(iter(self.trace.parameters.get(storage, ())), "")
+            if kept:
+                raise self._against(event, f"writes into {kept}")
+            if storage in self.entered:
+                raise self._against(event, "writes into what it was given")
 
     # ── rules of samples, where those of features are others ──────────────────────────────────────────────────────────
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -36,4 +38,12 @@ def apply_compile(part: nn.Module, blueprint: Blueprint, plan: Plan, *, backend:
         # reads the keys has them as inputs of its graph.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # pyright: ignore[reportPrivateUsage]
     for module in [part.get_submodule(name) for name in names] or [part]:
-        module.compile(backend=backend)
+        module.compile(backend=backend, options=_options(plan) if backend == "inductor" else None)
+
+
+def _options(plan: Plan) -> dict[str, Any]:
+    """Inductor puts operators that do not wait for one another in an order by their sizes, which differ between ranks
+    that share tokens unevenly.  Where blocks send, all ranks keep to the order of the graph: one exchanged what it
+    computes again while another sent a gradient, and neither came to an end (2026-11-26)."""
+    mesh = plan.mesh
+    return {"reorder_for_peak_memory": False} if mesh.tensor * mesh.context > 1 else {}

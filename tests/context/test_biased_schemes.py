@@ -14,8 +14,7 @@ from torch import Tensor
 from weft.comm import GroupView
 from weft.models.biased import attend_biased
 from weft.parallel import MicrobatchState, StepContext
-from weft.parallel._draw_trace import DrawLayout, Draws
-from weft.parallel.draws import keyed
+from weft.parallel.draws import DrawLayout, Draws, keyed
 from weft.parallel.randomness import KeyedDropout
 from weft.parallel.token_draws import PairDraw, claimed
 from weft.techniques.context.dropped import DroppedAttention

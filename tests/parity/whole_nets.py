@@ -132,6 +132,7 @@ REFUSED: dict[str, tuple[Kind, str]] = {
     "chosen by values": (lambda x, net: x.flip(-1) if float(x.sum()) > 0 else x, ""),
     "of a shape": (lambda x, net: x.flip(-1).reshape(-1)[: x.shape[1] * WIDTH].view(1, -1, WIDTH) + x, "a piece"),
     "picked samples": (lambda x, net: x.flip(-1).gather(0, torch.zeros_like(x, dtype=torch.int64)), "across samples"),
+    "named": (lambda x, net: {"made": net.inner(x.flip(-1))}, "returns no tensor"),
     "indexed": (lambda x, net: x.flip(-1)[torch.arange(len(x)).flip(0)], "computes index"),
 }
 
@@ -197,6 +198,7 @@ class Net(nn.Module):
         hidden = self.embed(input_ids)
         hidden = hidden + self.attention(self.norms[0](hidden))
         made = CALLS[self.call](self, self.of_mixer(hidden))
+        made = made["made"] if isinstance(made, dict) else made
         hidden = hidden + (made[0] * made[1][..., None] if isinstance(made, tuple) else made)
         hidden = hidden + self.down(F.gelu(self.up(self.norms[1](hidden))))
         return self.head(self.norms[2](hidden))

@@ -140,7 +140,9 @@ class Wholes:
 
         made = computed_whole(forward, gather, None)(*args, **kwargs)
         first = first_of(made)
-        is_shared = first is not None and first.shape == given[0].shape and first.is_floating_point()
+        if first is None:
+            raise NoPartsError(f"{name} returns no tensor, nor a tuple that begins with one")
+        is_shared = first.shape == given[0].shape and first.is_floating_point()
         if self._parts == 1 and self._shares.setdefault(name, is_shared) != is_shared:
             raise NoPartsError(f"{name} makes sometimes as many features as it reads")
         if not self._shares.get(name):

@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[Kind, str]] = {
     "samples in turn": (lambda x, net: x.flip(0).flip(-1), "runs along"),
     "samples multiplied": (lambda x, net: x.flip(-1) + torch.einsum("blh,clh->bch", x, x)[:, :1], "multiplies over"),
     "one sample": (lambda x, net: x.flip(-1) + x[:1], "a piece"),
-    "samples and tokens": (lambda x, net: x.flip(-1).transpose(0, 1).reshape(x.shape), "another order"),
+    "samples and tokens": (lambda x, net: x.flip(-1).transpose(0, 1).reshape(x.shape), "across borders"),
     "norm of a batch": (lambda x, net: net.norm(x.flip(-1).transpose(1, 2)).transpose(1, 2), "native_batch_norm"),
     "norm that remembers": (lambda x, net: net.norm(x.flip(-1).transpose(1, 2)).transpose(1, 2), "num_batches_tracked"),
     "capacity": (_capped, "runs along"),
@@ -132,6 +132,11 @@ REFUSED: dict[str, tuple[Kind, str]] = {
     "chosen by values": (lambda x, net: x.flip(-1) if float(x.sum()) > 0 else x, ""),
     "of a shape": (lambda x, net: x.flip(-1).reshape(-1)[: x.shape[1] * WIDTH].view(1, -1, WIDTH) + x, "a piece"),
     "picked samples": (lambda x, net: x.flip(-1).gather(0, torch.zeros_like(x, dtype=torch.int64)), "across samples"),
+    "in rows that two samples fill": (
+        lambda x, net: x.flip(-1).reshape(x.shape[1], len(x), -1).softmax(1).view(x.shape) * net.scale,
+        "",
+    ),
+    "in pairs": (lambda x, net: x.flip(-1).reshape(16, -1).softmax(-1).view(x.shape) * net.scale, ""),
     "named": (lambda x, net: {"made": net.inner(x.flip(-1))}, "returns no tensor"),
     "indexed": (lambda x, net: x.flip(-1)[torch.arange(len(x)).flip(0)], "computes index"),
 }

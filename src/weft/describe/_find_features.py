@@ -26,7 +26,7 @@ from weft.describe._feature_flow import STAND_IN, FeatureWalker, NoPartsError, P
 from weft.describe._fused import FUSED, FUSED_NAMES, FusedCall
 from weft.describe._modes import BOTH
 from weft.describe._rehearse import DTYPE, RESHAPES, misshaped
-from weft.describe._trace import Unfinished, trace
+from weft.describe._trace import SAMPLES, Unfinished, trace
 from weft.errors import PlanError, RecipeError
 from weft.families import FeatureWork
 from weft.models import Blueprint, logits_of, token_loss
@@ -323,12 +323,13 @@ class _Forward:
         """Of modules that are computed whole, those of whose result ranks go on with parts; once they have run."""
         return {} if self._wholes is None else {"shares": self._wholes.shared_out()}
 
-    def run(self) -> Trace:
+    def run(self, *, samples: int = SAMPLES, reads: bool = True) -> Trace:
         """Run it in training and in evaluation."""
         made = {function: partial(_constant, function) for function in _CONSTANTS}
         fused = {**FUSED, **made, _together: _as_event, _narrowed: _as_narrowed}
         fused |= {} if self._wholes is None else self._wholes.fused
-        return trace(self._blueprint, self._dtype, self._local, loss=False, fused=fused, reads=True, modes=BOTH)
+        settings: Mapping[str, Any] = {"fused": fused, "reads": reads, "modes": BOTH, "samples": samples}
+        return trace(self._blueprint, self._dtype, self._local, loss=False, **settings)
 
     def run_so_far(self) -> tuple[Trace | Unfinished, Sequence[Event]]:
         """Run it; where it raises, return what it had done until then."""
@@ -357,7 +358,7 @@ class _Forward:
         walker = FeatureWalker(found, self._blueprint.module, own, parts, dropouts, results)
         walker.run()
         if self._wholes is not None:
-            self._wholes.check_samples(found)
+            self._wholes.check_samples(self.run(samples=self._wholes.samples, reads=False))
         return walker
 
     def _stand_in(self, name: str, role: Role, module: Any) -> _Together:

@@ -117,6 +117,9 @@ class Wholes:
 
     fused: Mapping[Any, Any] = MappingProxyType({_border: _as_border, mix_by_token: as_event})
     """How a trace runs what stands for them."""
+    samples = 13
+    """Samples of the trace that `check_samples` follows: a prime that divides few widths and lengths, for what puts
+    samples into rows that they do not fill shows where they do not divide."""
 
     def __init__(self, blueprint: Blueprint, copy: nn.Module, parts: int) -> None:
         self._module, self._parts, self._names = copy, parts, blueprint.features["wholes"]

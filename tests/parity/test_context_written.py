@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from cells import Cell, plan
@@ -95,7 +96,7 @@ def test_equals_one_process(parity: Matrix, cell: Cell) -> None:
 
 @pytest.mark.parametrize("cell", LONG, ids=str)
 def test_a_dry_run_sends_what_is_predicted(models: dict[str, ModelRecipe], cell: Cell) -> None:
-    check(cell, models, "fp32", build_blueprint)
+    check(cell, models, "fp32", partial(build_blueprint, plan=cell.plan))
 
 
 @pytest.mark.parity

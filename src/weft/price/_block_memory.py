@@ -158,7 +158,7 @@ class _Kept:
         for operator in block.operators:
             if operator.kind in ("matmul", "convolution"):
                 share = self._sequence_share if operator.split == "row" else self._share(operator)
-                if operator is summed:  # a part of each sum, of all tokens
+                if operator is summed and self._key.sample_parts == 1:  # a part of each sum, of all tokens
                     share = 1
                 results += operator.rows_per_token * operator.n * self._element / share / every
             elif operator.kind == "attention":

@@ -15,6 +15,7 @@ from torch import Tensor
 from weft.errors import PlanError
 
 Change = Callable[[Tensor], Tensor]
+_ONE_DIMENSION = 'use plan.tensor_parallel.scheme = "1d".'
 
 
 def computed_whole(forward: Callable[..., Any], gather: Change, cut: Change | None) -> Callable[..., Any]:
@@ -33,7 +34,10 @@ def computed_whole(forward: Callable[..., Any], gather: Change, cut: Change | No
         else:
             key = next((name for name, each in named.items() if isinstance(each, Tensor)), None)
             if key is None:
-                raise PlanError("it is called without a tensor, which would be gathered")
+                raise PlanError(
+                    "a module that every rank of a row computes whole was called without a tensor, of which the others"
+                    f" would have the rest: {_ONE_DIMENSION}"
+                )
             named[key] = gather(named[key])
         made = forward(*given, **named)
         return made if cut is None else cut_first(made, cut)
@@ -51,7 +55,10 @@ def cut_first(made: Any, cut: Change) -> Any:
     """Return a result with its first tensor cut."""
     first = first_of(made)
     if first is None:
-        raise PlanError("it returns no tensor, of which each rank would take its part")
+        raise PlanError(
+            "a module that every rank of a row computes whole returned no tensor, nor a tuple that begins with one, of"
+            f" which each rank would take its part: {_ONE_DIMENSION}"
+        )
     if isinstance(made, Tensor):
         return cut(first)
     rest = cast("tuple[Any, ...]", made)[1:]

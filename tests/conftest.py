@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
+import halves
 import pool
 import tiers
 
@@ -39,8 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--parity-report", metavar="PATH", help="write the table of `make parity` as Markdown")
     backends = ("gloo", "cpu:weft")
     parser.addoption("--parity-backend", default="gloo", choices=backends, help="of the ranks of `make parity`")
-    halves = ("pooled", "alone")
-    parser.addoption("--half", choices=halves, help="only tests that share a pool of processes, or only the others")
+    parser.addoption("--claims", metavar="FOLDER", type=Path, help="of two that share the suite; see `halves`")
+    parser.addoption("--half", choices=("pooled", "alone"), default="alone", help="of which this process begins with")
 
 
 @pytest.fixture(scope="session")
@@ -90,15 +91,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         found = tiers.mistakes([item.nodeid for item in items], families)
         if found:
             raise pytest.UsageError(f"{tiers.TABLE.name}: " + "; ".join(found))
-    if half := config.getoption("--half"):
-        left_out = [item for item in items if _is_pooled(item) != (half == "pooled")]
-        items[:] = [item for item in items if _is_pooled(item) == (half == "pooled")]
-        config.hook.pytest_deselected(items=left_out)
 
 
-def _is_pooled(item: pytest.Item) -> bool:
-    """Whether a test uses what is started once for the whole suite."""
-    return isinstance(item, pytest.Function) and not {"ranks", "fork_server"}.isdisjoint(item.fixturenames)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run this process's share of the suite, where there are two; else leave the tests to pytest."""
+    claims: Path | None = session.config.getoption("--claims")
+    if claims is None or session.testsfailed or session.config.option.collectonly:
+        return None
+    halves.run(session, claims, pooled=session.config.getoption("--half") == "pooled")
+    return True
 
 
 NEEDS = {

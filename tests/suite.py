@@ -1,16 +1,16 @@
-"""Runs the suite in two halves side by side: tests that share the pool of ranks, which wait for one another much of the
-time, and beside them all others.
+"""Runs the suite in two processes side by side: tests that share the pool of ranks, which wait for one another much of
+the time, and beside them all others; who is done first helps the other (see `halves`).
 
     python tests/suite.py [options of pytest]
 
-There is one pool of ranks, in the first half alone.  What the second half says is printed when both are done.
+There is one pool of ranks, in the first process alone.  What the second says is printed when both are done.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 
 LAST_WORDS_SECONDS = 30.0
 """For the second half after Ctrl-C, which has reached it too: it ends what it has started."""
@@ -18,8 +18,8 @@ LAST_WORDS_SECONDS = 30.0
 
 def main(options: list[str]) -> int:
     """Return 0 where all passed, else the first other exit status."""
-    pytest = [sys.executable, "-m", "pytest", "-q", *options]
-    with TemporaryFile() as said:
+    with TemporaryFile() as said, TemporaryDirectory() as claims:
+        pytest = [sys.executable, "-m", "pytest", "-q", f"--claims={claims}", *options]
         alone = [*pytest, "-p", "no:cacheprovider", "--half=alone"]
         beside = subprocess.Popen(alone, stdout=said, stderr=subprocess.STDOUT)
         try:
@@ -28,7 +28,7 @@ def main(options: list[str]) -> int:
         except KeyboardInterrupt:
             first = second = _ended(beside)
         said.seek(0)
-        print(f"\nwithout the pool of ranks:\n{said.read().decode(errors='replace')}", flush=True)
+        print(f"\nthe second process:\n{said.read().decode(errors='replace')}", flush=True)
     return first or second
 
 

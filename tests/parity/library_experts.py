@@ -123,6 +123,12 @@ def with_context() -> Iterator[Cell]:
     yield from _cells("deepseek_v3", plan(context=2), plan(context=2, expert=3, shard=3, zero=3, micro=2))
     yield from _cells("qwen3_moe", plan(context=2, expert=4, shard=2, pipeline=2, zero=1, micro=1))
     yield from _cells("qwen3_moe", plan(context=2, expert=2, shard=2, pipeline=2, zero=3, micro=1))
+    for model in ("olmoe", "glm4_moe"):
+        for scheme in ("ring", "all_gather", "ulysses"):
+            yield from _cells(model, plan(context=2, expert=2, scheme=scheme, zero=1))
+        yield from _cells(model, plan(context=2, expert=4, shard=2, zero=3, recompute="selective"))
+        yield from _cells(model, plan(context=2, expert=2, zero=1, micro=6, exchange="all_gather", recompute="full"))
+        yield from _cells(model, plan(context=2, expert=2, tensor=2, micro=6))
 
 
 def gathered() -> Iterator[Cell]:

@@ -279,6 +279,46 @@ class PlacesFromOne(Model):
         return super().forward(tokens, counted if position_ids is None else position_ids)
 
 
+PADDING = 3
+
+
+class BesidePadding(Model):
+    """As RoBERTa's in full: the padding token stands at its own number, all others are counted from there on."""
+
+    def __init__(self) -> None:
+        super().__init__([BY_TOKEN["places"]], [], causal=False)
+        self.place = nn.Embedding(LENGTH + PADDING + 1, WIDTH)
+
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return super().forward(tokens, self.counted(tokens) if position_ids is None else position_ids)
+
+    def counted(self, tokens: Tensor) -> Tensor:
+        mask = tokens.ne(PADDING).int()
+        return (mask.cumsum(1).type_as(mask) * mask).long() + PADDING
+
+
+class OneFurther(BesidePadding):
+    def counted(self, tokens: Tensor) -> Tensor:
+        return super().counted(tokens) + 1
+
+
+class PaddingCounted(BesidePadding):
+    def counted(self, tokens: Tensor) -> Tensor:
+        return tokens.ne(PADDING).long().cumsum(1) + PADDING
+
+
+class AtMost(BesidePadding):
+    """A limit that no sample of this length reaches."""
+
+    def counted(self, tokens: Tensor) -> Tensor:
+        return super().counted(tokens).clamp(max=LENGTH + PADDING)
+
+
+class HidesPadding(BesidePadding):
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        return super().forward(tokens, position_ids) * tokens.ne(PADDING)[..., None]
+
+
 class AllHidden(Model):
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         x = self.token(tokens)[:, None]
@@ -352,9 +392,18 @@ def test_a_model_that_needs_no_places_is_given_none() -> None:
     assert found(WithoutPlaces([BY_TOKEN["gated"]], [])) == SharedSequence("", "causal", ("",))
 
 
+def test_places_beside_padding_are_given_so() -> None:
+    """What a forward does with the padding token whether it is given places or not is no reason against it."""
+    assert found(BesidePadding()) == SharedSequence("position_ids", "full", ("",), padding_token=PADDING)
+    assert found(HidesPadding()) == SharedSequence("position_ids", "full", ("",), padding_token=PADDING)
+
+
 @pytest.mark.parametrize(
     ("module", "why"),
     [
+        (OneFurther(), "where it is given position_ids, as its forward seems to count them"),
+        (PaddingCounted(), "where it is given position_ids, as its forward seems to count them"),
+        (AtMost(), "does more with the padding token than counting its position_ids beside it"),
         (WithoutPlaces([BY_TOKEN["places"]], []), "depends on how many tokens there are"),
         (PlacesOnlyIfGiven([], []), "it computes something else where it is given position_ids"),
         (Masked([], []), "gives attention a mask"),

@@ -43,6 +43,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "hy_v3", "architectures": ["HYV3ForCausalLM"], "num_experts": 4, "num_shared_experts": 1,
         "first_k_dense_replace": 1, **_EXPERTS,
     },
+    # Few tokens, so that many of them are padding, beside which it counts its places.
+    "roberta": {
+        "model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "vocab_size": 12, "pad_token_id": 1,
+        "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
+    },
 }  # fmt: skip
 MIXTURES = ("olmoe", "glm4_moe", "qwen2_moe", "hy_v3")
 DROPPING = ("seed_oss", "starcoder2")
@@ -91,10 +96,19 @@ def mixtures() -> Iterator[Cell]:
         yield from _cells(("olmoe", "glm4_moe"), plan(context=2, recompute=word))
 
 
-ALL = tuple(dict.fromkeys([*dropping(), *mixtures()]))
+def beside_padding() -> Iterator[Cell]:
+    """Places that depend on how much padding stands before a token."""
+    for scheme in ("ring", "all_gather", "ulysses"):
+        yield from _cells(("roberta",), plan(context=2, scheme=scheme))
+    yield from _cells(("roberta",), plan(context=3, micro=6), IN_PAIRS, plan(context=2, tensor=2))
+    yield from _cells(("roberta",), plan(context=2, shard=2, zero=3, micro=3, recompute="full"))
+
+
+ALL = tuple(dict.fromkeys([*dropping(), *mixtures(), *beside_padding()]))
 DRAWN = (
     Cell("seed_oss", plan(context=2, recompute="full")),
     Cell("starcoder2", plan(context=3, scheme="all_gather", micro=6)),
     Cell("glm4_moe", plan(context=2, tensor=2)),
     Cell("hy_v3", plan(context=2, shard=2, zero=3, micro=3, scheme="ulysses")),
+    Cell("roberta", plan(context=2, scheme="ring")),
 )

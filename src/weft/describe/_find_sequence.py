@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from weft.describe._counting import counts_alone, token_beside
 from weft.describe._events import Event, Trace
 from weft.describe._fused import WHOLE_ATTENTION
 from weft.describe._modes import BOTH, first_difference
@@ -47,6 +48,8 @@ class SharedSequence:
     """Whether some of them write it out."""
     biased: bool = False
     """Whether some of them add to scores what depends on places alone."""
+    padding_token: int | None = None
+    """Token beside which places are counted; None: they are 0, 1, …"""
 
 
 class _NoSequenceError(Exception):
@@ -69,7 +72,7 @@ def look_at_tokens(blueprint: Blueprint, ranks: int = 1) -> None:
         return
     blueprint.position_input, blueprint.attention = found.position_input, found.attention
     blueprint.attending, blueprint.writes_attention = found.attending, found.writes
-    blueprint.biased = found.biased
+    blueprint.biased, blueprint.padding_token = found.biased, found.padding_token
     if not _isolates(blueprint):  # masks that keep documents apart are asked for where nobody shares a sequence
         _drop_masks(blueprint.module)
 
@@ -141,6 +144,9 @@ def _found(blueprint: Blueprint, lengths: Iterable[int], reading: Reading | None
         placed = replace(blueprint, inputs={**blueprint.inputs, _POSITIONS: "positions"})
     look = _Look(blueprint, placed, reading)
     alone = look.alone("as it is")
+    if placed is not blueprint and (padding_token := token_beside(alone)) is not None:
+        look = look.beside(padding_token)
+        alone = look.alone("as it is")
     whole, evaluated = (look.without_masks(mode) for mode in BOTH)
     found = look.in_mode(alone, whole, lengths, "as it is")
     where = first_difference(blueprint.module, whole, evaluated)
@@ -155,7 +161,9 @@ def _found(blueprint: Blueprint, lengths: Iterable[int], reading: Reading | None
     if biased and isolates:
         raise _NoSequenceError("it adds to its scores what depends on places, and keeps documents apart that follow")
     by_places = "" if placed is blueprint else _POSITIONS
-    return SharedSequence(by_places, kind, attending, writes=reading is not None, biased=biased)
+    return SharedSequence(
+        by_places, kind, attending, writes=reading is not None, biased=biased, padding_token=look.placed.padding_token
+    )
 
 
 _Found = tuple[AttentionKind, tuple[str, ...], bool]
@@ -170,6 +178,11 @@ class _Look:
     """The model that is given the places of its tokens, or the same."""
     reading: Reading | None
     """How attention that it writes out is read; None: it is not."""
+
+    def beside(self, padding_token: int) -> _Look:
+        """Look at forwards of samples with this token in them, whose places are counted beside it."""
+        alone, placed = (replace(each, padding_token=padding_token) for each in (self.blueprint, self.placed))
+        return _Look(alone, placed, self.reading)
 
     def alone(self, mode: Mode) -> Trace:
         """Return a forward as one process runs it, and learn from it what masks say that ranks leave out."""
@@ -186,7 +199,10 @@ class _Look:
         calls = follow_tokens(alone, ["tokens"]).calls
         kind = _kind(_without_masks(calls))
         if self.placed is not self.blueprint and _computed(alone) != _computed(whole):
-            raise _NoSequenceError(f"it computes something else where it is given {_POSITIONS}, from 0 on")
+            said = "from 0 on" if self.placed.padding_token is None else "as its forward seems to count them"
+            raise _NoSequenceError(f"it computes something else where it is given {_POSITIONS}, {said}")
+        if self.placed.padding_token is not None and not counts_alone(alone, whole):
+            raise _NoSequenceError(f"it does more with the padding token than counting its {_POSITIONS} beside it")
         found = self._followed(whole, shorter, mode)
         if self.reading is not None:  # what left out masks say stands in the calls of one process alone
             fields = list(dict.fromkeys(self.placed.inputs.values()))

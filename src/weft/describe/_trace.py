@@ -24,6 +24,7 @@ from weft.describe._events import Event, Save, Trace, Value
 from weft.describe._fused import FUSED, Fused, FusedCall
 from weft.errors import RecipeError
 from weft.models import Blueprint, token_example
+from weft.models.places import places_beside_padding
 from weft.models.samples import draw_integers
 from weft.stand_ins import StandIns
 
@@ -350,7 +351,10 @@ def _values(given: Any) -> tuple[tuple[bool, str, int], ...]:
                 is_equal = by_sample.dim() > 1 and leaf.shape[0] and bool((by_sample == by_sample[:1]).all())
                 rows = by_sample[0] if is_equal else leaf
                 # As bytes: a mask of thousands of tokens squared would take seconds as numbers of Python.
-                content = rows.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                # One entry may keep the stride of what it was taken from, which a copy does not.
+                content = (
+                    rows.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
+                )
                 found.append((rows.numel() == 1, str(rows.dtype), hash(content)))
     return tuple(found)
 
@@ -402,6 +406,10 @@ def _fields(blueprint: Blueprint, dtype: torch.dtype, samples: int) -> dict[str,
     fields: dict[str, Tensor] = {}
     for name, like in example(samples).items():
         fields[name] = _field(blueprint, name, like, dtype, generator)
+    if blueprint.padding_token is not None:
+        fields["tokens"][:, ::3] = blueprint.padding_token  # enough to show how a forward counts beside it
+        if "positions" in fields:
+            fields["positions"] = places_beside_padding(fields["tokens"], blueprint.padding_token)
     return fields
 
 

@@ -74,6 +74,8 @@ class Blueprint(Tables):
     position_input: str | None = None
     """Keyword of the forward that takes each token's place in its sample, int64 (samples, tokens), in place of 0, 1, …
     Empty: it needs none, for nothing in it depends on places.  None: it has none, and ranks cannot share a sequence."""
+    padding_token: int | None = None
+    """Token beside which places are counted, as RoBERTa does (`places_beside_padding`); None: they are 0, 1, …"""
     attention: Literal["causal", "full"] | None = None
     """How tokens see one another, where all of it is `scaled_dot_product_attention` of the tokens of a sample: those
     before and itself, or all; of their document alone, where the batch has documents.  Nothing else in the forward may

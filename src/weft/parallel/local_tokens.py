@@ -22,6 +22,9 @@ class LocalTokens:
     documents: Tensor | None = None
     """Document of every token of the whole samples, int64 (samples, length); None: a sample is one document."""
 
+    places: Tensor | None = None
+    """Where its tokens stand, int64 (samples, tokens), for a model that counts beside padding; None: at `runs`."""
+
     @property
     def held(self) -> int:
         """How many tokens of a sample this rank has."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, final
 
@@ -32,12 +32,20 @@ class _Shares:
     view: GroupView
     isolates: bool
     """Whether the model is given its documents, and keeps them apart."""
+    padding_token: int | None = None
+    """See `Blueprint.padding_token`."""
 
     def take(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LocalTokens]:
         """See `TokenSharing`: every field of (samples, tokens, …) is cut."""
         length = batch["tokens"].shape[1]
         runs = runs_of(length, self.view.size, self.view.index)
         tokens = LocalTokens(length=length, runs=runs, documents=_documents(batch) if self.isolates else None)
+        if self.padding_token is not None:
+            from weft.models.places import places_beside_padding  # loaded where a model counts so
+
+            # Of whole samples: a rank does not see how much padding stands before its tokens.
+            places = places_beside_padding(batch["tokens"], self.padding_token)
+            tokens = replace(tokens, places=self._cut(places, tokens))
         return {name: self._cut(field, tokens) for name, field in batch.items()}, tokens
 
     def _cut(self, field: Tensor, tokens: LocalTokens) -> Tensor:
@@ -65,7 +73,7 @@ class ContextRanks(TechniqueRuntime):
         blueprint, context, view = self._build.blueprint, self._build.context, self._build.mesh["context"]
         _check_built(self._build)
         attending = self._attending  # found before there are hooks, with which no model can be copied
-        shares = _Shares(view, not _OF_DOCUMENTS.isdisjoint(blueprint.inputs.values()))
+        shares = _Shares(view, not _OF_DOCUMENTS.isdisjoint(blueprint.inputs.values()), blueprint.padding_token)
         context.sharing = shares
         share: Callable[..., Any] = sharing
         if blueprint.writes_attention:
@@ -113,10 +121,13 @@ def _make_no_masks(module: nn.Module) -> None:
 
 
 def _give_positions(keyword: str, context: StepContext, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Say where in their samples this rank's tokens stand, which the model would count from 0."""
+    """Say where in their samples this rank's tokens stand, which the model would count from
+    the first that it sees."""
     state = context.current
     if state is None or state.tokens is None or keyword in kwargs:
         return None
+    if state.tokens.places is not None:
+        return args, kwargs | {keyword: state.tokens.places}
     device = state.sample_ids.device
     places = torch.cat([torch.arange(start, stop, device=device) for start, stop in state.tokens.runs])
     return args, kwargs | {keyword: places.expand(state.sample_ids.numel(), -1)}

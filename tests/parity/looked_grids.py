@@ -38,6 +38,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "architectures": ["DistilBertForMaskedLM"], "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48,
         "dropout": 0.1, "attention_dropout": 0.1,
     },
+    # A file says how their layers split, and looking how they attend through windows.
+    "mistral": {"architectures": ["MistralForCausalLM"], "head_dim": 8, "sliding_window": 4, "attention_dropout": 0.1},
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1,
+        "tie_word_embeddings": True,
+    },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"], "head_dim": 8, "num_local_experts": 4, "sliding_window": 4,
+    },
     "roberta": {
         "architectures": ["RobertaForMaskedLM"], "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
     },

@@ -115,7 +115,7 @@ def look_at(blueprint: Blueprint, plan: Plan) -> None:
         look_for_blocks(blueprint, plan)
     if is_bare or (plan.mesh.context > 1 and plan.mesh.tensor > 1 and not blueprint.splits):
         look(blueprint)
-    if is_bare or (has_grid and blueprint.stacks):
+    if has_grid and not blueprint.has_known_features:
         look_at_features(blueprint)
 
 

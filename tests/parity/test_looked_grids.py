@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import cells
 import looked_grids
@@ -44,6 +45,18 @@ def test_equals_one_process(parity: Matrix, cell: Cell) -> None:
 
 def recipe_of(models: dict[str, ModelRecipe], name: str) -> Recipe:
     return cells.recipe_of(models[name], "fp64")
+
+
+@pytest.mark.parametrize("documents", ["packed", "isolated"])
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "mixtral"])
+def test_a_file_and_a_look_agree(
+    models: dict[str, ModelRecipe], name: str, documents: Literal["packed", "isolated"]
+) -> None:
+    recipe = recipe_of(models, name)
+    recipe = replace(recipe, data=replace(recipe.data, documents=documents))
+    described, built = facts_of(recipe), facts_of_blueprint(build_blueprint(recipe), recipe)
+    assert (described.no_grid, described.no_cube) == (built.no_grid, built.no_cube)
+    assert bool(described.no_grid) == (documents == "isolated")
 
 
 def test_all_that_know_a_model_agree_on_its_squares(models: dict[str, ModelRecipe]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.description import stored
-from weft.families import Tables, found_split_note
+from weft.families import ISOLATED_DOCUMENTS, Tables, found_split_note
 from weft.models import Blueprint
 from weft.recipe import Recipe
 
@@ -27,12 +27,11 @@ def _take_split(blueprint: Blueprint, tables: Tables) -> None:
 
 
 def look_at_its_features(blueprint: Blueprint, recipe: Recipe) -> None:
-    """Enter into the blueprint of a model without known forward, or with experts besides, why its ranks may not have
-    parts of the features."""
-    if blueprint.has_known_forward and not blueprint.stacks:
+    """Where tables do not show it, enter into the blueprint why its ranks may not have parts of the features."""
+    if blueprint.has_known_features:
         return
     if recipe.data.documents == "isolated":
-        blueprint.no_features = "its documents are kept apart by masks that a look at one document does not show"
+        blueprint.no_features = ISOLATED_DOCUMENTS
         return
     known = stored(recipe)
     if known is not None:

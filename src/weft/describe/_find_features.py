@@ -52,8 +52,7 @@ def look_at_features(blueprint: Blueprint) -> None:
     Enters into the blueprint why not (`Blueprint.no_features`), empty where they may.  A module of one's own may do in
     its backward what no forward shows.
     """
-    is_known = blueprint.has_known_forward and not blueprint.stacks
-    if is_known or not type(blueprint.module).__module__.startswith("transformers."):
+    if blueprint.has_known_features or not type(blueprint.module).__module__.startswith("transformers."):
         return
     try:
         _look(blueprint)

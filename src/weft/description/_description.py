@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weft.families import DROPPED_ATTENTION, NO_SEQUENCE, ONLY_SQUARES, UNKNOWN_FEATURES, Tables
+from weft.families import DROPPED_ATTENTION, ISOLATED_DOCUMENTS, NO_SEQUENCE, ONLY_SQUARES, UNKNOWN_FEATURES, Tables
 from weft.plan import ModelFacts
 from weft.profile import ModelSizes, Profile
 
@@ -32,6 +32,8 @@ class Description:
     no_features: str = UNKNOWN_FEATURES
     """Why tensor ranks form no grid for a model that had to be built, as `Blueprint.no_grid` says: a sentence without
     its end; empty: they can."""
+    isolates_documents: bool = False
+    """Whether documents of a sample are kept apart, of a model that is described by numbers."""
     notes: tuple[str, ...] = ()
     """What was assumed, or could not be found out: whole sentences without their end."""
 
@@ -70,18 +72,27 @@ class Description:
         """Why tensor ranks form no grid; see `ModelFacts.no_grid`."""
         if self.sizes is None:
             return self.no_features
-        if self.profile.num_experts and not self.profile.whole_parameters:
+        profile = self.profile
+        if profile.num_experts and not profile.whole_parameters:
             return UNKNOWN_FEATURES
-        if not self.profile.can_share_sequence:
+        if self._is_looked_at and self.isolates_documents:
+            return ISOLATED_DOCUMENTS
+        if not profile.can_share_sequence and not self._is_looked_at:
             return NO_SEQUENCE
-        return self.profile.no_shared_sequence
+        return profile.no_shared_sequence
 
     @property
     def _no_cube(self) -> str:
         """Why they form no cube where they form other grids."""
-        if self.sizes is None or self.profile.whole_parameters:
+        if self.sizes is None or self._is_looked_at:
             return ONLY_SQUARES
         return DROPPED_ATTENTION if self.profile.drops_attention else self.profile.no_context
+
+    @property
+    def _is_looked_at(self) -> bool:
+        """Whether only looking at it shows how features meet: its experts are computed whole, or it attends through
+        windows, whose masks are made outside of its layers."""
+        return bool(self.profile.whole_parameters) or self.profile.attends_alone
 
     @property
     def flops_per_sample(self) -> float:

@@ -30,7 +30,10 @@ def description_of(recipe: Recipe) -> Description | None:
         return None
     config = read_hf_config(model.hf)
     family = family_of(str(config.get("model_type")))
-    return None if family is None else describe_family(family, config, model.sequence_length, where=model.hf)
+    if family is None:
+        return None
+    described = describe_family(family, config, model.sequence_length, where=model.hf)
+    return replace(described, isolates_documents=recipe.data.documents == "isolated")
 
 
 def description_of_shape(shape: ReferenceShape) -> Description:

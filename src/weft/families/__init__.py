@@ -7,6 +7,7 @@ from weft.families._find import family_of as family_of
 from weft.families._samples import SampleField as SampleField
 from weft.families._tables import DROPPED_ATTENTION as DROPPED_ATTENTION
 from weft.families._tables import INHERITED as INHERITED
+from weft.families._tables import ISOLATED_DOCUMENTS as ISOLATED_DOCUMENTS
 from weft.families._tables import NO_SEQUENCE as NO_SEQUENCE
 from weft.families._tables import NO_VOCABULARY as NO_VOCABULARY
 from weft.families._tables import OF_PARAMETERS as OF_PARAMETERS

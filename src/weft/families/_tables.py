@@ -143,6 +143,8 @@ UNKNOWN_ATTENTION = "nothing says how its tokens see one another (`Blueprint.att
 """Why ranks do not share a sequence of a model that is neither Weft's own nor of a family with a file."""
 UNKNOWN_FEATURES = "how features meet is known only of Weft's decoder and encoder and families with a file"
 """Why tensor ranks form no grid for a factory's model, one with adapters, and one that was looked at."""
+ISOLATED_DOCUMENTS = "its documents are kept apart by masks that a look at one document does not show"
+"""Why tensor ranks form no grid for a model that was looked at, of which documents are isolated."""
 ONLY_SQUARES = "its forward was looked at for squares of ranks, whose layers all cut features along one line"
 """Why tensor ranks form no cube for a model that was looked at."""
 DROPPED_ATTENTION = "its attention drops probabilities of samples that a rank has not got inside of a layer"

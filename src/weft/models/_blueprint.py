@@ -179,9 +179,15 @@ class Blueprint(Tables):
         return find_problem(self)
 
     @property
+    def has_known_features(self) -> bool:
+        """Whether tables show all that its forward does with features: where experts were found, or how tokens attend
+        was, features are looked at, too."""
+        return self.has_known_forward and not self.stacks and self.attention is not None and not self.attending
+
+    @property
     def no_grid(self) -> str:
         """Why tensor ranks cannot form a grid, as far as tables say: a sentence without its end; empty: they can."""
-        is_known = self.has_known_forward and not self.stacks and self.attention is not None and not self.attending
+        is_known = self.has_known_features
         if not is_known and self.no_features:
             return self.no_features
         if any(rule.kind == "expert" for rule in self.split) and not self.features.get("wholes"):
@@ -196,7 +202,7 @@ class Blueprint(Tables):
     def no_cube(self) -> str:
         """Why tensor ranks cannot form a cube where they form other grids: a sentence without its end; empty: they
         can."""
-        if not self.has_known_forward or self.features.get("wholes"):
+        if not self.has_known_features:
             return ONLY_SQUARES
         dropouts = (name for name, each in self.module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0)
         return DROPPED_ATTENTION if any(self.kind_of(name) == "heads" for name in dropouts) else self.no_context

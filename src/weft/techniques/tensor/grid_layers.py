@@ -90,7 +90,7 @@ def _check_built(build: Build, shape: GridShape) -> None:
 
 def _undetermined(build: Build) -> list[str]:
     """Modules that draw by functions without a look at where; or so that a shape does not tell whose part it is."""
-    draws, is_looked_at = build.draws, not build.blueprint.has_known_forward
+    draws, is_looked_at = build.draws, not build.blueprint.has_known_features
     return [
         name
         for name in draws.modules

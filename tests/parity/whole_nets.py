@@ -99,7 +99,17 @@ def _heads(x: Tensor, net: Any) -> Tensor:
     return F.scaled_dot_product_attention(heads, heads, heads).permute(0, 2, 3, 1).flatten(2)
 
 
+def _solved(x: Tensor, of: Tensor) -> Tensor:
+    """A triangular system of equations for each first entry, as delta rules have."""
+    later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu()
+    matrix = (0.01 * of @ of.transpose(1, 2)).masked_fill(later, 0.0)
+    matrix = matrix + torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    return torch.linalg.solve_triangular(matrix, x, upper=False)
+
+
 WHOLE: dict[str, Kind] = {
+    "solved": lambda x, net: _solved(x.flip(-1), x) * net.scale,
+    "in windows": lambda x, net: F.unfold(x.flip(-1)[:, None], (3, 1), padding=(1, 0)).sum(1).view(x.shape) * net.scale,
     "turned": lambda x, net: net.inner(x.flip(-1)),
     "share of all": lambda x, net: x.softmax(-1) * net.scale + net.table[0],
     "dropped": lambda x, net: net.inner(net.drop(x.roll(1, -1))).tanh(),
@@ -122,6 +132,16 @@ REFUSED: dict[str, tuple[Kind, str]] = {
     "samples multiplied": (lambda x, net: x.flip(-1) + torch.einsum("blh,clh->bch", x, x)[:, :1], "multiplies over"),
     "one sample": (lambda x, net: x.flip(-1) + x[:1], "a piece"),
     "samples and tokens": (lambda x, net: x.flip(-1).transpose(0, 1).reshape(x.shape), "across borders"),
+    "equations of samples": (
+        lambda x, net: torch.linalg.solve_triangular(
+            torch.eye(len(x), dtype=x.dtype, device=x.device), x.flip(-1).transpose(0, 1), upper=False
+        ).transpose(0, 1),
+        "solves equations of several samples",
+    ),
+    "windows of samples": (
+        lambda x, net: F.unfold(x.flip(-1)[None], (3, 1), padding=(1, 0)).view(len(x), 3, *x.shape[1:]).sum(1),
+        "rearranges something else than images of samples",
+    ),
     "norm of a batch": (lambda x, net: net.norm(x.flip(-1).transpose(1, 2)).transpose(1, 2), "native_batch_norm"),
     "norm that remembers": (lambda x, net: net.norm(x.flip(-1).transpose(1, 2)).transpose(1, 2), "num_batches_tracked"),
     "capacity": (_capped, "runs along"),

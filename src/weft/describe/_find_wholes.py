@@ -194,6 +194,8 @@ class _Samples(FeatureWalker):
         more: Mapping[str, Callable[[Event], None]] = {
             **dict.fromkeys(_PICKING, self._pick),
             "convolution": self._convolve,
+            "linalg_solve_triangular": self._solve,
+            **dict.fromkeys(("im2col", "col2im"), self._rearrange_images),
             **dict.fromkeys(("max", "min", "any", "all"), self._reduce),
             "experts": self._mix,
             "embedding": self._look_up,
@@ -322,6 +324,21 @@ class _Samples(FeatureWalker):
         value = event.inputs[0]
         if self.parts.get(value) != Parts(0) or any(each in self.parts for each in event.inputs[1:]):
             raise self._against(event, "convolves something else than samples with weights")
+        self._put(event, event.outputs[0], Parts(0))
+
+    def _solve(self, event: Event) -> None:
+        """Systems of equations, of which each sample has its own."""
+        matrices, sides = event.inputs
+        found = self.parts.get(matrices)
+        if found is None or found != self.parts.get(sides) or found.dim >= len(matrices.shape) - 2:
+            raise self._against(event, "solves equations of several samples")
+        self._put(event, event.outputs[0], found)
+
+    def _rearrange_images(self, event: Event) -> None:
+        """Windows of each image side by side, or back: one image alone has no dim of samples."""
+        images = event.inputs[0] if event.name == "im2col" else event.outputs[0]
+        if self.parts.get(event.inputs[0]) != Parts(0) or len(images.shape) != 4:
+            raise self._against(event, "rearranges something else than images of samples")
         self._put(event, event.outputs[0], Parts(0))
 
     def _mix(self, event: Event) -> None:

@@ -66,6 +66,47 @@ class NormedHeads(Attention):
         return self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
 
 
+Bias = Callable[[Tensor, Any], Tensor]
+
+
+class BiasedHeads(Attention):
+    """Adds to the scores what a table of distances has for each head."""
+
+    def __init__(self, bias: Bias) -> None:
+        super().__init__()
+        self.distances, self.bias = nn.Embedding(LENGTH, HEADS), bias
+        self.register_buffer("slopes", torch.randn(1, HEADS, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        query, key, value = (
+            each(x).view(batch, length, self.num_heads, -1).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
+        places = torch.arange(length, device=x.device)
+        bias = self.bias(self.distances((places[:, None] - places).abs()).permute(2, 0, 1).unsqueeze(0), self)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+
+
+class CountingHeads(Attention):
+    """Knows its width, so that no table of one dimension splits it."""
+
+    def __init__(self, scale: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.width, self.head_width, self.scale = WIDTH, WIDTH // HEADS, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        assert width == self.width
+        query, key, value = (
+            each(x).view(batch, length, self.num_heads, self.head_width).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(query * self.scale(self), key, value, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
 Between = Callable[[Tensor, Any], Any]
 
 
@@ -99,7 +140,7 @@ for each in (Norm, ShiftedNorm, Net, Scaled):  # a module of one's own is refuse
     each.__module__ = "transformers.of_this_test"
 
 
-def looked(module: nn.Module) -> str:
+def described(module: nn.Module) -> Blueprint:
     blueprint = Blueprint(
         module=module, inputs={"input_ids": "tokens"}, loss=token_loss, initialise=None, task="causal_lm",
         vocabulary_size=VOCABULARY, sequence_length=LENGTH, example=token_example(LENGTH, ["tokens"]),
@@ -107,7 +148,11 @@ def looked(module: nn.Module) -> str:
     look(blueprint)
     assert blueprint.splits, blueprint.no_tensor
     look_at_features(blueprint)
-    return blueprint.no_grid
+    return blueprint
+
+
+def looked(module: nn.Module) -> str:
+    return described(module).no_grid
 
 
 def as_it_is(hidden: Tensor, net: Any) -> Tensor:
@@ -118,8 +163,14 @@ def only_in_evaluation(hidden: Tensor, net: Any) -> Tensor:
     return hidden if net.training else hidden.softmax(-1)
 
 
-def only_in_half(hidden: Tensor, net: Any) -> Tensor:
-    return hidden.flip(-1) if hidden.dtype == torch.float16 else hidden
+def only_in(dtype: torch.dtype) -> Between:
+    return lambda hidden, net: hidden.flip(-1) if hidden.dtype == dtype else hidden
+
+
+def entry_overwritten(hidden: Tensor, net: Any) -> Tensor:
+    made = hidden * 1.0
+    made[:, :, 1] = 0.0
+    return made
 
 
 def written(hidden: Tensor, net: Any) -> Tensor:
@@ -136,6 +187,7 @@ FITTING: dict[str, Between] = {
     "within runs of features": lambda hidden, net: hidden.view(2, LENGTH, -1, 2).flip(-1).flatten(2),
     "dropout by a function": lambda hidden, net: F.dropout(hidden, 0.1),
     "buffer added": lambda hidden, net: hidden + net.table[0],
+    "shape of an entry": lambda hidden, net: hidden + torch.ones(hidden[:, :, -1].shape).unsqueeze(-1),
     "the same number for all": lambda hidden, net: hidden * net.width**-0.5,
 }
 MIXING: dict[str, Between] = {
@@ -174,7 +226,11 @@ MIXING: dict[str, Between] = {
     "squeezed out": lambda hidden, net: hidden + hidden.view(2, LENGTH, 2, -1).select(2, 0).repeat(1, 1, 2),
     "written": written,
     "in evaluation": only_in_evaluation,
-    "in half precision": only_in_half,
+    "in bfloat16": only_in(torch.bfloat16),
+    "an entry": lambda hidden, net: hidden * hidden[:, :, 0].unsqueeze(-1),
+    "an entry of a view": lambda hidden, net: hidden + hidden.transpose(0, 2)[-1].t().unsqueeze(-1),
+    "an entry by python": lambda hidden, net: hidden if hidden[0, 0, 0].item() > 0 else -hidden,
+    "an entry overwritten": entry_overwritten,
 }
 
 
@@ -216,6 +272,50 @@ def test_norms_of_heads_work_on_each_ranks_heads(norm: Callable[[int], nn.Module
     net = Net(as_it_is)
     net.attention = NormedHeads(norm)
     assert looked(net) == ""
+
+
+BIASES: dict[str, tuple[Bias, bool]] = {
+    "as it is": (lambda bias, layer: bias, True),
+    "masked": (lambda bias, layer: bias.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -1e9), True),
+    "of all heads": (lambda bias, layer: bias.mean(1, keepdim=True), False),
+    "of another head": (lambda bias, layer: bias.flip(1), False),
+    "whole": (lambda bias, layer: layer.slopes.expand(1, HEADS, LENGTH, LENGTH), True),  # with all heads on each rank
+    "of tokens": (lambda bias, layer: bias.transpose(1, 2).expand(1, LENGTH, HEADS, LENGTH)[:, :HEADS, :1], False),
+}
+
+
+@pytest.mark.parametrize(("bias", "fits"), BIASES.values(), ids=BIASES)
+def test_what_is_added_to_scores_is_that_of_each_ranks_heads(bias: Bias, fits: bool) -> None:
+    net = Net(as_it_is)
+    net.attention = BiasedHeads(bias)
+    assert (looked(net) == "") == fits
+
+
+SCALES: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "a width that nobody divides": (lambda layer: layer.head_width**-0.5, True),
+    "the width": (lambda layer: layer.width**-0.5, False),
+    "the heads": (lambda layer: layer.num_heads, False),
+    "the heads, counted": (lambda layer: torch.arange(layer.num_heads).sum(), False),
+    "the heads, in a tensor": (lambda layer: torch.tensor(layer.num_heads), False),
+    "the heads, filled in": (lambda layer: torch.full((), layer.num_heads), False),
+}
+
+
+@pytest.mark.parametrize(("scale", "fits"), SCALES.values(), ids=SCALES)
+def test_numbers_that_count_features_are_divided_where_nothing_else_reads_them(
+    scale: Callable[[Any], Any], fits: bool
+) -> None:
+    net = Net(as_it_is)
+    net.attention = CountingHeads(scale)
+    assert (looked(net) == "") == fits
+
+
+@pytest.mark.parametrize(("dtype", "why"), [(torch.float16, "runs along"), (torch.float64, "")])
+def test_what_features_do_in_fp16_alone_is_said_of_fp16(dtype: torch.dtype, why: str) -> None:
+    blueprint = described(Net(only_in(dtype)))
+    assert blueprint.no_grid == ""
+    assert why in blueprint.no_fp16_grid
+    assert bool(why) == bool(blueprint.no_fp16_grid)
 
 
 def test_a_module_of_ones_own_is_not_looked_at() -> None:

@@ -37,6 +37,7 @@ def look_at_its_features(blueprint: Blueprint, recipe: Recipe) -> None:
     if known is not None:
         blueprint.no_features, tables = known.no_features, known.tables
         blueprint.features, blueprint.divisible_features = tables.features, tables.divisible_features
+        blueprint.no_fp16_grid = tables.no_fp16_grid
         return
     from weft.describe import look_at_features  # as above
 

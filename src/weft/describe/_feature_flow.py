@@ -13,7 +13,7 @@ summed where the parameters lie; so what is whole may meet parts along the dim o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -43,6 +43,14 @@ class NoPartsError(Exception):
     """Innermost module that was running there."""
     is_of_border: bool = False
     """Whether it is one of a module's being computed whole, and not what stood in the way before."""
+    done: int = 0
+    """Operators of a forward on a part that were right until then."""
+    place: str = ""
+    """Module of the first operator that was not."""
+    sizes: Collection[int] = ()
+    """Sizes that ranks have parts of."""
+    come: Callable[[Collection[str]], int] | None = None
+    """How many operators are right if these numbers (`module:attribute`) are divided; None: nothing was compared."""
 
 
 class MixedSamplesError(NoPartsError):
@@ -263,12 +271,16 @@ class FeatureWalker:
         for output in event.outputs:
             if event.name in ("select", "unbind"):
                 if at == found.dim:
-                    raise self._against(event, "picks single entries of what ranks have parts of")
+                    self._pick_entries(event)
+                    return
                 self._put(event, output, Parts(found.dim - (at < found.dim), found.blocks))
             elif at != found.dim or output.shape[at] == value.shape[at]:
                 self._put(event, output, found)
             else:
                 self._put(event, output, Parts(at, self._blocks_of(event, output, at)))
+
+    def _pick_entries(self, event: Event) -> None:
+        """Each rank picks another entry: nobody may read it, but any module may ask for its shape."""
 
     def _blocks_of(self, event: Event, output: Value, at: int) -> int:
         """Blocks of a piece of a dim that ranks have parts of: it must be made of whole ones."""
@@ -399,9 +411,12 @@ class FeatureWalker:
             self._check_function(event, Parts(len(operands[0].shape) - 3))
         for value in operands:
             self.sizes.setdefault(value.shape[-3], place_of(event))
+        heads = operands[0].shape[-3]
         for mask in event.inputs[3:]:
             at = len(mask.shape) - 3
-            if mask in self.parts or (at >= 0 and mask.shape[at] > 1):
+            is_shared = mask not in self.parts and (at < 0 or mask.shape[at] == 1)
+            is_of_heads = at >= 0 and mask.shape[at] == heads and self.parts.get(mask) == Parts(at)
+            if not is_shared and not is_of_heads:
                 raise self._against(event, "gives attention a mask, or scores to add, of each head")
         self._put(event, event.outputs[0], Parts(len(event.outputs[0].shape) - 3))
 

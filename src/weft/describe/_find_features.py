@@ -9,10 +9,9 @@ operators on the shapes of parts, with the same numbers and the same values of e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +20,12 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import handle_torch_function
 from torch.utils._pytree import tree_leaves
 
+from weft.describe._compare_parts import compare
 from weft.describe._events import Event, Trace, Value
 from weft.describe._feature_flow import STAND_IN, FeatureWalker, NoPartsError, Parts
-from weft.describe._fused import FUSED, FUSED_NAMES, FusedCall
+from weft.describe._fused import FUSED, FusedCall
 from weft.describe._modes import BOTH
-from weft.describe._rehearse import DTYPE, RESHAPES, misshaped
+from weft.describe._rehearse import DTYPE
 from weft.describe._trace import SAMPLES, Unfinished, trace
 from weft.errors import PlanError, RecipeError
 from weft.families import FeatureWork
@@ -40,9 +40,6 @@ from weft.techniques.tensor.plain_layers import is_conv1d, localise
 if TYPE_CHECKING:
     from weft.describe._find_wholes import Wholes
 
-_LAID_OUT = frozenset({*RESHAPES, "clone", "alias", "detach", "_assert_tensor_metadata", "_assert_async", "narrowed"})
-"""Operators that may run or not, as a part lies in memory."""
-_PIECES = ("split", "split_with_sizes", "chunk", "unsafe_split", "expand")
 _FORWARDS = (nn.Linear.forward, nn.Embedding.forward, nn.LayerNorm.forward, nn.RMSNorm.forward)
 
 
@@ -77,27 +74,54 @@ def _look(blueprint: Blueprint) -> None:
         raise NoPartsError(blueprint.no_tensor or "nothing says how its layers split")
     if blueprint.loss is not token_loss:
         raise NoPartsError("its loss is another than that of tokens, which knows parts of logits")
-    results, norms, wholes = frozenset[str](), frozenset[str](), frozenset[str]()
+    in_fp16: list[NoPartsError] = []
+    try:
+        _search(blueprint, in_fp16)
+    except NoPartsError:
+        if not in_fp16:
+            raise
+        _search(blueprint, None)
+        blueprint.no_fp16_grid = str(in_fp16[0])
+
+
+def _search(blueprint: Blueprint, in_fp16: list[NoPartsError] | None) -> None:
+    """Find how the features may be cut.  What stands in the way in fp16 alone is appended; None: do not look at fp16.
+
+    Raises:
+        NoPartsError: they may not.
+    """
+    results, norms, wholes, counts = frozenset[str](), frozenset[str](), frozenset[str](), frozenset[str]()
     cause = NoPartsError()
     while True:
+        named = _named(results, norms, wholes, counts)
         try:
-            _try(blueprint, {each: tuple(sorted(names)) for each, names in _named(results, norms, wholes)})
+            _try(blueprint, {each: tuple(sorted(names)) for each, names in named}, in_fp16)
         except NoPartsError as problem:
             found = _bare_norms(blueprint, problem.module) - norms
-            more = frozenset[str]() if found else _alike(blueprint, problem.suspects) - results
-            if not more and not found:
-                from weft.describe._find_wholes import to_compute_whole  # most models need none
-
+            counted = _counted(blueprint, problem, counts) if counts else counts  # what was begun goes on first
+            more = frozenset[str]() if found or counted else _alike(blueprint, problem.suspects) - results
+            if not (found or counted or more):
+                counted = counts or _counted(blueprint, problem, counts)
                 cause = cause if problem.is_of_border else problem
-                wholes = to_compute_whole(blueprint, problem, cause, wholes)
-            results, norms = results | more, norms | found
+                if counted == counts:
+                    from weft.describe._find_wholes import to_compute_whole  # most models need none
+
+                    wholes = to_compute_whole(blueprint, problem, cause, wholes)
+            results, norms, counts = results | more, norms | found, counted or counts
         else:
             return
 
 
+def _counted(blueprint: Blueprint, problem: NoPartsError, counts: Collection[str]) -> frozenset[str]:
+    """See `to_count_by_parts`."""
+    from weft.describe._find_counts import to_count_by_parts  # most models need none
+
+    return to_count_by_parts(blueprint, problem, counts)
+
+
 def _named(*names: frozenset[str]) -> Iterator[tuple[FeatureWork, frozenset[str]]]:
-    kinds: tuple[FeatureWork, ...] = ("results", "norms", "wholes")
-    return ((kind, each) for kind, each in zip(kinds, names, strict=True) if each or kind != "wholes")
+    kinds: tuple[FeatureWork, ...] = ("results", "norms", "wholes", "counts")
+    return ((kind, each) for kind, each in zip(kinds, names, strict=True) if each or kind in ("results", "norms"))
 
 
 def _alike(blueprint: Blueprint, suspects: Collection[str]) -> frozenset[str]:
@@ -122,7 +146,9 @@ def _is_of_any_width(module: nn.Module) -> bool:
     return getattr(module, "weight", None) is None and not hasattr(module, "normalized_shape")
 
 
-def _try(blueprint: Blueprint, features: Mapping[FeatureWork, Sequence[str]]) -> None:
+def _try(
+    blueprint: Blueprint, features: Mapping[FeatureWork, Sequence[str]], in_fp16: list[NoPartsError] | None
+) -> None:
     """See whether ranks may have parts of the features, but for the modules of `features`.  Enters these into the
     blueprint, and with them what reads all features then, and where these meet parts."""
     blueprint.features = features
@@ -137,14 +163,46 @@ def _try(blueprint: Blueprint, features: Mapping[FeatureWork, Sequence[str]]) ->
         roles = _roles(blueprint)  # norms of all features are like any other module
         walker = _Forward(blueprint, roles, 1).followed()
     _check_ties(blueprint, roles)
-    for dtype in (torch.float16, torch.bfloat16):  # some forwards look at all features where a type has small numbers
-        other = _Forward(blueprint, roles, 1, dtype).followed()
-        if _work(other) != _work(walker):
-            raise NoPartsError("what reads all features depends on its type")
+    _follow_in(torch.bfloat16, blueprint, roles, _work(walker))
+    if in_fp16 is not None:
+        try:
+            _follow_in(torch.float16, blueprint, roles, _work(walker))
+        except NoPartsError as problem:
+            in_fp16.append(problem)
+            raise
     _note_sizes(blueprint, walker.sizes)
     most = math.gcd(*walker.sizes, *blueprint.divisible.values())
     for parts in sorted({_least_prime(most), most}):  # what a forward does may depend on how small a part is
-        _compare(walker, _Forward(blueprint, roles, parts).run_so_far(), parts)
+        come = partial(_come, walker, blueprint, roles, parts)
+        try:
+            compare(walker, _Forward(blueprint, roles, parts).run_so_far(), parts)
+        except NoPartsError as problem:
+            problem.come, problem.sizes = come, walker.sizes.keys()
+            raise
+
+
+def _come(
+    walker: FeatureWalker,
+    blueprint: Blueprint,
+    roles: Mapping[str, Role | None],
+    parts: int,
+    counts: Collection[str],
+) -> int:
+    """Return how many operators are right on a part where these numbers are divided, too."""
+    other = replace(blueprint, features={**blueprint.features, "counts": tuple(sorted(counts))})
+    try:
+        compare(walker, _Forward(other, roles, parts).run_so_far(), parts)
+    except NoPartsError as problem:
+        return problem.done
+    return len(walker.trace.events)
+
+
+def _follow_in(
+    dtype: torch.dtype, blueprint: Blueprint, roles: Mapping[str, Role | None], work: tuple[list[str], list[str]]
+) -> None:
+    """See that it is the same in a type of small numbers: some forwards look at all features then."""
+    if _work(_Forward(blueprint, roles, 1, dtype).followed()) != work:
+        raise NoPartsError("what reads all features depends on its type")
 
 
 def _work(walker: FeatureWalker) -> tuple[list[str], list[str]]:
@@ -388,90 +446,3 @@ def _stand_in_forward(what: _Together, input: Tensor) -> Tensor:
 def _logits_forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Only what the loss reads."""
     return logits_of(forward(*args, **kwargs))
-
-
-# ── whether a forward on a part does the same ─────────────────────────────────────────────────────────────────────────
-
-
-def _compare(walker: FeatureWalker, share: tuple[Trace | Unfinished, Sequence[Event]], parts: int) -> None:
-    """Refuse a forward that does something else on a part.
-
-    Raises:
-        NoPartsError: names the first operator that differs.
-    """
-    held, theirs = walker.parts, _Steps(share[1])
-    reshaped: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-
-    def local(value: Value, narrowed: Mapping[Value, int] = MappingProxyType({})) -> tuple[int, ...]:
-        found = held.get(value)
-        at = narrowed.get(value) if found is None else found.dim
-        return tuple(size // parts if at == dim else size for dim, size in enumerate(value.shape))
-
-    for mine in walker.trace.events:
-        if mine.name in RESHAPES and mine.inputs[0] in held:
-            reshaped.append((local(mine.inputs[0]), local(mine.outputs[0])))
-        if mine.name in _LAID_OUT:
-            continue
-        other, before = theirs.next()
-        at = partial(local, narrowed=walker.narrowed.get(mine.index, {}))
-        problem = _ending(share[0]) if other is None else _difference(mine, other, at, held, parts)
-        problem = problem or misshaped(reshaped, before)
-        if problem:
-            found = NoPartsError(f"{mine.module or 'the forward'} cannot work on a part of the features: {problem}")
-            found.suspects = walker.made_by(mine)
-            raise found
-        reshaped.clear()
-    if theirs.next()[0] is not None or isinstance(share[0], Unfinished):
-        raise NoPartsError("its forward on a part of the features goes on where the whole one ends")
-
-
-def _ending(share: Trace | Unfinished) -> str:
-    return "it ends" if isinstance(share, Trace) else str(share).splitlines()[0].split(". ")[0]
-
-
-class _Steps:
-    def __init__(self, events: Iterable[Event]) -> None:
-        self._events = iter(events)
-
-    def next(self) -> tuple[Event | None, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-        """Return the next event that computes something, and what was reshaped before it."""
-        reshaped: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        for event in self._events:
-            if event.name in RESHAPES:
-                reshaped.append((event.inputs[0].shape, event.outputs[0].shape))
-            if event.name not in _LAID_OUT:
-                return event, reshaped
-        return None, reshaped
-
-
-def _difference(mine: Event, other: Event, local: Any, held: Mapping[Value, Parts], parts: int) -> str:
-    if (mine.name, mine.module) != (other.name, other.module):
-        return f"it computes {other.name} where the whole model computes {mine.name}"
-    count = 1 if mine.name in FUSED_NAMES else None  # others are what a kernel keeps
-    made = mine.outputs[:count], other.outputs[:count]
-    for what, values, found in (("takes", mine.inputs, other.inputs), ("makes", *made)):
-        shapes = [local(value) for value in values], [value.shape for value in found]
-        if shapes[0] != shapes[1]:
-            return f"{mine.name} {what} {shapes[1]} instead of {shapes[0]}"
-    numbers = list(_numbers(mine, held, parts)), list(_numbers(other, {}, 1))
-    if numbers[0] != numbers[1]:
-        return f"{mine.name} takes the numbers {numbers[1]} instead of {numbers[0]}"
-    return "" if mine.reads == other.reads else f"{mine.name} takes other values"
-
-
-def _numbers(event: Event, held: Mapping[Value, Parts], parts: int) -> Iterator[object]:
-    """Numbers that an operator computes with, and where it does; sizes left out, which the shapes tell."""
-    if event.name in _PIECES:
-        given: Sequence[Any] = ()
-    elif event.name == "slice":
-        at, start = int(event.arguments[1]), int(event.arguments[2] or 0)
-        found = held.get(event.inputs[0])
-        yield at
-        yield start // parts if found and found.dim == at % len(event.inputs[0].shape) else start
-        given = event.arguments[4:]
-    else:
-        shape = list(event.outputs[0].shape) if event.outputs else []
-        given = [each for each in event.arguments if not (isinstance(each, list | tuple) and list(each) == shape)]
-    for leaf in tree_leaves((list(given), {name: event.keywords[name] for name in sorted(event.keywords)})):
-        if isinstance(leaf, int | float | str):
-            yield leaf

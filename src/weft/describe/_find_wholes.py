@@ -305,6 +305,10 @@ class _Samples(FeatureWalker):
                 raise self._against(event, "attends across samples")
         self._put(event, event.outputs[0], Parts(0))
 
+    def _pick_entries(self, event: Event) -> None:
+        """What others read of one sample is not followed."""
+        raise self._against(event, "picks single entries of what ranks have parts of")
+
     def _pick(self, event: Event) -> None:
         """Along another dim, with indices of the same samples."""
         value, dim = event.inputs[0], int(argument(event, 1, "dim", 0)) % len(event.inputs[0].shape)

@@ -51,6 +51,7 @@ class Description:
             writes_attention=profile.writes_attention,
             no_grid=self._no_grid,
             no_cube=self._no_cube,
+            no_fp16_grid=tables.no_fp16_grid,
             no_tensor=tables.no_tensor,
             num_experts=self.num_experts,
             no_experts=self.no_experts,

@@ -154,10 +154,11 @@ NO_VOCABULARY = "it has no head over a vocabulary"
 OWN_CHECKPOINTS = "its layers run their own forward again (`gradient_checkpointing`), outside of a microbatch"
 """Why ranks do not share a sequence of a model that recomputes by itself."""
 
-FeatureWork = Literal["reads", "results", "norms", "meets", "wholes", "shares"]
+FeatureWork = Literal["reads", "results", "norms", "meets", "wholes", "shares", "counts"]
 """What modules do over squares: read features of which each rank has all; make such (products); normalise them without
 weights; let parts meet what every rank has whole, in their own forward; compute all that they compute on every rank of
-a row; or, of these, leave each rank its part of what they make."""
+a row; or, of these, leave each rank its part of what they make; or, as `module:attribute`, count features by a number
+that is divided besides those of `localise`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -179,6 +180,8 @@ class Tables:
     """Named sizes that the side of a square must divide, besides."""
     features: Mapping[FeatureWork, Sequence[str]] = field(default_factory=dict[FeatureWork, Sequence[str]])
     """Modules that work with features in another way than by parts, where ranks form a square."""
+    no_fp16_grid: str = ""
+    """Why tensor ranks form no grid in fp16, where they do in other types: a sentence without its end."""
     notes: Sequence[str] = ()
     """What the user should hear once at the start."""
 

@@ -38,6 +38,8 @@ class ModelFacts:
     """Why tensor ranks cannot form a grid; empty: they can, or only building it tells."""
     no_cube: str = ""
     """Why no cube, of a model for which they form other grids; empty: as `no_grid`."""
+    no_fp16_grid: str = ""
+    """Why no grid in fp16, of a model for which they form some in other types; empty: as `no_grid`."""
     attention_heads: tuple[int, int] | None = None
     """Heads of queries and of keys in every attention; None: they differ, or only building it tells."""
     divisible: Mapping[str, int] | None = field(default=None, hash=False)

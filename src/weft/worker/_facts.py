@@ -26,6 +26,7 @@ def facts_of_blueprint(blueprint: Blueprint, recipe: Recipe) -> ModelFacts:
         no_experts=blueprint.no_experts,
         no_grid=blueprint.no_grid,
         no_cube=blueprint.no_cube,
+        no_fp16_grid=blueprint.no_fp16_grid,
         attention_heads=blueprint.attention_heads,
         no_tensor=blueprint.no_tensor or ("" if blueprint.splits else f"nothing says how the layers of {model} split"),
         divisible=(dict(blueprint.divisible) or None) if blueprint.splits else {},

@@ -77,6 +77,8 @@ def _check_built(build: Build, shape: GridShape) -> None:
     """
     blueprint, scheme = build.blueprint, build.plan.tensor_parallel.scheme
     problem = blueprint.no_grid or (blueprint.no_cube if shape.is_cube else "")
+    if not problem and build.plan.compute.precision == "fp16":
+        problem = blueprint.no_fp16_grid
     given = sorted({*blueprint.inputs.values()} - {"tokens"})
     if not problem and shape.is_cube and given:
         problem = f"its forward reads {' and '.join(given)} beside tokens, of other samples than its layers work on"

@@ -58,6 +58,9 @@ def check_grid_model(case: Case) -> None:
     is_cube = case.plan.tensor_parallel.scheme == "3d"  # also where a search has yet to choose the ranks
     if problem := model_problem(case, is_cube=is_cube):
         raise case.refuse(path, f'{problem}.\nUse "1d".')
+    if case.plan.compute.precision == "fp16" and facts.no_fp16_grid:
+        problem = f'cannot join compute.precision = "fp16" for this model: {facts.no_fp16_grid}'
+        raise case.refuse(path, f'{problem}.\nUse "1d", or "bf16".')
     if case.plan.mesh.pipeline > 1 and facts.no_sequence:
         problem = f"cannot join mesh.pipeline = {case.plan.mesh.pipeline} for this model: {facts.no_sequence}"
         raise case.refuse(path, f'{problem}.\nUse "1d", or no pipeline.')

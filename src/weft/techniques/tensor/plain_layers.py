@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -29,18 +30,24 @@ def localise(part: nn.Module, tables: Tables, parts: int, *, is_grid: bool = Fal
     """
     done: set[tuple[int, str]] = set()
     for name, module in part.named_modules():
-        for entry in tables.localise:
-            if not fnmatchcase(name, entry.match) or (id(module), entry.attribute) in done:
-                continue
-            if is_grid and tables.is_computed_whole(name):
-                continue
-            value = number_of(module, entry.attribute)
+        if is_grid and tables.is_computed_whole(name):
+            continue
+        for attribute in _counted(name, tables, is_grid=is_grid):
+            value = None if (id(module), attribute) in done else number_of(module, attribute)
             if value is None:
                 continue
             if not isinstance(value, int) or value % parts:
                 raise PlanError(
-                    f"{name}.{entry.attribute} = {value} cannot be divided into {parts} parts, as plan.mesh.tensor"
+                    f"{name}.{attribute} = {value} cannot be divided into {parts} parts, as plan.mesh.tensor"
                     " asks. Use a size that can, or tensor = 1."
                 )
-            set_number(module, entry.attribute, value // parts)
-            done.add((id(module), entry.attribute))
+            set_number(module, attribute, value // parts)
+            done.add((id(module), attribute))
+
+
+def _counted(name: str, tables: Tables, *, is_grid: bool) -> Iterator[str]:
+    yield from (entry.attribute for entry in tables.localise if fnmatchcase(name, entry.match))
+    for entry in tables.features.get("counts", ()) if is_grid else ():
+        module, _, attribute = entry.partition(":")
+        if module == name:
+            yield attribute

@@ -10,8 +10,7 @@ from weft.recipe import Recipe
 
 def look_for_a_split(blueprint: Blueprint, recipe: Recipe) -> None:
     """Take what was kept of the same model, described by the same code; else see what its forward shows."""
-    known = stored(recipe)
-    if known is not None:
+    if (known := stored(recipe)) is not None:
         _take_split(blueprint, known.tables)
         return
     from weft.describe import look  # thousands of lines, which ranks do without where something was kept
@@ -33,8 +32,7 @@ def look_at_its_features(blueprint: Blueprint, recipe: Recipe) -> None:
     if recipe.data.documents == "isolated":
         blueprint.no_features = ISOLATED_DOCUMENTS
         return
-    known = stored(recipe)
-    if known is not None:
+    if (known := stored(recipe)) is not None:
         blueprint.no_features, tables = known.no_features, known.tables
         blueprint.features, blueprint.divisible_features = tables.features, tables.divisible_features
         blueprint.no_fp16_grid = tables.no_fp16_grid

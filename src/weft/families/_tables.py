@@ -156,9 +156,8 @@ OWN_CHECKPOINTS = "its layers run their own forward again (`gradient_checkpointi
 
 FeatureWork = Literal["reads", "results", "norms", "meets", "wholes", "shares", "counts"]
 """What modules do over squares: read features of which each rank has all; make such (products); normalise them without
-weights; let parts meet what every rank has whole, in their own forward; compute all that they compute on every rank of
-a row; or, of these, leave each rank its part of what they make; or, as `module:attribute`, count features by a number
-that is divided besides those of `localise`."""
+weights; let parts meet what every rank has whole; compute all on every rank of a row; of these, leave each rank its
+part of what they make; count features by a number that is divided beside those of `localise` (`module:attribute`)."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,9 +17,8 @@ class ModelFacts:
     num_blocks: int | None = None
     """Repeated blocks of the model."""
     no_stages: str = ""
-    """Why nothing says where one block ends and the next begins: the model then gets no pipeline stages, no
-    recomputation and no shared sequence, which all need that.  Empty: it may be cut between any two blocks, or only
-    building it would tell."""
+    """Why nothing says where one block ends and the next begins: it then gets no pipeline stages, no recomputation and
+    no shared sequence.  Empty: it may be cut between any two blocks, or only building it would tell."""
     no_pipeline: str = ""
     """Why it gets no pipeline stages although it may be cut; empty: it does, or only building it tells."""
     no_sequence: str = ""
@@ -27,11 +26,9 @@ class ModelFacts:
     no_context: str = ""
     """Why ranks cannot share a sequence; empty: they can, or only building it tells."""
     writes_attention: bool = False
-    """Whether it writes attention out, which ranks that share a sequence must read; false, too, where only building it
-    would tell."""
+    """Whether it writes attention out, which ranks that share a sequence must read; false where nothing tells."""
     num_experts: int | None = None
-    """Experts of every mixture that ranks can share out, or what all their numbers have as divisor; 0: there are none;
-    None: only building it would tell."""
+    """Experts of every mixture that ranks can share out, or their divisor; 0: none; None: only building it tells."""
     no_experts: str = ""
     """Why ranks cannot share out the experts that it has, where the reason is known."""
     no_grid: str = ""

@@ -12,12 +12,11 @@ from weft.recipe import Recipe
 
 def facts_of_blueprint(blueprint: Blueprint, recipe: Recipe) -> ModelFacts:
     """Return the facts that a model and its tables show."""
-    cut, uncut = blueprint.cut, blueprint.no_stages
-    model = type(blueprint.module).__name__
+    cut, model = blueprint.cut, type(blueprint.module).__name__
     return ModelFacts(
         name=blueprint.name or recipe.model.factory or model,
         num_blocks=None if cut is None else len(cut.blocks),
-        no_stages="" if cut is not None else uncut or f"nothing says where the blocks of {model} are",
+        no_stages="" if cut is not None else blueprint.no_stages or f"nothing says where the blocks of {model} are",
         no_pipeline=blueprint.no_pipeline,
         no_sequence=NO_SEQUENCE if isinstance(cut, FoundCut) else "",
         no_context=blueprint.no_context,

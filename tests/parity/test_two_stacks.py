@@ -70,6 +70,11 @@ def test_equals_one_process(parity: Matrix, cell: Cell) -> None:
     assert parity.verdict(cell).failures("fp64") == []
 
 
+@pytest.mark.parametrize("breakage", ["biases of other heads", "own gradients of biases"])
+def test_a_broken_piece_is_seen(parity: Matrix, breakage: str) -> None:
+    assert "relative_attention_bias" in " ".join(parity.verdict(Cell("t5", SQUARE), breakage=breakage).failures("fp64"))
+
+
 @pytest.fixture(scope="module")
 def long(ranks: RankPool, models: dict[str, ModelRecipe], pytestconfig: pytest.Config) -> Matrix:
     return TwoStacks(ranks, models, backend=str(pytestconfig.getoption("--parity-backend")))

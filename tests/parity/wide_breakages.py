@@ -11,9 +11,11 @@ from torch import Tensor
 
 from weft.comm import GroupView
 from weft.parallel import draws
+from weft.parallel.grid import GridSplit
 from weft.techniques.fused_loss import vocabulary
 from weft.techniques.tensor import grid_layers, grid_norms, narrowing, own_lookups
-from weft.techniques.tensor.grid_shape import Formula
+from weft.techniques.tensor.grid_shape import Formula, GridCut
+from weft.techniques.tensor.square import SquareGrid
 from weft.techniques.tensor.summa import gather
 
 
@@ -69,6 +71,31 @@ def _logits_of_another_part() -> list[tuple[Any, str, Any]]:
     return [(vocabulary, "_local_forward", turned)]
 
 
+def _biases_of_other_heads() -> list[tuple[Any, str, Any]]:
+    """What is added to the scores of a head is looked up in the columns of another one."""
+    split_of = SquareGrid.split_of
+
+    def turned(self: SquareGrid, cut: GridCut) -> GridSplit:
+        made = split_of(self, cut)
+        if cut != GridCut(1):
+            return made
+        (along,) = made.cuts
+        return replace(made, cuts=(replace(along, index=along.parts - 1 - along.index),))
+
+    return [(SquareGrid, "split_of", turned)]
+
+
+def _own_gradients_of_biases() -> list[tuple[Any, str, Any]]:
+    """What ranks of a column find for a table of biases is not summed: each keeps what its samples say."""
+    split_of = SquareGrid.split_of
+
+    def unsummed(self: SquareGrid, cut: GridCut) -> GridSplit:
+        made = split_of(self, cut)
+        return replace(made, is_partial=False) if cut == GridCut(1) else made
+
+    return [(SquareGrid, "split_of", unsummed)]
+
+
 PATCHES: Mapping[str, Callable[[], list[tuple[Any, str, Any]]]] = {
     "scale of an embedding left out": _scale_left_out,
     "weights of norms as they are": _weights_as_they_are,
@@ -76,4 +103,6 @@ PATCHES: Mapping[str, Callable[[], list[tuple[Any, str, Any]]]] = {
     "first part for all": _first_part_for_all,
     "drops as the first rank": _drops_as_the_first,
     "logits of another part": _logits_of_another_part,
+    "biases of other heads": _biases_of_other_heads,
+    "own gradients of biases": _own_gradients_of_biases,
 }

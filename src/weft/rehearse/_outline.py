@@ -474,8 +474,11 @@ class _Notes:
         self.joined = tuple(made.shape)
 
     def _by_sample(self, tensor: Tensor) -> tuple[int, ...]:
-        """The shape of an activation, with samples and tokens apart where they lie in a row, as in mixtures."""
+        """The shape of an activation, samples first: apart from tokens where they lie in a row, as in mixtures, or behind
+        them."""
         shape = tuple(tensor.shape)
+        if shape and shape[0] % _SAMPLES and shape[1:2] == (_SAMPLES,):
+            return (_SAMPLES, shape[0], *shape[2:])
         in_a_row = self._tokens > 1 and shape[:1] == (_SAMPLES * self._tokens,)
         return (_SAMPLES, self._tokens, *shape[1:]) if in_a_row else shape
 

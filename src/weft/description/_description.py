@@ -30,8 +30,7 @@ class Description:
     no_experts: str = ""
     """Why ranks cannot share out those that it has, where the reason is known: a sentence without its end."""
     no_features: str = UNKNOWN_FEATURES
-    """Why tensor ranks form no grid for a model that had to be built, as `Blueprint.no_grid` says: a sentence without
-    its end; empty: they can."""
+    """Why tensor ranks form no grid for a model that had to be built, as `Blueprint.no_grid` says; empty: they can."""
     isolates_documents: bool = False
     """Whether documents of a sample are kept apart, of a model that is described by numbers."""
     notes: tuple[str, ...] = ()
@@ -76,11 +75,9 @@ class Description:
         profile = self.profile
         if profile.num_experts and not profile.whole_parameters:
             return UNKNOWN_FEATURES
-        if self._is_looked_at and self.isolates_documents:
-            return ISOLATED_DOCUMENTS
-        if not profile.can_share_sequence and not self._is_looked_at:
-            return NO_SEQUENCE
-        return profile.no_shared_sequence
+        if self._is_looked_at:
+            return ISOLATED_DOCUMENTS if self.isolates_documents else profile.no_shared_sequence
+        return profile.no_shared_sequence if profile.can_share_sequence else NO_SEQUENCE
 
     @property
     def _no_cube(self) -> str:
@@ -91,8 +88,7 @@ class Description:
 
     @property
     def _is_looked_at(self) -> bool:
-        """Whether only looking at it shows how features meet: its experts are computed whole, or it attends through
-        windows, whose masks are made outside of its layers."""
+        """Whether features are looked at: its experts are computed whole, or it makes masks of windows."""
         return bool(self.profile.whole_parameters) or self.profile.attends_alone
 
     @property

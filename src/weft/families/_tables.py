@@ -212,8 +212,7 @@ class Tables:
 
     def is_computed_whole(self, name: str) -> bool:
         """Whether every rank of a row of a square computes all of a module, or of one around it."""
-        wholes = self.features.get("wholes", ())
-        return any(name == whole or name.startswith(f"{whole}.") for whole in wholes)
+        return any(f"{name}.".startswith(f"{whole}.") for whole in self.features.get("wholes", ()))
 
     @property
     def of_tables(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from weft.families import (
@@ -80,8 +79,7 @@ class Blueprint(Tables):
     """How tokens see one another, where all of it is `scaled_dot_product_attention` of the tokens of a sample: those
     before and itself, or all; of their document alone, where the batch has documents.  Nothing else in the forward may
     mix tokens (no windows, biases, convolutions, sums or shifts along the sequence), or run again by itself
-    (`torch.utils.checkpoint`).  None: the forward of a model of tokens alone is looked at (`weft.describe`), and of any
-    other ranks cannot share a sequence."""
+    (`torch.utils.checkpoint`).  None: models of tokens alone are looked at (`weft.describe`), others share none."""
     attending: tuple[str, ...] = ()
     """Modules that call it of the tokens, where looking has shown them."""
     writes_attention: bool = False
@@ -106,8 +104,7 @@ class Blueprint(Tables):
     example: Callable[[int], dict[str, Tensor]] | None = None
     """`example(batch_size)`: a batch on the meta device, to find shapes."""
     samples: Mapping[str, SampleField] = field(default_factory=dict[str, SampleField])
-    """What a sample looks like, field by field, `labels` among them; where given, `example` is that of these shapes,
-    and samples can be made up that the model takes.  Empty: `example` alone says shapes."""
+    """What a sample looks like by field, with `labels`, so that some can be made up.  Empty: `example` says shapes."""
     export: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
     """Weights under the names and shapes that `transformers` loads; None: as they are."""
     export_config: Mapping[str, Any] | None = None
@@ -123,8 +120,7 @@ class Blueprint(Tables):
     stacks: Mapping[str, ExpertStack] = field(default_factory=dict[str, "ExpertStack"])
     """Modules of stacked experts that ranks can share out beside mixtures of Weft's own, and how they compute."""
     no_experts: str = ""
-    """Why ranks cannot share out the experts that it has: a sentence without its end; empty: they can, or it has none,
-    or nobody has looked."""
+    """Why ranks cannot share out its experts: a sentence without its end; empty: they can, or nobody has looked."""
     routers: Routers | None = None
     """Modules whose load and entropy a report of a step has; None: none."""
     keep_dtype: Sequence[str] = ()
@@ -180,19 +176,17 @@ class Blueprint(Tables):
 
     @property
     def has_known_features(self) -> bool:
-        """Whether tables show all that its forward does with features: where experts were found, or how tokens attend
-        was, features are looked at, too."""
+        """Whether tables show all that its forward does with features, and no experts or attention had to be found."""
         return self.has_known_forward and not self.stacks and self.attention is not None and not self.attending
 
     @property
     def no_grid(self) -> str:
         """Why tensor ranks cannot form a grid, as far as tables say: a sentence without its end; empty: they can."""
-        is_known = self.has_known_features
-        if not is_known and self.no_features:
+        if not self.has_known_features and self.no_features:
             return self.no_features
         if any(rule.kind == "expert" for rule in self.split) and not self.features.get("wholes"):
             return "its router sees all features of a token"
-        if is_known and self.vocabulary_head is None:
+        if self.has_known_features and self.vocabulary_head is None:
             return NO_VOCABULARY
         from weft.models.shared_sequence import find_problem  # loaded for models of which this much is known
 
@@ -200,8 +194,7 @@ class Blueprint(Tables):
 
     @property
     def no_cube(self) -> str:
-        """Why tensor ranks cannot form a cube where they form other grids: a sentence without its end; empty: they
-        can."""
+        """Why they cannot form a cube where they form other grids: a sentence without its end; empty: they can."""
         if not self.has_known_features:
             return ONLY_SQUARES
         dropouts = (name for name, each in self.module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0)
@@ -209,8 +202,7 @@ class Blueprint(Tables):
 
     @property
     def no_gathering(self) -> str:
-        """Why data ranks cannot share the batch of a loss that is no sum over samples: a sentence without its end;
-        empty: they can, or it is one."""
+        """Why data ranks cannot share the batch of a loss that is no sum over samples; empty: they can, or it is."""
         if self.per_sample_loss:
             return ""
         from weft.models.whole_batch import find_whole_batch  # loaded for such losses
@@ -230,8 +222,6 @@ class Blueprint(Tables):
 
 def logits_of(outputs: Any) -> Any:
     """Return the logits of a plain model, a Hugging Face output, or a tuple."""
-    if isinstance(outputs, torch.Tensor):
-        return outputs
     if hasattr(outputs, "logits"):
         return outputs.logits
     return outputs[0] if isinstance(outputs, tuple | list) else outputs

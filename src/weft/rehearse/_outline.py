@@ -341,8 +341,8 @@ class _Notes:
 
         if router is not None:
             router.register_forward_hook(leave)
-        else:  # stacked experts of transformers, which are given them
-            module.register_forward_pre_hook(enter, with_kwargs=True)
+            return
+        module.register_forward_pre_hook(enter, with_kwargs=True)  # stacked experts of transformers are given them
 
     def _note_stack(self, name: str, module: nn.Module, stack: ExpertStack) -> None:
         """Note what goes around stacked experts of transformers, which their module itself copies, sorts and sums."""
@@ -443,8 +443,7 @@ class _Notes:
     def _note_block(self, index: int, name: str) -> None:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             read = first_tensor(args, kwargs)
-            shape = tuple(read.shape)
-            crossing = _crossing(self.blueprint.cut, index)
+            shape, crossing = tuple(read.shape), _crossing(self.blueprint.cut, index)
             self.entries[name] = BlockEntry(
                 name=name, shape=shape, needs_gradient=read.requires_grad, crossing=crossing
             )
@@ -474,13 +473,12 @@ class _Notes:
         self.joined = tuple(made.shape)
 
     def _by_sample(self, tensor: Tensor) -> tuple[int, ...]:
-        """The shape of an activation, samples first: apart from tokens where they lie in a row, as in mixtures, or behind
-        them."""
+        """The shape of an activation, samples first: also where they lie in a row with tokens, or behind them."""
         shape = tuple(tensor.shape)
         if shape and shape[0] % _SAMPLES and shape[1:2] == (_SAMPLES,):
             return (_SAMPLES, shape[0], *shape[2:])
-        in_a_row = self._tokens > 1 and shape[:1] == (_SAMPLES * self._tokens,)
-        return (_SAMPLES, self._tokens, *shape[1:]) if in_a_row else shape
+        is_row = self._tokens > 1 and shape[:1] == (_SAMPLES * self._tokens,)
+        return (_SAMPLES, self._tokens, *shape[1:]) if is_row else shape
 
     def _number(self, tensor: Tensor) -> int:
         self._alive.append(tensor)

@@ -28,6 +28,8 @@ class Attention(nn.Module):
         self.words = torch.zeros(1, 1, dtype=torch.int64)
         self.scale = nn.Parameter(torch.ones(1))
         self.biases = nn.Parameter(torch.zeros(16, 16))
+        self.sinks = nn.Parameter(torch.zeros(HEADS, 2))
+        self.of_tokens = nn.Linear(WIDTH // HEADS, 1)
         self.register_buffer("triangle", torch.ones(16, 16, dtype=torch.bool).tril())
         self.register_buffer("band", torch.ones(16, 16, dtype=torch.bool).tril().triu(-4))
 
@@ -102,6 +104,22 @@ def called(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def capped(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    seen = module.triangle[: q.shape[2], : q.shape[2]]
+    return ((q @ k.mT / 5.0).tanh() * 5.0).masked_fill(~seen, -1e9).softmax(-1) @ v
+
+
+def beside(scores: Tensor, sinks: Tensor) -> Tensor:
+    """Probabilities of keys beside sinks."""
+    both = torch.cat([scores, sinks.expand(*scores.shape[:-1], -1)], -1)
+    return (both - both.max(-1, keepdim=True).values).softmax(-1)[..., : -sinks.shape[-1]]
+
+
+def with_sinks(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    seen = module.triangle[: q.shape[2], : q.shape[2]]
+    return beside((q @ k.mT).masked_fill(~seen, -1e9), module.sinks[None, :, None]) @ v
+
+
 SHARED: Mapping[str, tuple[tuple[Attend, ...], str]] = {
     "full": ((full, full), "full"),
     "causal": ((causal, causal), "causal"),
@@ -109,6 +127,8 @@ SHARED: Mapping[str, tuple[tuple[Attend, ...], str]] = {
     "windowed": ((causal, windowed), "causal"),
     "in one dim": ((in_one_dim, full), "full"),
     "one of them a call": ((called, causal), "causal"),
+    "capped": ((capped, windowed), "causal"),
+    "with sinks": ((with_sinks, capped), "causal"),
 }
 
 
@@ -258,6 +278,30 @@ def heads_first(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ((q @ k.mT).softmax(-1) @ v).unflatten(0, (HEADS, -1)).transpose(0, 1)
 
 
+def sinks_of_tokens(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return beside(q @ k.mT, module.of_tokens(q)) @ v
+
+
+def sinks_of_all_tokens(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return beside(q @ k.mT, module.sinks[None, :, None] * q.mean((0, 2, 3))[:, None, None]) @ v
+
+
+def sinks_of_first(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return beside(q @ k.mT, module.of_tokens(q)[:1, :, :1]) @ v
+
+
+def counted_sinks(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return beside(q @ k.mT, module.sinks[None, :, None] * torch.arange(q.shape[2]).max()) @ v
+
+
+def learned_cap(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q @ k.mT).tanh() * module.scale).softmax(-1) @ v
+
+
+def counted_cap(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q @ k.mT).tanh() * q.shape[2]).softmax(-1) @ v
+
+
 REFUSED: Mapping[str, tuple[tuple[Attend, ...], str]] = {
     "biased": ((full, biased), "layers.1 writes its attention out, and adds to its scores something that is no mask"),
     "by keys": ((by_keys,), "adds to its scores something that is no mask"),
@@ -275,7 +319,13 @@ REFUSED: Mapping[str, tuple[tuple[Attend, ...], str]] = {
     "apart": ((apart,), "layers.0.child writes its attention out, and attends by scores that layers.0 made"),
     "begun apart": ((begun_apart,), "attends by scores that layers.0.child made"),
     "learned scale": ((learned_scale,), "softmax"),
-    "entropy": ((entropy,), "takes the greater"),
+    "entropy": ((entropy,), "takes the greatest of something else than its scores"),
+    "sinks of tokens": ((sinks_of_tokens,), "differs between samples or tokens"),
+    "sinks of all tokens": ((sinks_of_all_tokens,), "reduces over it"),
+    "sinks of the first token": ((sinks_of_first,), "takes"),
+    "counted sinks": ((counted_sinks,), "depends on how many tokens"),
+    "cap that is learnt": ((learned_cap,), "softmax of something else"),
+    "counted cap": ((counted_cap,), "depends on how many tokens"),
     "mean of values": ((mean_of_values,), "reduces over it"),
     "mixed kinds": ((full, causal), "some of its attention is causal, and some sees every token"),
     "in evaluation": ((in_evaluation,), "in evaluation"),

@@ -179,13 +179,12 @@ REFUSED: Mapping[str, tuple[Step, str]] = {
     "gate alone": (lambda s: soft(s * corner(TRIANGLE).double()), "softmax of something else"),
     "other gate": (
         lambda s: soft(s * corner(TRIANGLE).double() - 1e4 * (1 - corner(BAND).double())),
-        "sub",
+        "takes something off",
     ),
     "gates that differ": (
         lambda s: soft(s * corner(TRIANGLE).double() + -1e4 * (1 - corner(BAND).double())),
         "no mask that can be read",
     ),
-    "softcap": (lambda s: soft(torch.tanh(s)), "does tanh"),
     "negative": (lambda s: soft(s * -1.0), "multiplies scores by -1"),
     "a number written over": (lambda s: soft(s * overwritten(torch.ones(1))), "softmax of something else"),
     "by a parameter": (lambda s: soft(s * nn.Parameter(torch.ones(1))), "softmax of something else"),
@@ -195,8 +194,7 @@ REFUSED: Mapping[str, tuple[Step, str]] = {
     "sigmoid": (lambda s: s.sigmoid(), "does sigmoid"),
     "in place": (in_place, "does add_ "),
     "transposed": (lambda s: soft(s.transpose(-1, -2)), "does transpose"),
-    "some of them": (lambda s: soft(s)[..., :3], "does __getitem__"),
-    "sink": (lambda s: soft(torch.cat([s, s.new_zeros(1)], -1))[..., :-1], ""),
+    "some of them": (lambda s: soft(s)[..., :3], "takes some of its scores"),
     "dropped before": (lambda s: soft(F.dropout(s, 0.5)), "drops scores that are no probabilities"),
     "dropped twice": (lambda s: F.dropout(F.dropout(soft(s), 0.5), 0.5), "drops them twice"),
     "dropped in place": (lambda s: F.dropout(soft(s), 0.5, inplace=True), "drops attention in place"),
@@ -205,7 +203,7 @@ REFUSED: Mapping[str, tuple[Step, str]] = {
     "scaled probabilities": (lambda s: soft(s) * 2.0, "multiplies its probabilities"),
     "masked probabilities": (lambda s: soft(s).masked_fill(~corner(TRIANGLE), 0.0), "something else in the place"),
     "biased probabilities": (lambda s: soft(s) + bias(), "adds something to its scores"),
-    "detached": (lambda s: soft(s.detach()), "does detach"),
+    "detached": (lambda s: soft(s.detach()), "detaches its scores"),
     "one another": (lambda s: soft(s + s), "combines scores with one another"),
     "other heads": (
         lambda s: soft(s.view(SAMPLES * HEADS, TOKENS, TOKENS).view(HEADS, SAMPLES, TOKENS, TOKENS)),

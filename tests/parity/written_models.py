@@ -33,6 +33,20 @@ _BLOOM: dict[str, Any] = {
     "model_type": "bloom", "architectures": ["BloomForCausalLM"], "hidden_size": 32, "n_layer": 2, "n_head": 4,
     "vocab_size": 64, "hidden_dropout": 0.0, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+_GROUPED: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "sliding_window": 4, "pad_token_id": 0,
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+_CAPPED = _GROUPED | {
+    "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 2.0,
+    "query_pre_attn_scalar": 2,
+}  # fmt: skip
+_SINKS = _GROUPED | {
+    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
 _LAYOUT = _BERT | {
     "model_type": "layoutlm", "architectures": ["LayoutLMForMaskedLM"], "max_2d_position_embeddings": 64,
 }  # fmt: skip
@@ -61,6 +75,11 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "bloom": _BLOOM,
     "bloom_dropping": _BLOOM | {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     "layoutlm": _LAYOUT | _DROPPING,
+    "capped": _CAPPED,
+    "capped_dropping": _CAPPED | {"attention_dropout": 0.1},
+    "capped_isolated": _CAPPED,
+    "sinks": _SINKS,
+    "sinks_dropping": _SINKS | {"attention_dropout": 0.1},
     "neo": _NEO | {"attention_types": [[["global"], 2]]},
     "neo_dropping": _NEO | {"attention_types": [[["global"], 2]], "attention_dropout": 0.1, "resid_dropout": 0.1},
     "neo_window": _NEO | {"attention_types": [[["global", "local"], 1]], "window_size": 4},

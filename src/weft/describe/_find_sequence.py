@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +20,7 @@ from weft.describe._token_flow import AttentionKind, Meeting, TokenFlow, follow_
 from weft.describe._trace import Mode, trace
 from weft.errors import RecipeError
 from weft.models import Blueprint, token_example
+from weft.models.biases import Place
 from weft.stand_ins import copy_on_meta
 from weft.techniques.context.shares import tokens_of
 
@@ -50,6 +51,8 @@ class SharedSequence:
     """Whether some of them add to scores what depends on places alone."""
     padding_token: int | None = None
     """Token beside which places are counted; None: they are 0, 1, …"""
+    windows: Mapping[Place, int] = field(default_factory=dict[Place, int])
+    """Tokens that some of them see, where masks say so that ranks do not make."""
 
 
 class _NoSequenceError(Exception):
@@ -72,7 +75,7 @@ def look_at_tokens(blueprint: Blueprint, ranks: int = 1) -> None:
         return
     blueprint.position_input, blueprint.attention = found.position_input, found.attention
     blueprint.attending, blueprint.writes_attention = found.attending, found.writes
-    blueprint.biased, blueprint.padding_token = found.biased, found.padding_token
+    blueprint.biased, blueprint.windows, blueprint.padding_token = found.biased, found.windows, found.padding_token
     if not _isolates(blueprint):  # masks that keep documents apart are asked for where nobody shares a sequence
         _drop_masks(blueprint.module)
 
@@ -150,23 +153,28 @@ def _found(blueprint: Blueprint, lengths: Iterable[int], reading: Reading | None
     whole, evaluated = (look.without_masks(mode) for mode in BOTH)
     found = look.in_mode(alone, whole, lengths, "as it is")
     where = first_difference(blueprint.module, whole, evaluated)
-    if where is not None:
+    alone_evaluated = look.alone("evaluation") if where is not None or look.leaves_out(alone) else None
+    if where is None and alone_evaluated is not None:  # masks that are left out may say something else
+        where = first_difference(blueprint.module, alone, alone_evaluated)
+    if where is not None and alone_evaluated is not None:
         try:
-            other = look.in_mode(look.alone("evaluation"), evaluated, lengths, "evaluation")
+            evaluated = look.without_masks("evaluation")  # by what is known now of those that are left out
+            other = look.in_mode(alone_evaluated, evaluated, lengths, "evaluation")
         except _NoSequenceError as problem:
             raise _NoSequenceError(f"in evaluation, {problem}") from problem
         if other != found:
             raise _NoSequenceError(f"its tokens meet otherwise in evaluation{f' ({where})' if where else ''}")
-    kind, attending, biased = found
+    kind, attending, biased, windows = found
     if biased and isolates:
         raise _NoSequenceError("it adds to its scores what depends on places, and keeps documents apart that follow")
     by_places = "" if placed is blueprint else _POSITIONS
     return SharedSequence(
-        by_places, kind, attending, writes=reading is not None, biased=biased, padding_token=look.placed.padding_token
-    )
+        by_places, kind, attending, writes=reading is not None, biased=biased, padding_token=look.placed.padding_token,
+        windows=windows,
+    )  # fmt: skip
 
 
-_Found = tuple[AttentionKind, tuple[str, ...], bool]
+_Found = tuple[AttentionKind, tuple[str, ...], bool, Mapping[Place, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +200,12 @@ class _Look:
             if not self.reading.has_begun:
                 raise _NoSequenceError("it writes no attention out")
             self.reading.causal = _kind(_without_masks(follow_tokens(found, ["tokens"]).calls)) == "causal"
+            self.reading.windows = self.reading.seen
         return found
+
+    def leaves_out(self, alone: Trace) -> bool:
+        """Whether masks may have said who sees whom in a forward as one process runs it."""
+        return self.reading is not None or any(event.keywords.get("window") for event in alone.events)
 
     def in_mode(self, alone: Trace, whole: Trace, shorter: Iterable[int], mode: Mode) -> _Found:
         """See how tokens meet in a mode; `alone` is the forward as one process runs it, and `whole` that of ranks."""
@@ -226,7 +239,8 @@ class _Look:
         biased = any(meeting.biased for meeting in meetings)
         if biased and (written := _written_buffers(whole)):
             raise _NoSequenceError(f"it adds something to its scores, and writes into its buffer {written[0]}")
-        return _kind(meetings), tuple(dict.fromkeys(meeting.module for meeting in meetings)), biased
+        attending = tuple(dict.fromkeys(meeting.module for meeting in meetings))
+        return _kind(meetings), attending, biased, {} if self.reading is None else dict(self.reading.windows)
 
     def without_masks(self, mode: Mode) -> Trace:
         """Return a forward of whole samples that are given the places of their tokens, as ranks run it."""

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.models.biased import DrawnDropout, attend_biased
+from weft.models.biased import DrawnDropout, attend_scored
 from weft.models.dropping import attend_dropping, attend_in_parts, attend_in_window, attend_with_band
 
 
@@ -191,14 +191,17 @@ def _window_in_one(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCal
     return None if found is None else replace(found, settings={**found.settings, "window": window})
 
 
-def _biased_in_one(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
-    """Attention with a bias as one call, whatever is seen."""
+def _scored_in_one(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
+    """Attention that does more to its scores as one call, whatever is seen."""
     query, key, value, bias, dropout = args
     found = _in_one((query, key, value, None, dropout), {"causal": kwargs["causal"], "scale": kwargs.get("scale")})
     if found is None:
         return None
-    settings = {**found.settings, "window": kwargs.get("window") or 0, "biased": True}
-    return replace(found, operands=(query, key, value, bias), settings=settings)
+    more = {"window": kwargs.get("window") or 0, "softcap": kwargs.get("softcap") or 0.0, "biased": bias is not None}
+    sinks = kwargs.get("sinks")
+    settings = {**found.settings, **more, "has_sinks": sinks is not None}
+    operands = (query, key, value) if bias is None else (query, key, value, bias)
+    return replace(found, operands=operands, settings=settings if sinks is None else {**settings, "sinks": sinks})
 
 
 Fused = Mapping[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], FusedCall | None]]
@@ -220,7 +223,7 @@ WHOLE_ATTENTION: Fused = {
     **FUSED,
     attend_dropping: _in_one,
     attend_in_window: _window_in_one,
-    attend_biased: _biased_in_one,
+    attend_scored: _scored_in_one,
 }
 """The same, with every attention as one call."""
 FUSED_NAMES = ("attention", "rms_norm", "dropout")

@@ -330,9 +330,12 @@ class _TokenWalker(DimsWalker):
         else:
             for dim in (query[-2], key[-2], value[-2]):
                 self.keep_whole(event, dim, "attends between some of them and something else")
-        for bias in event.inputs[3:]:
-            for dim in self.dims_of(bias):
+        for other in event.inputs[3:]:
+            for dim in self.dims_of(other):
                 self.keep_whole(event, dim, "adds to its scores what it has computed of them")
+        sinks = event.keywords.get("sinks")
+        if sinks is not None and sinks.storage in self.counting and sinks.storage not in self.constant:
+            self.keep_whole(event, (0,), _COUNTED)
         for dims in (query, key, value):
             for dim in (*dims[:-2], dims[-1]):
                 self.keep_whole(event, dim, "attends with them as heads or features")
@@ -347,7 +350,7 @@ class _TokenWalker(DimsWalker):
     def _meeting(self, event: Event) -> Meeting:
         """One number for all, as scores that are added or a mask, says nothing: a softmax does not see it."""
         causal, dropped = (bool(event.keywords.get(name)) for name in ("causal", "dropout"))
-        masks = event.inputs[3:]
+        masks = [value for value in event.arguments[3:] if value is not None]
         biased = bool(event.keywords.get("biased"))
         masked = any(mask.storage not in self.constant or not mask.dtype.is_floating_point for mask in masks)
         return Meeting(event.module, causal, masked=masked and not biased, dropped=dropped, biased=biased)

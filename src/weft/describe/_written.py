@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from weft.errors import RecipeError
-from weft.models.biases import BiasesOfPlaces
+from weft.models.biases import BiasesOfPlaces, Place
 from weft.models.written import AttentionReader
 
 
@@ -19,6 +20,10 @@ class Reading:
     """Values of buffers that may say who sees whom."""
     causal: bool = False
     """Whether masks that are left out are causal ones."""
+    windows: Mapping[Place, int] = field(default_factory=dict[Place, int])
+    """Windows of masks that are left out."""
+    seen: Mapping[Place, int] = field(default_factory=dict[Place, int])
+    """Windows that the latest forward has shown."""
     has_begun: bool = False
     """Whether a forward had a product of queries and keys."""
     refused: str = ""
@@ -35,13 +40,15 @@ class Reading:
     def install(self, module: nn.Module, tokens: int, *, without_masks: bool) -> None:
         """Let a copy of the model be read in a forward of so many tokens."""
         causal, biases = without_masks and self.causal, BiasesOfPlaces()
-        reader = AttentionReader(tokens, causal=causal, refused=self._refused, biases=biases)
+        windows = self.windows if without_masks else {}
+        reader = AttentionReader(tokens, causal=causal, windows=windows, refused=self._refused, biases=biases)
         reader.watch(module)
         self.readers.append(reader)
 
     def ended(self) -> None:
         """Say that a forward has run, or failed."""
         self.has_begun |= any(reader.has_begun for reader in self.readers)
+        self.seen = {at: each for reader in self.readers for at, each in reader.seen.items() if each is not None}
         self.readers.clear()
 
     def _refused(self, place: str, what: str) -> RecipeError:

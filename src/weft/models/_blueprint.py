@@ -86,9 +86,11 @@ class Blueprint(Tables):
     """Whether some of these write it out in products and a softmax, which ranks then read (`weft.models.written`)."""
     biased: bool = False
     """Whether some of these add to their scores what depends on places alone, which ranks make of whole samples."""
+    windows: Mapping[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
+    """Windows by masks that ranks leave out: module, and which of the attentions of one of its calls → tokens."""
     has_known_forward: bool = False
-    """Whether it is a reference model, or of a family with a file, as it is: `build_model` says so.  Tables show what
-    layers do, and not what a forward does between them, on which tensor ranks that form a grid rely."""
+    """Whether it is a reference model, or of a family with a file, as it is: tensor ranks that form a grid rely on what
+    a forward does between layers, which tables do not show."""
     no_features: str = UNKNOWN_FEATURES
     """Why they cannot have parts of the features of another model, as looking at it shows; empty: they can."""
     loss: Loss

@@ -1,4 +1,5 @@
-"""Attention as models write it out alone, as one call: with biases, and with dropout by a function (`written.py`)."""
+"""Attention as models write it out alone, as one call: with biases, a cap, sinks, and dropout by a function
+(`written.py`)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from weft.models.dropping import attend_in_parts, band_of
+from weft.models.dropping import band_of
 
 
 class DrawnDropout(nn.Module):
@@ -22,34 +23,44 @@ class DrawnDropout(nn.Module):
         return F.dropout(input, self.rate)
 
 
-def attend_biased(
+def attend_scored(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     dropout: nn.Module | None,
     *,
     causal: bool,
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return attention (samples, heads, tokens, value size) to whose scores `bias` is added: (heads or 1, queries or 1,
-    keys or 1), of places alone.
+    """Return attention (samples, heads, tokens, value size) that does more to its scores than to scale and mask them.
 
-    Operands are those of `attend_dropping`; with a `window` it is causal.  A compiler does not follow it.
+    Operands are those of `attend_dropping`; with a `window` it is causal.  A compiler does not follow it.  `softcap`:
+    scores s become softcap · tanh(s / softcap) (Gemma 2, https://arxiv.org/abs/2408.00118).  `bias`, (heads or 1,
+    queries or 1, keys or 1), of places alone, is added then.  `sinks`, (heads,), are scores that take part in the
+    softmax of every query and attend to nothing (Xiao et al. 2023, https://arxiv.org/abs/2309.17453).
     """
     given = (query, key, value)
     if has_torch_function(given):
         return handle_torch_function(
-            attend_biased, given, query, key, value, bias, dropout, causal=causal, window=window, scale=scale
-        )
+            attend_scored, given, query, key, value, bias, dropout, causal=causal, window=window, scale=scale,
+            softcap=softcap, sinks=sinks,
+        )  # fmt: skip
     queries, keys = query.shape[2], key.shape[2]
-    mask = bias[None].to(query.dtype)
-    if causal:
-        seen = band_of(queries, keys, keys if window is None else window, query.device)
-        mask = mask.expand(1, -1, queries, keys).masked_fill(~seen, -torch.inf)
-    if dropout is not None:
-        return attend_in_parts(query, key, value, mask, dropout, causal=causal, scale=scale)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    return F.scaled_dot_product_attention(query, key, value, mask.expand(1, -1, queries, keys), scale=scale)
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores if bias is None else scores + bias.to(scores.dtype)
+    if causal:
+        seen = band_of(queries, keys, keys if window is None else window, query.device)
+        scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    probabilities = scores.softmax(-1, dtype=wide)[..., :keys].to(query.dtype)
+    return (probabilities if dropout is None else dropout(probabilities)) @ value

@@ -63,15 +63,9 @@ def attend_dropping(
 
 
 def attend_in_parts(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: nn.Module,
-    *,
-    causal: bool,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: nn.Module, *, causal: bool,
     scale: float | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the same, as what it is made of: products, a softmax and the dropout."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -113,15 +107,9 @@ def attend_in_window(
 
 
 def attend_with_band(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: nn.Module | None,
-    *,
-    window: int,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: nn.Module | None, *, window: int,
     scale: float | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the same, with the window as a mask where there is none."""
     queries, keys = query.shape[2], key.shape[2]
     if mask is None and keys > window:
@@ -149,4 +137,4 @@ def band_of(queries: int, keys: int, window: int, device: torch.device) -> Tenso
 
 
 ATTENTION = (F.scaled_dot_product_attention, attend_dropping, attend_in_window)
-"""Functions that attend; and `biased.attend_biased` does."""
+"""Functions that attend; and `biased.attend_scored` does."""

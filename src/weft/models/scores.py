@@ -41,10 +41,21 @@ class State:
     """Module in which the product was made."""
     causal: bool = False
     window: int | None = None
+    left_out: int | None = None
+    """The window of masks that ranks which share a sequence do not make."""
     hidden: float = -math.inf
     """The greatest of what stands in place of hidden scores."""
     added: tuple[Added, ...] = ()
     """What was added to them."""
+    softcap: float | None = None
+    """What a tanh of them was multiplied by, since which `scale` is what they were multiplied by before; None: nothing
+    bent them."""
+    sinks: Tensor | None = None
+    """Scores of every query that stand beside them, (heads, sinks of each)."""
+    beside: int = 0
+    """How many of these stand there still, in the dim of the keys."""
+    peak: State | None = None
+    """Scores, of which these are the greatest of each query; None: these are scores."""
     gate: Tensor | None = None
     """What they were multiplied by, 0 or 1 each, until what is hidden is made small."""
     is_probability: bool = False
@@ -61,16 +72,17 @@ class Scores(PendingScores):
     def of(state: State) -> Scores:
         """Return scores of such a state."""
         tokens = state.query.shape[-2]
+        width = 1 if state.peak is not None else tokens + state.beside
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             made = Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType]
-                Scores, (*state.lead, tokens, tokens), dtype=state.dtype, device=state.query.device
+                Scores, (*state.lead, tokens, width), dtype=state.dtype, device=state.query.device
             )
         made.state = state
         return made
 
     def dropped_by(self, dropout: nn.Module) -> Scores:
         """See `PendingScores`."""
-        if not self.state.is_probability or self.state.dropout is not None:
+        if not self.state.is_probability or self.state.dropout is not None or self.state.beside:
             raise UnreadError("drops scores that are no probabilities, or drops them twice")
         return Scores.of(replace(self.state, dropout=dropout))
 
@@ -134,3 +146,10 @@ def operands_of(args: Sequence[Any]) -> tuple[Scores, Any]:
         if isinstance(second, Scores) and not isinstance(first, Scores):
             return second, first
     raise UnreadError("combines scores with one another")
+
+
+def changed(scores: Any, **changes: Any) -> Scores:
+    """Return scores with something of their state changed."""
+    if not isinstance(scores, Scores):
+        raise UnreadError("does something else with its scores")
+    return Scores.of(replace(scores.state, **changes))

@@ -24,6 +24,8 @@ class Sight:
     window: int | None = None
     hidden: float = -math.inf
     """The greatest of what is added to hidden scores, or stands in their place."""
+    is_left_out: bool = False
+    """Whether ranks that share a sequence make no such mask."""
 
 
 def seen_in(mask: Tensor, *, added: bool, inverted: bool) -> Sight | None:

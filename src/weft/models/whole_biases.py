@@ -59,7 +59,7 @@ class WholeBiases:
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, value)
         causal = blueprint.attention == "causal"
-        AttentionReader(tokens, causal=causal, refused=_refused, biases=biases).watch(module)
+        AttentionReader(tokens, causal=causal, windows=blueprint.windows, refused=_refused, biases=biases).watch(module)
         example = token_example(tokens, blueprint.inputs.values())(2)
         inputs = {keyword: example[name] for keyword, name in blueprint.inputs.items()}
         with StandInMode("", constants=True):

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from weft.models.biased import DrawnDropout, attend_biased
-from weft.models.biases import Added, Biases, has_values, joined
+from weft.models import sinks
+from weft.models.biased import DrawnDropout, attend_scored
+from weft.models.biases import Added, Biases, Place, has_values, joined
 from weft.models.dropping import attend_dropping, attend_in_window
 from weft.models.scores import (
     CASTS,
@@ -36,6 +37,7 @@ from weft.models.scores import (
     UnreadError,
     asked,
     cast_of,
+    changed,
     has_scores,
     name_of,
     operands_of,
@@ -53,7 +55,8 @@ _MOST_KNOWN = 64
 class AttentionReader(TorchFunctionMode):
     """Reads written attention among so many tokens.  The modes that take its calls must stand below it.
 
-    `causal`: whether masks of `transformers` are left out, so that attention of which nothing hides a score is causal.
+    `causal`: whether masks of `transformers` are left out, so that attention of which nothing hides a score is causal,
+    and sees through one of `windows` where these have one.
     `refused`: makes an error of what is not understood: the end of a sentence that begins with the module.  `drawn`:
     what drops by a rate where a module drops its probabilities by a function, asked for when it does.  `biases`: who
     knows what may be added to scores; None: nothing but masks.
@@ -65,12 +68,15 @@ class AttentionReader(TorchFunctionMode):
         *,
         causal: bool,
         refused: Callable[[str, str], Exception],
+        windows: Mapping[Place, int] | None = None,
         drawn: Callable[[float], DrawnDropout] = DrawnDropout,
         biases: Biases | None = None,
     ) -> None:
         super().__init__()
         self._tokens, self._causal, self._refused, self._drawn = tokens, causal, refused, drawn
-        self._biases = biases
+        self._biases, self._windows = biases, windows or {}
+        self.seen: dict[Place, int | None] = {}
+        """Windows through which attention saw by masks that ranks leave out; None: through none."""
         self._places: list[tuple[str, nn.Module | None]] = []
         self._counts: list[int] = []
         """Attentions of each of the calls that are running."""
@@ -160,12 +166,12 @@ class AttentionReader(TorchFunctionMode):
         beta, scale = (plain_number(kwargs.get(each, 1.0)) for each in ("beta", "alpha"))
         if beta is None or scale is None or not 0.0 < scale < math.inf:
             raise UnreadError(f"multiplies scores by {scale}")
-        scores = self._changed(scores, scale=scale)
+        scores = changed(scores, scale=scale)
         if beta == 0.0 or number_of(base) == 0.0:
             return scores
         if self._biases is None or not self._biases.takes(base):
             raise UnreadError("adds scores to something that is not known to be zero (positions, it may be)")
-        return self._changed(scores, added=(Added(base, beta, len(scores.state.lead)),))
+        return changed(scores, added=(Added(base, beta, len(scores.state.lead)),))
 
     # ── what is done to scores ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -177,22 +183,20 @@ class AttentionReader(TorchFunctionMode):
             raise UnreadError(f"asks for {name} of its scores")
         if name in SIZES:
             return asked(func, args, kwargs)
+        sinks.check_whole(name, args)
         if name in _PRODUCTS:
             return self._finished(name, args, kwargs)
         if name in CASTS:
-            return self._changed(args[0], dtype=cast_of(func, args, kwargs))
+            return changed(args[0], dtype=cast_of(func, args, kwargs))
+        if (more := sinks.RULES.get(name)) is not None:
+            return more(args, kwargs)
         rule = _RULES.get(name)
         if rule is None:
             raise UnreadError(f"does {name} to its scores")
         return rule(self, args, kwargs)
 
-    def _changed(self, scores: Any, **changes: Any) -> Scores:
-        if not isinstance(scores, Scores):
-            raise UnreadError("does something else with its scores")
-        return Scores.of(replace(scores.state, **changes))
-
     def _same(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Scores:
-        return self._changed(args[0])
+        return changed(args[0])
 
     def _view(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Scores:
         """Samples and heads in one dim, or in two."""
@@ -211,7 +215,7 @@ class AttentionReader(TorchFunctionMode):
         heads = (lead[0], lead[1]) if len(lead) == 2 else state.heads
         if state.heads not in (None, heads):
             raise UnreadError("takes other heads together")
-        return self._changed(scores, lead=lead, heads=heads)
+        return changed(scores, lead=lead, heads=heads)
 
     def _multiplied(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Scores:
         scores, other = operands_of(args)
@@ -220,7 +224,7 @@ class AttentionReader(TorchFunctionMode):
             return self._scaled(scores, number)
         if scores.state.is_probability or scores.state.gate is not None or not isinstance(other, Tensor):
             raise UnreadError("multiplies its scores by a tensor")
-        return self._changed(scores, gate=other)
+        return changed(scores, gate=other)
 
     def _divided(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Scores:
         number = number_of(args[1]) if len(args) == 2 and not kwargs else None
@@ -233,7 +237,10 @@ class AttentionReader(TorchFunctionMode):
         if state.is_probability or state.gate is not None or not 0.0 < number < math.inf:
             raise UnreadError(f"multiplies {'its probabilities' if state.is_probability else 'scores'} by {number}")
         added = tuple(replace(each, factor=each.factor * number) for each in state.added)
-        return self._changed(scores, scale=state.scale * number, hidden=state.hidden * number, added=added)
+        scores = changed(scores, hidden=state.hidden * number, added=added)
+        if state.softcap is not None:
+            return changed(scores, softcap=state.softcap * number)
+        return changed(scores, scale=state.scale * number)
 
     def _added(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Scores:
         scores, other = operands_of(args)
@@ -247,14 +254,14 @@ class AttentionReader(TorchFunctionMode):
             return self._hiding(scores, sight, "adds to its scores")
         state = scores.state
         dtype = torch.promote_types(state.dtype, other.dtype)
-        return self._changed(scores, dtype=dtype, added=(*state.added, Added(other, 1.0, len(state.lead))))
+        return changed(scores, dtype=dtype, added=(*state.added, Added(other, 1.0, len(state.lead))))
 
     def _gated(self, scores: Scores, gate: Tensor, other: Tensor) -> Scores:
         """scores · gate + other: a gate of ones lets scores be, one of zeros leaves `other` alone."""
         kept, added = self._sight(gate, added=False), self._sight(other, added=True)
         if kept is None or added is None or (kept.causal, kept.window) != (added.causal, added.window):
             raise UnreadError("multiplies its scores by a tensor and adds another, which is no mask that can be read")
-        return self._hiding(self._changed(scores, gate=None), added, "")
+        return self._hiding(changed(scores, gate=None), added, "")
 
     def _filled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Scores:
         """masked_fill(scores, mask, value)."""
@@ -291,19 +298,14 @@ class AttentionReader(TorchFunctionMode):
             raise UnreadError(f"{what} something that is no mask which can be read (positions or padding, it may be)")
         state = scores.state
         windows = [each for each in (state.window, sight.window) if each is not None]
-        return self._changed(
+        left_out = [each for each in (state.left_out, sight.window if sight.is_left_out else None) if each is not None]
+        return changed(
             scores,
             causal=state.causal or sight.causal,
             window=min(windows, default=None),
+            left_out=min(left_out, default=None),
             hidden=max(state.hidden, sight.hidden),
         )
-
-    def _no_less(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Scores:
-        """The greater of scores and the least number that there is."""
-        scores, other = operands_of(args)
-        if kwargs or number_of(other) != torch.finfo(scores.state.dtype).min or scores.state.is_probability:
-            raise UnreadError("takes the greater of its scores and something else")
-        return self._changed(scores)
 
     def _softmax(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Scores:
         given = dict(zip(("input", "dim", "_stacklevel", "dtype"), args, strict=False)) | dict(kwargs)
@@ -316,14 +318,14 @@ class AttentionReader(TorchFunctionMode):
             raise UnreadError("takes a softmax that is not over the keys")
         if scores.state.hidden > _HIDDEN:
             raise UnreadError(f"hides scores by {scores.state.hidden}, which leaves something of them")
-        return self._changed(scores, is_probability=True, dtype=given.get("dtype") or scores.state.dtype)
+        return changed(scores, is_probability=True, dtype=given.get("dtype") or scores.state.dtype)
 
     def _dropped(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Scores:
         given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | dict(kwargs)
         scores: Any = given["input"]
         training = bool(given.get("training", given.get("train", True)))
         if not training or given.get("p", 0.5) == 0.0:
-            return self._changed(scores)
+            return changed(scores)
         place, module = self._place
         if given.get("inplace") or not isinstance(scores, Scores):
             raise UnreadError("drops attention in place")
@@ -350,18 +352,27 @@ class AttentionReader(TorchFunctionMode):
             raise UnreadError(f"attends by scores that {state.place or 'the forward'} made")
         if state.heads is None:
             raise UnreadError("has samples and heads in one dim, and nothing shows which is which")
-        bias = self._bias_of(state, *state.heads)
+        at = (state.place, self._counts[-1] if self._counts else 0)
+        if self._counts:
+            self._counts[-1] += 1
+        bias = self._bias_of(state, at, *state.heads)
         key = state.key.transpose(-1, -2)
         parts = [each.unflatten(0, state.heads) if each.dim() == 3 else each for each in (state.query, key, value)]
         query, key, value = (each if each.dtype == value.dtype else each.to(value.dtype) for each in parts)
-        mixed = self._attended(state, query, key, value, bias)
+        mixed = self._attended(self._seen_by(state, at), query, key, value, bias)
         return mixed.flatten(0, 1) if len(state.lead) == 1 else mixed
 
-    def _bias_of(self, state: State, samples: int, heads: int) -> Tensor | None:
+    def _seen_by(self, state: State, at: Place) -> State:
+        """The same with what masks say that were left out."""
+        if self.seen.setdefault(at, state.left_out) != state.left_out:
+            raise UnreadError("sees through another window where it is called again")
+        if not self._causal:
+            return state
+        windows = [each for each in (state.window, self._windows.get(at)) if each is not None]
+        return replace(state, causal=True, window=min(windows, default=None))
+
+    def _bias_of(self, state: State, at: Place, samples: int, heads: int) -> Tensor | None:
         """What was added to the scores and is no mask."""
-        number = self._counts[-1] if self._counts else 0
-        if self._counts:
-            self._counts[-1] += 1
         if self._biases is None:
             return None
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
@@ -369,7 +380,7 @@ class AttentionReader(TorchFunctionMode):
             if bias is None and state.added:
                 raise UnreadError("adds to its scores something that differs between samples")
             try:
-                bias = self._biases.placed((state.place, number), bias)
+                bias = self._biases.placed(at, bias)
             except ValueError as problem:
                 raise UnreadError(str(problem)) from problem
             if bias is None:
@@ -381,11 +392,14 @@ class AttentionReader(TorchFunctionMode):
         return bias
 
     def _attended(self, state: State, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        says_nothing = not state.causal and state.window is None
-        causal = state.causal or (says_nothing and self._causal)
-        if bias is not None:
-            return attend_biased(
-                query, key, value, bias, state.dropout, causal=causal, window=state.window, scale=state.scale
+        causal, window, beside = state.causal, state.window, state.sinks
+        if bias is not None or state.softcap is not None or beside is not None:
+            if beside is not None:
+                beside = beside[:, 0] if beside.shape[1] == 1 else beside.logsumexp(1)
+            scale = state.scale if state.softcap is None else state.scale * state.softcap
+            return attend_scored(
+                query, key, value, bias, state.dropout, causal=causal, window=window, scale=scale,
+                softcap=state.softcap, sinks=beside,
             )  # fmt: skip
         if state.window is not None:
             return attend_in_window(
@@ -407,7 +421,8 @@ class AttentionReader(TorchFunctionMode):
 
             if (said := mask_says(mask)) is not None:
                 hidden = torch.finfo(mask.dtype).min
-                return Sight(causal=True, hidden=hidden) if said == "causal" else Sight()
+                window = said if isinstance(said, int) else None
+                return Sight() if said == "full" else Sight(causal=True, window=window, hidden=hidden, is_left_out=True)
         if mask.is_meta or mask.requires_grad or tuple(mask.shape[-2:]) != (self._tokens,) * 2:
             return None
         if math.prod(mask.shape[:-2]) != 1:
@@ -436,7 +451,6 @@ _RULES: Mapping[str, Callable[[AttentionReader, Sequence[Any], Mapping[str, Any]
     **dict.fromkeys(("mul", "__mul__", "__rmul__", "multiply"), AttentionReader._multiplied),  # pyright: ignore[reportPrivateUsage]
     **dict.fromkeys(("div", "__truediv__", "divide", "true_divide"), AttentionReader._divided),  # pyright: ignore[reportPrivateUsage]
     **dict.fromkeys(("add", "__add__", "__radd__"), AttentionReader._added),  # pyright: ignore[reportPrivateUsage]
-    **dict.fromkeys(("max", "maximum"), AttentionReader._no_less),  # pyright: ignore[reportPrivateUsage]
     "masked_fill": AttentionReader._filled,  # pyright: ignore[reportPrivateUsage]
     "where": AttentionReader._where,  # pyright: ignore[reportPrivateUsage]
     "softmax": AttentionReader._softmax,  # pyright: ignore[reportPrivateUsage]

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weft.models.biased import attend_biased
+from weft.models.biased import attend_scored
 from weft.models.dropping import ATTENTION
 from weft.outline import ModuleCall
 from weft.rehearse._witness import ANSWERS
@@ -80,7 +80,7 @@ class AttentionWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func in ATTENTION or func is attend_biased:
+        if func in ATTENTION or func is attend_scored:
             given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
             self._tell(given["query"], given["key"], given["value"], made, given.get("window"))
         return made

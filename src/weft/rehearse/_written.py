@@ -25,7 +25,7 @@ def read_attention(module: nn.Module, blueprint: Blueprint, batch: Mapping[str, 
         setattr(module.get_submodule(owner), leaf, value)
     tokens = batch["tokens"].shape[1]
     biases, causal = AnyBias() if blueprint.biased else None, blueprint.attention == "causal"
-    AttentionReader(tokens, causal=causal, refused=_unread, biases=biases).watch(module)
+    AttentionReader(tokens, causal=causal, windows=blueprint.windows, refused=_unread, biases=biases).watch(module)
 
 
 def _unread(name: str, what: str) -> PlanError:

@@ -26,6 +26,8 @@ MASKED_IMPLEMENTATION = "weft_masked"
 
 _EAGER = "eager"
 """`config._attn_implementation` of families that write their attention out, with masks of their own."""
+_UNMASKED = "weft_unmasked"
+"""The same attention of theirs without masks."""
 _MADE_FROM = "_weft_made_from"
 _MADE_AT = "_weft_made_at"
 _LOOKED_AT = 128
@@ -35,15 +37,16 @@ _NAME = "weft_dropout_name"
 
 
 def register_attention() -> None:
-    """Make both implementations known to transformers in this process.
+    """Make the implementations known to transformers in this process.
 
-    "weft" has no masks there on purpose: transformers' way to them reads a value back from the device in every forward,
-    which stalls a GPU and cannot run on the meta device.
+    "weft" and "weft_unmasked" have no masks there on purpose: transformers' way to them reads a value back from the
+    device in every forward, which stalls a GPU and cannot run on the meta device.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(IMPLEMENTATION, weft_attention)
     AttentionInterface.register(MASKED_IMPLEMENTATION, weft_attention)
+    AttentionInterface.register(_UNMASKED, _as_written)
     AttentionMaskInterface.register(MASKED_IMPLEMENTATION, _mask_with_window)
     AttentionMaskInterface.register(_EAGER, _mask_to_add)
 
@@ -75,8 +78,9 @@ def _mask_to_add(*args: Any, **kwargs: Any) -> Tensor | None:
     return mask
 
 
-def mask_says(mask: Tensor) -> Literal["causal", "full"] | None:
-    """Return who sees whom by a mask that `_mask_to_add` has made; None: it says more, or nothing is known of it."""
+def mask_says(mask: Tensor) -> Literal["causal", "full"] | int | None:
+    """Return who sees whom by a mask that `_mask_to_add` has made, or how many tokens each sees, itself and those
+    before it; None: it says more, or nothing is known of it."""
     args, kwargs = getattr(mask, _MADE_FROM, ((), None))
     if kwargs is None or getattr(mask, _MADE_AT, None) != mask._version:
         return None
@@ -84,6 +88,10 @@ def mask_says(mask: Tensor) -> Literal["causal", "full"] | None:
     padding: Tensor | None = given.pop("attention_mask", None)
     if padding is not None and (padding.is_meta or not bool(padding.all())):
         return None
+    window = given.get("local_size")
+    # Also where it is as wide as these samples: longer ones may come.
+    if type(window) is int and _says(given, lambda mine, theirs: (theirs <= mine) & (theirs > mine - window)):
+        return window
     if _says(given, lambda mine, theirs: theirs <= mine):
         return "causal"
     return "full" if _says(given, lambda mine, theirs: theirs >= 0) else None
@@ -248,6 +256,12 @@ def weft_attention(
     return (probabilities @ value).transpose(1, 2).contiguous(), None
 
 
+def _as_written(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Attend as the file of a model writes it out."""
+    written = inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward", weft_attention)
+    return written(module, *args, **kwargs)
+
+
 def _makes_no_masks(module: nn.Module) -> bool:
     return getattr(getattr(module, "config", None), "_attn_implementation", None) == IMPLEMENTATION
 
@@ -277,12 +291,12 @@ def drop_masks(model: nn.Module, *, written: bool = False) -> list[Any]:
     out, which then sees every token, unless who reads it knows better (`weft.models.written`).  Returns the
     configurations of that.
     """
-    leaving: list[Any] = []
+    leaving = [config for config in _configs(model) if written and config._attn_implementation == _EAGER]
     for config in _configs(model):
-        if written and config._attn_implementation == _EAGER:
-            leaving.append(config)
-        if config._attn_implementation == MASKED_IMPLEMENTATION or any(config is each for each in leaving):
+        if config._attn_implementation == MASKED_IMPLEMENTATION:
             config._attn_implementation = IMPLEMENTATION
+    for config in leaving:
+        config._attn_implementation = _UNMASKED
     return leaving
 
 
@@ -295,7 +309,7 @@ def making_masks(configs: Sequence[Any]) -> Generator[None]:
         yield
     finally:
         for config in configs:
-            config._attn_implementation = IMPLEMENTATION
+            config._attn_implementation = _UNMASKED
 
 
 def _configs(model: nn.Module) -> list[Any]:

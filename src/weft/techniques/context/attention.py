@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models.biased import DrawnDropout, attend_biased
+from weft.models.biased import DrawnDropout, attend_scored
 from weft.models.dropping import AttentionTaker, attend_dropping, attend_in_window
 from weft.parallel import StepContext
 from weft.parallel.local_tokens import LocalTokens
@@ -27,26 +27,44 @@ from weft.parallel.unkept import unkept
 from weft.techniques.context.dropped import DroppedAttention
 from weft.techniques.context.exchange import KeyExchange
 from weft.techniques.context.form import AttentionForm
-from weft.techniques.context.partial import Partial, attend, attend_backward, merge, nothing_seen
+from weft.techniques.context.partial import (
+    Partial,
+    attend,
+    attend_backward,
+    gradient_of_sinks,
+    merge,
+    nothing_seen,
+    with_sinks,
+)
 from weft.techniques.context.visibility import Pair, Visibility
 
 
 class _SharedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, who: Visibility) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        exchange: KeyExchange,
+        who: Visibility,
+    ) -> Tensor:
         with unkept():  # results of every source would stay until the backward, and are no use to it
             whole = attend_to_all(query, key, value, exchange, who)
+            whole = whole if sinks is None else with_sinks(whole, sinks)
         output = whole.output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, whole.log_sum)
+        ctx.save_for_backward(query, key, value, sinks, output, whole.log_sum)
         ctx.exchange, ctx.who = exchange, who
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        query, key, value, output, log_sum = ctx.saved_tensors
-        whole = Partial(output, log_sum)
-        made = gradients_of_all(grads[0].contiguous(), query, key, value, whole, ctx.exchange, ctx.who)
-        return *made, None, None
+        query, key, value, sinks, output, log_sum = ctx.saved_tensors
+        gradient, whole = grads[0].contiguous(), Partial(output, log_sum)
+        made = gradients_of_all(gradient, query, key, value, whole, ctx.exchange, ctx.who)
+        by_sinks = None if sinks is None else gradient_of_sinks(gradient, whole, sinks)
+        return *made, by_sinks, None, None
 
 
 def gradients_of_all(
@@ -100,6 +118,7 @@ class _Backward:
             causal=pair.causal,
             mask=self._who.mask(source, pair),
             bias=self._who.bias(source, pair, heads),
+            softcap=self._who.form.softcap,
             kept=self._who.kept(source, pair, heads, self._query),
         )
         self.by_query[rows] += mine
@@ -119,6 +138,7 @@ def attend_to_all(query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchan
                 causal=pair.causal,
                 mask=who.mask(source, pair),
                 bias=who.bias(source, pair, (0, query.shape[1])),
+                softcap=who.form.softcap,
                 kept=who.kept(source, pair, (0, query.shape[1]), query),
             )
             if part.output.shape[2] == query.shape[2]:
@@ -161,11 +181,12 @@ class VisitedAttention:
         if torch.compiler.is_compiling():
             return self._in_graph(query, key, value, tokens, form)
         who = Visibility(tokens, self._view, form, self._together)
-        return _SharedAttention.apply(query, key, value, self._exchange, who)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
+        return _SharedAttention.apply(query, key, value, form.sinks, self._exchange, who)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
 
     def _in_graph(self, query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, form: AttentionForm) -> Tensor:
         """The same as one operator of a compiler's graph (`operators.py`)."""
         view, dropped = self._view, form.dropped
+        assert (form.bias, form.softcap, form.sinks) == (None, None, None), "compiled blocks write nothing out"
         output, _ = torch.ops.weft.shared_attention(
             query, key, value, tokens.documents, None if dropped is None else dropped.words,
             self._exchange.scheme, "" if view.group is None else str(view.group.group_name), view.ranks, view.index,
@@ -205,8 +226,8 @@ class Sharing(AttentionTaker):
             return self._attend_dropping(*args, **(kwargs or {}))
         if func is attend_in_window:
             return self._attend_in_window(*args, **(kwargs or {}))
-        if func is attend_biased:
-            return self._attend_biased(*args, **(kwargs or {}))
+        if func is attend_scored:
+            return self._attend_scored(*args, **(kwargs or {}))
         if func is Tensor.unflatten and torch.compiler.is_compiling():  # which Dynamo cannot enter by its function
             return args[0].unflatten(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -254,23 +275,29 @@ class Sharing(AttentionTaker):
             raise self._refused("attends through a window, where attention of this model sees every token")
         return self._share((query, key, value), mask, causal=True, scale=scale, dropout=dropout, window=window)
 
-    def _attend_biased(
+    def _attend_scored(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        bias: Tensor,
+        bias: Tensor | None,
         dropout: nn.Module | None,
         *,
         causal: bool,
         window: int | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """`bias` is that of whole samples."""
         if window is not None and not self._is_causal:
             raise self._refused("attends through a window, where attention of this model sees every token")
-        of = (query, key, value)
-        return self._share(of, None, causal=causal, scale=scale, dropout=dropout, window=window, bias=bias)
+        if sinks is not None and tuple(sinks.shape) != (query.shape[1],):
+            raise self._refused(f"has {sinks.numel()} sinks for {query.shape[1]} heads")
+        return self._share(
+            (query, key, value), None, causal=causal, scale=scale, dropout=dropout, window=window, bias=bias,
+            softcap=softcap, sinks=sinks,
+        )  # fmt: skip
 
     def _share(
         self,
@@ -282,6 +309,8 @@ class Sharing(AttentionTaker):
         dropout: nn.Module | None = None,
         window: int | None = None,
         bias: Tensor | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         query, key, _ = of
         self._check(query, key, mask, is_causal=causal)
@@ -298,6 +327,8 @@ class Sharing(AttentionTaker):
             scale=query.shape[-1] ** -0.5 if scale is None else scale,
             window=window if window is not None and window < self._tokens.length else None,
             bias=bias,
+            softcap=softcap,
+            sinks=sinks,
             dropped=dropped,
         )
         return self._shared.attend(*of, self._tokens, form)

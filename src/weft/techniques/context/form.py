@@ -22,6 +22,11 @@ class AttentionForm:
     bias: Tensor | None = None
     """What is added to the scores, of whole samples and of this rank's heads, (heads or 1, queries or 1, keys or 1);
     None: nothing."""
+    softcap: float | None = None
+    """What scores s are bent by before anything is added: softcap · tanh(s / softcap); None: nothing."""
+    sinks: Tensor | None = None
+    """Scores of this rank's heads, (heads,), that take part in the softmax of every query and attend to nothing; None:
+    there are none."""
     dropped: DroppedAttention | None = None
     """What is dropped of the probabilities, of whole samples; None: nothing."""
 
@@ -32,4 +37,10 @@ class AttentionForm:
             dropped = replace(dropped, first_head=dropped.first_head + start)
         if bias is not None and bias.shape[0] > 1:
             bias = bias[start : start + heads]
-        return replace(self, dropped=dropped, bias=bias)
+        sinks = None if self.sinks is None else self.sinks[start : start + heads]
+        return replace(self, dropped=dropped, bias=bias, sinks=sinks)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's own attention does it: no kernel drops by keys, knows windows, or does more to scores."""
+        return all(each is None for each in (self.dropped, self.window, self.bias, self.softcap, self.sinks))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +21,20 @@ from weft.techniques.context.kernels import Scoring, kernel_for
 Kept = Callable[[slice], Tensor]
 """Rows of queries → which of their probabilities are kept, times what they are scaled by:
 (samples, heads, queries, keys)."""
-_Added = tuple[Tensor | None, Tensor | None]
-"""A mask of the scores that count, and what is added to them."""
 _CHUNK_SCORES = 1 << 24
 """Scores that exist at once where no kernel returns L: 64 MiB in fp32."""
+
+
+class _Added(NamedTuple):
+    """What is done to scores before they are masked."""
+
+    mask: Tensor | None
+    bias: Tensor | None
+    softcap: float | None
+
+    def of(self, rows: slice) -> _Added:
+        """The same for some of the queries."""
+        return _Added(_rows(self.mask, rows), _rows(self.bias, rows), self.softcap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +56,17 @@ def attend(
     causal: bool = False,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    softcap: float | None = None,
     kept: Kept | None = None,
 ) -> Partial:
     """Attend from (samples, heads, queries, size) to (samples, kv heads, keys, size), kv heads dividing heads.
 
     `causal`: query i sees keys 0 to i.  `mask` is of bool, (samples or 1, 1, queries, keys), and goes before `causal`.
-    `bias` is added to the scores: (1, heads or 1, queries or 1, keys or 1).
+    `bias` is added to the scores, (1, heads or 1, queries or 1, keys or 1), which are bent by `softcap` before.
     `kept`: probabilities are dropped after the softmax, so L is what it would be without, and results merge as ever.
     """
     scoring = Scoring(scale, causal, mask)
-    if kept is None and bias is None and (kernel := kernel_for(query, key, value, scoring)):
+    if kept is None and bias is None and softcap is None and (kernel := kernel_for(query, key, value, scoring)):
         output, log_sum = kernel.attend(query, key, value, scoring)
         if mask is not None:  # of who sees nothing each kernel says something else
             sees = mask.to(query.device).any(-1)
@@ -68,7 +80,7 @@ def attend(
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     parts: list[Partial] = []
     for rows in _chunks(query, key):
-        added, factors = (_rows(mask, rows), _rows(bias, rows)), None if kept is None else kept(rows)
+        added, factors = _Added(mask, bias, softcap).of(rows), None if kept is None else kept(rows)
         parts.append(_attend_plainly(query[:, :, rows], key, value, scale, added, factors))
     return Partial(torch.cat([part.output for part in parts], 2), torch.cat([part.log_sum for part in parts], 2))
 
@@ -84,6 +96,7 @@ def attend_backward(
     causal: bool = False,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    softcap: float | None = None,
     kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the shares of the gradients of query, key and value that these keys give.
@@ -91,13 +104,13 @@ def attend_backward(
     `gradient` and `whole` are those of the queries over all keys, `whole.output` in the dtype of `query`.
     """
     scoring = Scoring(scale, causal, mask)
-    if kept is None and bias is None and (kernel := kernel_for(query, key, value, scoring)):
+    if kept is None and bias is None and softcap is None and (kernel := kernel_for(query, key, value, scoring)):
         return kernel.backward(gradient, (query, key, value), whole.output, whole.log_sum, scoring)
     if mask is not None:
         mask = mask.to(query.device)
     elif causal:
         mask = _causal_mask(query, key)
-    return _backward_plainly(gradient, query, key, value, whole, scale, (mask, bias), kept)
+    return _backward_plainly(gradient, query, key, value, whole, scale, _Added(mask, bias, softcap), kept)
 
 
 def merge(one: Partial | None, other: Partial) -> Partial:
@@ -108,6 +121,23 @@ def merge(one: Partial | None, other: Partial) -> Partial:
     log_sum = torch.logaddexp(one.log_sum, other.log_sum)
     first, second = (_share(part.log_sum, log_sum).to(wide) for part in (one, other))
     return Partial(one.output.to(wide) * first + other.output.to(wide) * second, log_sum)
+
+
+def with_sinks(whole: Partial, sinks: Tensor) -> Partial:
+    """Return attention whose softmax has one more score for each head, (heads,), of a key that has no value."""
+    sink = sinks.to(whole.log_sum.dtype)[:, None]
+    log_sum = torch.logaddexp(whole.log_sum, sink.expand_as(whole.log_sum))
+    return Partial(whole.output * _share(whole.log_sum, log_sum).to(whole.output.dtype), log_sum)
+
+
+def gradient_of_sinks(gradient: Tensor, whole: Partial, sinks: Tensor) -> Tensor:
+    """Return what these queries say of the gradient of sinks, (heads,): what they take from other probabilities.
+
+    The keys' gradients need no more than `whole` with them: a probability is exp(S − L) with the L of all scores.
+    """
+    wide = whole.log_sum.dtype
+    share = (sinks.to(wide)[:, None] - whole.log_sum).exp()
+    return -(share * (gradient.to(wide) * whole.output.to(wide)).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 def nothing_seen(query: Tensor, value: Tensor) -> Partial:
@@ -140,18 +170,24 @@ def _widened(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _scores(query: Tensor, key: Tensor, scale: float, added: _Added) -> Tensor:
-    """In fp32 or wider: products of bf16 that are rounded to bf16 would move large scores by whole percents."""
-    scores, (mask, bias) = _widened(query) * scale @ _widened(key).transpose(-1, -2), added
-    if bias is not None:
-        scores = scores + bias
-    return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+def _scores(query: Tensor, key: Tensor, scale: float, added: _Added) -> tuple[Tensor, Tensor | None]:
+    """Scores, and what a cap leaves of the slope of each; None: there is no cap.
+
+    In fp32 or wider: products of bf16 that are rounded to bf16 would move large scores by whole percents.
+    """
+    scores, slope = _widened(query) * scale @ _widened(key).transpose(-1, -2), None
+    if added.softcap is not None:
+        bent = torch.tanh(scores / added.softcap)
+        scores, slope = bent * added.softcap, 1.0 - bent.square()
+    if added.bias is not None:
+        scores = scores + added.bias
+    return (scores if added.mask is None else scores.masked_fill(~added.mask, -torch.inf)), slope
 
 
 def _attend_plainly(
     query: Tensor, key: Tensor, value: Tensor, scale: float, added: _Added, kept: Tensor | None
 ) -> Partial:
-    scores = _scores(query, key, scale, added)
+    scores, _ = _scores(query, key, scale, added)
     log_sum = scores.logsumexp(-1)
     probabilities = _probabilities(scores, log_sum)
     return Partial((probabilities if kept is None else probabilities * kept).to(value.dtype) @ value, log_sum)
@@ -179,7 +215,7 @@ def _backward_plainly(
     by_key, by_value = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
     row_sums = (gradient.to(wide) * whole.output.to(wide)).sum(-1)
     for rows in _chunks(query, key):
-        scores = _scores(query[:, :, rows], keys, scale, (_rows(added[0], rows), _rows(added[1], rows)))
+        scores, slope = _scores(query[:, :, rows], keys, scale, added.of(rows))
         probabilities = _probabilities(scores, whole.log_sum[:, :, rows])
         given = gradient[:, :, rows]
         weights, by_probability = probabilities, _widened(given) @ _widened(values).transpose(-1, -2)
@@ -187,7 +223,8 @@ def _backward_plainly(
             drop = kept(rows)
             weights, by_probability = probabilities * drop, by_probability * drop
         by_value += (weights.to(given.dtype).transpose(-1, -2) @ given).to(wide)
-        by_score = (probabilities * (by_probability - row_sums[:, :, rows, None]) * scale).to(query.dtype)
+        by_score = probabilities * (by_probability - row_sums[:, :, rows, None]) * scale
+        by_score = (by_score if slope is None else by_score * slope).to(query.dtype)
         by_query[:, :, rows] = by_score @ keys
         by_key += (by_score.transpose(-1, -2) @ query[:, :, rows]).to(wide)
     by_key, by_value = (each.unflatten(1, (-1, groups)).sum(2).to(key.dtype) for each in (by_key, by_value))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from weft.comm import GroupView
 from weft.errors import PlanError
 from weft.models import Blueprint
 from weft.models.biased import DrawnDropout
+from weft.models.biases import Place
 from weft.models.whole_biases import BiasesOfRank, WholeBiases
 from weft.models.written import AttentionReader
 from weft.parallel import StepContext
@@ -31,9 +32,10 @@ def reading(
     ignores_masks: bool,
     view: GroupView,
     biases: BiasesOfRank | None,
+    windows: Mapping[Place, int],
 ) -> Callable[..., Any]:
     """Return the same as `sharing` of a module whose attention may be written out.  `view`: its tensor ranks; `biases`:
-    who knows what it adds to its scores, of places alone."""
+    who knows what it adds to its scores, of places alone; `windows`: see `Blueprint`."""
     readers: dict[int, AttentionReader] = {}
     shared = Shared(name, _apart(attend), is_causal, ignores_masks)
 
@@ -44,7 +46,9 @@ def reading(
 
     def reader_of(tokens: int) -> AttentionReader:
         if tokens not in readers:
-            readers[tokens] = AttentionReader(tokens, causal=is_causal, refused=_unread, drawn=drawn, biases=biases)
+            readers[tokens] = AttentionReader(
+                tokens, causal=is_causal, windows=windows, refused=_unread, drawn=drawn, biases=biases
+            )  # fmt: skip
         return readers[tokens]
 
     @functools.wraps(forward)

@@ -82,7 +82,7 @@ class ContextRanks(TechniqueRuntime):
             tensor = self._build.mesh["tensor"]
             biases = biases_of(blueprint, part.module, self._build.dtypes.compute, context, tensor)
             leave_out_masks(part.module, context, biases)
-            share = partial(reading, view=tensor, biases=biases)
+            share = partial(reading, view=tensor, biases=biases, windows=blueprint.windows)
         if blueprint.attending and shares.isolates:
             _make_no_masks(part.module)
         keyword, kind = blueprint.position_input, blueprint.attention

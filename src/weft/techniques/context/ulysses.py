@@ -84,8 +84,7 @@ class HeadExchange:
         if self._between is not None:
             together = replace(tokens, runs=joint_runs(tokens.length, self._groups, self._group, self._view.size))
             return whole.of_heads(self._between(query, key, value, together, form))
-        is_plain = form.dropped is None and form.window is None and form.bias is None
-        if not is_plain:  # no kernel drops by keys, knows windows, or makes biases of places
+        if not form.is_plain:
             return whole.of_heads(_attend_alone(query, key, value, tokens, form))
         mask, groups = _mask(tokens, form.causal), query.shape[1] != key.shape[1]
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage] # no module around this one shares it again

@@ -1,0 +1,96 @@
+"""Ranks that share the sequence of models whose scores are capped, or share their softmax with sinks, and which see
+windows by masks that ranks leave out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from cells import Cell, plan
+from cells import models as every_model
+from parity_run import Matrix
+from test_dry_runs import check
+
+from pool import RankPool
+from weft.blueprint import build_blueprint
+from weft.plan import ContextParallelPlan
+from weft.recipe import ModelRecipe
+
+IN_PAIRS = replace(
+    plan(context=4, scheme="usp"), context_parallel=ContextParallelPlan(scheme="usp", ulysses=2)
+)  # fmt: skip
+CELLS = (
+    Cell("capped", plan(context=2)),
+    Cell("capped", plan(context=4, scheme="all_gather", recompute="selective")),
+    Cell("capped", plan(context=2, scheme="ulysses")),
+    Cell("capped_dropping", IN_PAIRS),
+    Cell("capped_dropping", plan(context=3, recompute="full")),
+    Cell("capped_dropping", plan(context=2, tensor=2)),
+    Cell("capped_isolated", plan(context=2)),
+    Cell("capped_isolated", plan(context=4, scheme="ulysses")),
+    Cell("capped", plan(context=2, shard=2, zero=3, micro=3)),
+    Cell("sinks", plan(context=2)),
+    Cell("sinks", plan(context=4, scheme="all_gather", recompute="full")),
+    Cell("sinks", plan(context=2, scheme="ulysses", recompute="selective")),
+    Cell("sinks", IN_PAIRS),
+    Cell("sinks_dropping", plan(context=2)),
+    Cell("sinks_dropping", plan(context=4, scheme="ulysses")),
+    Cell("sinks", plan(context=3, scheme="all_gather")),
+    Cell("sinks", plan(context=2, tensor=2)),
+    Cell("sinks", plan(context=2, shard=2, zero=3, micro=3)),
+    Cell("sinks", plan(context=2, replicate=2, zero=1)),
+)
+LONG = (
+    Cell("capped_dropping", plan(context=2)),
+    Cell("sinks_dropping", plan(context=2, shard=2, zero=1, micro=3)),
+    Cell("sinks", plan(context=4, scheme="ulysses", micro=6)),
+)
+"""Twenty steps, and what a dry run predicts of them."""
+
+
+@pytest.fixture(scope="module")
+def parity(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix.create(ranks, tmp_path_factory.mktemp("models"), steps=3, backend="cpu:weft")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelRecipe]:
+    return every_model(tmp_path_factory.mktemp("dry"))
+
+
+@pytest.fixture(scope="module")
+def long(ranks: RankPool, models: dict[str, ModelRecipe], pytestconfig: pytest.Config) -> Matrix:
+    return Matrix(ranks, models, backend=str(pytestconfig.getoption("--parity-backend")))
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_equals_one_process(parity: Matrix, cell: Cell) -> None:
+    assert parity.verdict(cell).failures("fp64") == []
+
+
+@pytest.mark.parametrize("cell", LONG, ids=str)
+def test_a_dry_run_sends_what_is_predicted(models: dict[str, ModelRecipe], cell: Cell) -> None:
+    check(cell, models, "fp32", partial(build_blueprint, plan=cell.plan))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("cell", LONG, ids=str)
+def test_twenty_steps_equal_one_process(long: Matrix, cell: Cell) -> None:
+    assert long.verdict(cell).failures("fp64") == []
+
+
+@pytest.mark.parametrize(
+    ("breakage", "model", "scheme"),
+    [
+        ("window of masks that are left out lost", "capped", "ring"),
+        ("slope of a cap lost", "capped", "ring"),
+        ("cap of a rank's own keys", "capped", "ring"),
+        ("sinks beside the keys of each rank", "sinks", "ring"),
+        ("sinks of the first heads", "sinks", "ulysses"),
+        ("gradient of sinks by share", "sinks", "all_gather"),
+    ],
+)
+def test_a_broken_piece_is_seen(parity: Matrix, breakage: str, model: str, scheme: str) -> None:
+    failures = parity.verdict(Cell(model, plan(context=2, scheme=scheme)), breakage=breakage).failures("fp64")
+    assert any("gradient" in failure for failure in failures), failures

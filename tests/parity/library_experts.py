@@ -129,6 +129,8 @@ def with_context() -> Iterator[Cell]:
         yield from _cells(model, plan(context=2, expert=4, shard=2, zero=3, recompute="selective"))
         yield from _cells(model, plan(context=2, expert=2, zero=1, micro=6, exchange="all_gather", recompute="full"))
         yield from _cells(model, plan(context=2, expert=2, tensor=2, micro=6))
+    for scheme in ("ring", "ulysses"):  # sinks
+        yield from _cells("gpt_oss", plan(context=2, expert=2, scheme=scheme, zero=1))
 
 
 def gathered() -> Iterator[Cell]:

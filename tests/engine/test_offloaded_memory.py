@@ -140,12 +140,8 @@ def _peaks(plans: Iterable[Plan], shape: dict[str, Any]) -> list[int]:
 
 
 def test_weights_and_gradients_are_not_in_memory(ranks: Any) -> None:
-    """Beside other work a rank can wait for its peer every time (0.67, 2026-11-26), so there are three tries."""
     plan = plan_of("fp32", shard=2, zero=3, micro=4)
-    tries = [ranks.run(2, peaks_of, (away(plan, "parameters"), plan), WIDE, timeout=SECONDS)]
-    while len(tries) < 3 and any(other >= 0.6 * plain for other, plain in tries[-1]):
-        tries.append(ranks.run(2, peaks_of, (away(plan, "parameters"), plan), WIDE, timeout=SECONDS))
-    for other, plain in tries[-1]:
+    for other, plain in ranks.run(2, peaks_of, (away(plan, "parameters"), plan), WIDE, timeout=SECONDS):
         assert plain > 95e6
         assert other < 0.6 * plain
 

@@ -22,7 +22,15 @@ from weft.comm.shared_memory import register_shared_memory_backend
 from weft.engine import create_training
 from weft.models import Blueprint, build_model
 from weft.parallel import ModelLayout, ParameterLayout, materialise
-from weft.plan import ComputePlan, MeshPlan, MicrobatchPlan, Plan, dump_plan, parse_plan
+from weft.plan import (
+    ComputePlan,
+    ExpertParallelPlan,
+    MeshPlan,
+    MicrobatchPlan,
+    Plan,
+    dump_plan,
+    parse_plan,
+)
 from weft.recipe import BatchRecipe, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.record import Recorder
 from weft.techniques.expert import exchange, runtime
@@ -49,11 +57,13 @@ def recipe_of(folder: str, precision: tuple[str, ...]) -> Recipe:
     )
 
 
-def plan_of_experts(precision: str) -> str:
+def plan_of_experts(precision: str, expert_parallel: ExpertParallelPlan | None = None) -> str:
     """Two ranks that share out the experts, as TOML."""
     compute = ComputePlan(precision=precision, device="cpu")  # pyright: ignore[reportArgumentType]
     mesh, microbatch = MeshPlan(shard=RANKS, expert=RANKS), MicrobatchPlan(size=BATCH, per_step=1)
-    return dump_plan(Plan(mesh=mesh, microbatch=microbatch, compute=compute), everything=True)
+    travel = expert_parallel or ExpertParallelPlan()
+    plan = Plan(mesh=mesh, microbatch=microbatch, expert_parallel=travel, compute=compute)
+    return dump_plan(plan, everything=True)
 
 
 def weft(settings: Mapping[str, Any]) -> Callable[[int], float]:

@@ -23,7 +23,7 @@ from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._statistics import round_ratios, spread
 from weft.cluster import known_machine
 from weft.description import facts_of, profile_of
-from weft.plan import dump_plan
+from weft.plan import ExpertParallelPlan, dump_plan
 from weft.search import choose_plan
 
 _WEFT, _FSDP, _LAYER = (f"benchmarks._mixture:{name}" for name in ("weft", "fsdp", "layer"))
@@ -58,12 +58,16 @@ def main() -> None:
 
 
 def _entries(folder: str, precision: str) -> tuple[list[Entry], list[Entry]]:
-    """Weft with experts on two ranks and with the plan that it chooses, and rivals."""
+    """Weft with experts on two ranks, whose tokens travel either way, and with the plan that it chooses; and rivals."""
     common = {"folder": folder, "precision": precision}
-    chosen = _chosen(folder, precision)
+    plans = {
+        "expert 2": (plan_of_experts(precision), 1, RANKS),
+        "gathered": (plan_of_experts(precision, ExpertParallelPlan(exchange="all_gather")), 1, RANKS),
+        "chosen": _chosen(folder, precision),
+    }
     own = [
         Entry(name=f"weft {kind}", target=_WEFT, settings={**common, "plan": plan, "threads": threads}, ranks=ranks)
-        for kind, plan, threads, ranks in (("expert 2", plan_of_experts(precision), 1, RANKS), ("chosen", *chosen))
+        for kind, (plan, threads, ranks) in plans.items()
     ]
     rivals = [
         Entry(name=f"fsdp {experts}", target=_FSDP, settings={**common, "experts": experts}) for experts in _EXPERTS

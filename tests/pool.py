@@ -135,6 +135,16 @@ class RankPool:
             self._raise(failed, world)
         return [pickle.loads(outcomes[rank].value or b"") for rank in range(world)]
 
+    @contextlib.contextmanager
+    def fresh(self) -> Generator[RankPool]:
+        """Ranks beside these that have run nothing yet: what others left in memory is in nobody's way."""
+        self._start(0)
+        made = RankPool(self.size, self._filters, self.backend)
+        try:
+            yield made
+        finally:
+            made.close()
+
     def pids(self) -> set[int]:
         """Process ids of the ranks that are alive now."""
         return {worker.process.pid for worker in self._workers.values() if worker.process.pid is not None}

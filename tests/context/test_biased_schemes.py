@@ -12,7 +12,7 @@ from threaded_ranks import Post, attend_in_threads, deliver, scheme_of
 from torch import Tensor
 
 from weft.comm import GroupView
-from weft.models.biased import attend_scored
+from weft.models.scored import attend_scored
 from weft.parallel import MicrobatchState, StepContext
 from weft.parallel.draws import DrawLayout, Draws, keyed
 from weft.parallel.randomness import KeyedDropout

@@ -118,11 +118,11 @@ def watched(peaks: list[int]) -> Generator[None]:
 
 def peaks_of(plans: tuple[Plan, Plan], shape: dict[str, Any]) -> list[int]:
     """Memory that each of two trainings takes at most, beyond what there was before it was built.  The smaller comes
-    first, and four times: what the C library keeps of the larger one's heap would be touched again, and where a rank
-    waits long for its peer more is read ahead (0.72 of the larger in place of 0.52), but what must stay in memory is
-    there every time."""
-    *smaller, larger = _peaks((*[plans[0]] * 4, plans[1]), shape)
-    return [min(smaller), larger]
+    first, for what the C library keeps of the larger one's heap would be touched again; and twice, for the first of
+    them brings modules along.  The ranks have run nothing else: in the holes that 200 tests had left in a heap, freed
+    blocks stayed and new ones lay beside them (154 MB in place of 50, EPYC, 2 cores, 2026-11-26)."""
+    _, smaller, larger = _peaks((plans[0], *plans), shape)
+    return [smaller, larger]
 
 
 def _peaks(plans: Iterable[Plan], shape: dict[str, Any]) -> list[int]:
@@ -141,13 +141,16 @@ def _peaks(plans: Iterable[Plan], shape: dict[str, Any]) -> list[int]:
 
 def test_weights_and_gradients_are_not_in_memory(ranks: Any) -> None:
     plan = plan_of("fp32", shard=2, zero=3, micro=4)
-    for other, plain in ranks.run(2, peaks_of, (away(plan, "parameters"), plan), WIDE, timeout=SECONDS):
+    with ranks.fresh() as unused:
+        found = unused.run(2, peaks_of, (away(plan, "parameters"), plan), WIDE, timeout=SECONDS)
+    for other, plain in found:
         assert plain > 95e6
-        assert other < 0.6 * plain
+        assert other < 0.5 * plain
 
 
 def test_activations_are_not_in_memory(ranks: Any) -> None:
     plan = plan_of("fp32", micro=8)
-    ((other, plain),) = ranks.run(1, peaks_of, (away(plan, "activations"), plan), LONG, timeout=SECONDS)
+    with ranks.fresh() as unused:
+        ((other, plain),) = unused.run(1, peaks_of, (away(plan, "activations"), plan), LONG, timeout=SECONDS)
     assert plain > 200e6
-    assert other < 0.5 * plain
+    assert other < 0.35 * plain

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.models import Blueprint, token_example, token_loss
-from weft.models.biases import Added, joined
-from weft.models.whole_biases import BiasesOfRank, WholeBiases
+from weft.models.place_biases import Added, joined
+from weft.models.sample_biases import BiasesOfRank, WholeBiases
 
 WIDTH, HEADS = 8, 2
 

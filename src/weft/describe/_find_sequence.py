@@ -20,7 +20,7 @@ from weft.describe._token_flow import AttentionKind, Meeting, TokenFlow, follow_
 from weft.describe._trace import Mode, trace
 from weft.errors import RecipeError
 from weft.models import Blueprint, token_example
-from weft.models.biases import Place
+from weft.models.place_biases import Place
 from weft.stand_ins import copy_on_meta
 from weft.techniques.context.shares import tokens_of
 

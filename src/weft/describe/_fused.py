@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.models.biased import DrawnDropout, attend_scored
 from weft.models.dropping import attend_dropping, attend_in_parts, attend_in_window, attend_with_band
+from weft.models.scored import DrawnDropout, attend_scored
 
 
 class FusedAttention(torch.autograd.Function):

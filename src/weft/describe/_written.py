@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from weft.errors import RecipeError
-from weft.models.biases import BiasesOfPlaces, Place
+from weft.models.place_biases import BiasesOfPlaces, Place
 from weft.models.written import AttentionReader
 
 

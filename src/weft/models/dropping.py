@@ -137,4 +137,4 @@ def band_of(queries: int, keys: int, window: int, device: torch.device) -> Tenso
 
 
 ATTENTION = (F.scaled_dot_product_attention, attend_dropping, attend_in_window)
-"""Functions that attend; and `biased.attend_scored` does."""
+"""Functions that attend; and `scored.attend_scored` does."""

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
 )
 
-from weft.models.biases import Added
 from weft.models.dropping import PendingScores
+from weft.models.place_biases import Added
 
 FACTS = ("shape", "dtype", "device", "ndim")
 """What a model may ask of scores."""

@@ -25,9 +25,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from weft.models import sinks
-from weft.models.biased import DrawnDropout, attend_scored
-from weft.models.biases import Added, Biases, Place, has_values, joined
 from weft.models.dropping import attend_dropping, attend_in_window
+from weft.models.place_biases import Added, Biases, Place, has_values, joined
+from weft.models.scored import DrawnDropout, attend_scored
 from weft.models.scores import (
     CASTS,
     FACTS,

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import (
 from weft.comm import GroupView, shard_bounds
 from weft.errors import PlanError
 from weft.models import Blueprint, token_example
-from weft.models.biased import DrawnDropout
+from weft.models.scored import DrawnDropout
 from weft.parallel._context import StepContext
 from weft.parallel._draw_trace import LOSS, DrawLayout, Draws, find_draws
 from weft.parallel._noise import COARSE, MANTISSA, Elements

@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weft.models.biased import attend_scored
 from weft.models.dropping import ATTENTION
+from weft.models.scored import attend_scored
 from weft.outline import ModuleCall
 from weft.rehearse._witness import ANSWERS
 

@@ -15,8 +15,8 @@ def read_attention(module: nn.Module, blueprint: Blueprint, batch: Mapping[str, 
     writes attention out."""
     if not blueprint.writes_attention:
         return
-    from weft.models.biases import AnyBias
     from weft.models.hf import drop_masks, square_buffers  # models of one's own may need nothing of transformers
+    from weft.models.place_biases import AnyBias
     from weft.models.written import AttentionReader  # loaded where a model does
 
     drop_masks(module, written=True)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models.biased import DrawnDropout, attend_scored
 from weft.models.dropping import AttentionTaker, attend_dropping, attend_in_window
+from weft.models.scored import DrawnDropout, attend_scored
 from weft.parallel import StepContext
 from weft.parallel.local_tokens import LocalTokens
 from weft.parallel.randomness import KeyedDropout

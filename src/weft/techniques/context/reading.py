@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from weft.comm import GroupView
 from weft.errors import PlanError
 from weft.models import Blueprint
-from weft.models.biased import DrawnDropout
-from weft.models.biases import Place
-from weft.models.whole_biases import BiasesOfRank, WholeBiases
+from weft.models.place_biases import Place
+from weft.models.sample_biases import BiasesOfRank, WholeBiases
+from weft.models.scored import DrawnDropout
 from weft.models.written import AttentionReader
 from weft.parallel import StepContext
 from weft.parallel.local_tokens import LocalTokens

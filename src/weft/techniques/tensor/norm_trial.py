@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+)
 
 from weft.techniques.tensor.grid_shape import Formula
 
@@ -68,7 +71,7 @@ def _is_bare(module: nn.Module) -> bool:
 def _computes(module: nn.Module, formula: Formula) -> bool:
     generator = torch.Generator().manual_seed(0)
     try:
-        with torch.enable_grad(), torch.device("cpu"):
+        with _disable_current_modes(), torch.enable_grad(), torch.device("cpu"):  # a dry run's tensors have no values
             return all(_agrees(module, formula, scale, generator) for scale in _SCALES)
     except Exception:  # it wants more than an activation, or does with it what it likes
         return False

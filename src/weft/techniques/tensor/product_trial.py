@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from weft.techniques.tensor.norm_trial import LAYOUTS, TriedOperators, is_near
 
@@ -28,7 +29,7 @@ def is_product_by_trial(module: nn.Linear) -> bool:
         return False
     generator = torch.Generator().manual_seed(0)
     try:
-        with torch.enable_grad(), torch.device("cpu"):
+        with _disable_current_modes(), torch.enable_grad(), torch.device("cpu"):  # a dry run's tensors have no values
             return all(_agrees(module, scale, generator) for scale in (1.0, 1e-4))
     except Exception:  # it wants more than an activation, or does with it what it likes
         return False

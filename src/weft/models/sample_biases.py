@@ -1,4 +1,4 @@
-"""Biases of whole samples, on ranks that have some of their tokens (`biases.py`)."""
+"""Biases of whole samples, on ranks that have some of their tokens (`place_biases.py`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 
 from weft.models._blueprint import Blueprint
 from weft.models._examples import token_example
-from weft.models.biases import BiasesOfPlaces, Place, has_values
+from weft.models.place_biases import BiasesOfPlaces, Place, has_values
 from weft.models.written import AttentionReader
 from weft.stand_ins import StandInMode, copy_on_meta
 

@@ -19,6 +19,7 @@ from weft.engine._step import Stepper
 from weft.engine.optimizers import ShardOptimizer, check_sparse_tables, create_optimizer
 from weft.models import Blueprint
 from weft.parallel import ParallelModel, Piece, parallelize, shard_pieces, sparse_tables
+from weft.parallel.draws import Draws
 from weft.plan import Plan
 from weft.recipe import OptimizerGroup, Recipe, check_group_globs, group_parameters
 from weft.record import Recorder
@@ -166,11 +167,13 @@ def changing_buffers(model: ParallelModel) -> list[Tensor]:
 
 
 def create_training(
-    recipe: Recipe, plan: Plan, blueprint: Blueprint, mesh: Mesh, recorder: Recorder, folder: Path | None = None
-) -> TrainingState:
+    recipe: Recipe, plan: Plan, blueprint: Blueprint, mesh: Mesh, recorder: Recorder, folder: Path | None = None, *,
+    draws: Draws | None = None,
+) -> TrainingState:  # fmt: skip
     """Build one rank's share of a training.  Call on every rank with equal arguments; the plan must have been checked.
 
-    `folder` is where the run keeps its files, if there is a run.
+    `folder` is where the run keeps its files, if there is a run.  `draws` are what `draws_of` says of the same
+    blueprint and plan, where it was asked before: finding them takes several forwards.
 
     Raises:
         RecipeError: an optimizer setting that nothing reads, a group that matches no parameter.
@@ -195,6 +198,7 @@ def create_training(
         gathers_ahead=True,
         num_steps=recipe.run.steps,
         folder=folder,
+        draws=draws,
     )
     shards = model.stores.shards
     optimizer = create_optimizer(recipe.optimizer, shards, mesh, groups, plan.data_parallel.frozen_after)

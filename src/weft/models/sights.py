@@ -61,6 +61,8 @@ def is_corner(mask: Tensor, base: Tensor) -> bool:
 
 def note_number(made: Tensor, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Let a tensor that one of `NUMBERS` has made know the number that fills it."""
+    if made.is_inference():  # of which nobody knows whether they have changed
+        return
     if (number := _filled_with(name, args, kwargs)) is not None:
         setattr(made, _NUMBER, (number, made._version))
 

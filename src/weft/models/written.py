@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from weft.models import sinks
 from weft.models.dropping import attend_dropping, attend_in_window
 from weft.models.place_biases import Added, Biases, Place, has_values, joined
+from weft.models.repeats import REPEATS, note_repeat, unrepeated
 from weft.models.scored import DrawnDropout, attend_scored
 from weft.models.scores import (
     CASTS,
@@ -128,8 +129,11 @@ class AttentionReader(TorchFunctionMode):
         if name == "tensor" and self._biases is not None:
             given = self._biases.made(given)
         made = func(*args, **given)
-        if name in NUMBERS and isinstance(made, Tensor):
-            note_number(made, name, args, given)
+        if isinstance(made, Tensor):
+            if name in NUMBERS:
+                note_number(made, name, args, given)
+            elif name in REPEATS:
+                note_repeat(made, name, args, given)
         return made
 
     @property
@@ -356,11 +360,16 @@ class AttentionReader(TorchFunctionMode):
         if self._counts:
             self._counts[-1] += 1
         bias = self._bias_of(state, at, *state.heads)
-        key = state.key.transpose(-1, -2)
+        key, value = self._of_fewer_heads(state.key.transpose(-1, -2), value)
         parts = [each.unflatten(0, state.heads) if each.dim() == 3 else each for each in (state.query, key, value)]
         query, key, value = (each if each.dtype == value.dtype else each.to(value.dtype) for each in parts)
         mixed = self._attended(self._seen_by(state, at), query, key, value, bias)
         return mixed.flatten(0, 1) if len(state.lead) == 1 else mixed
+
+    def _of_fewer_heads(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as they were before heads were repeated, where both were."""
+        few = unrepeated(key), unrepeated(value)
+        return few if few[0].shape[:2] == few[1].shape[:2] else (key, value)
 
     def _seen_by(self, state: State, at: Place) -> State:
         """The same with what masks say that were left out."""
@@ -407,7 +416,9 @@ class AttentionReader(TorchFunctionMode):
             )  # fmt: skip
         if state.dropout is not None:
             return attend_dropping(query, key, value, None, state.dropout, causal=causal, scale=state.scale)
-        return F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=state.scale)
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=causal, scale=state.scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
 
     # ── who sees whom ─────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -27,7 +27,7 @@ from weft.parallel._sparse_tables import sparse_tables
 from weft.parallel._store import GradientStore, StoreSet
 from weft.parallel.buckets import BucketMember
 from weft.parallel.data import BucketStore
-from weft.parallel.draws import apply_keyed_draws, draws_of, is_alone, keyed_loss
+from weft.parallel.draws import Draws, apply_keyed_draws, draws_of, is_alone, keyed_loss
 from weft.parallel.materialise import materialise
 from weft.parallel.randomness import apply_keyed_dropout
 from weft.parallel.technique import Build, TechniqueRuntime, techniques_of
@@ -92,19 +92,21 @@ def parallelize(
     gathers_ahead: bool = False,
     num_steps: int | None = None,
     folder: Path | None = None,
+    draws: Draws | None = None,
 ) -> ParallelModel:
     """Build this rank's share of the model.  Call on every rank with equal arguments; the plan must have been checked.
 
     `cuts` says where the optimizer lets data parallelism cut its shards.  `momentum_decay` is the optimizer's, where
     it is an AdamW that can freeze its variance, which 1-bit Adam needs.  `gathers_ahead`: nobody but the runner reads
     weights between two steps, so that they may be gathered behind the next forward.  `num_steps` are those of the whole
-    training, where it is known; `folder` is where the run keeps its files, if there is a run.
+    training, where it is known; `folder` is where the run keeps its files, if there is a run.  `draws` are what
+    `draws_of` says of the same blueprint and plan, where it was asked before.
 
     Raises:
         PlanError: techniques that do not fit this model or optimizer.
     """
     dtypes = Dtypes.of(plan)
-    draws = draws_of(blueprint, plan)
+    draws = draws or draws_of(blueprint, plan)
     context = StepContext(is_alone=is_alone(plan), unseen=draws.unseen)
     blueprint = replace(blueprint, loss=keyed_loss(blueprint.loss, draws, mesh, context))
     build = Build(

@@ -15,6 +15,7 @@ from weft.comm import Mesh, fake_world
 from weft.engine import TrainingState, create_training
 from weft.models import Batch, Blueprint
 from weft.models.samples import place_prompt
+from weft.parallel.draws import Draws, draws_of
 from weft.plan import Axis, Plan, axis_coordinates, reduction_rounds
 from weft.program import differences, occasions_of, program_of
 from weft.recipe import Recipe
@@ -79,6 +80,7 @@ def rehearse(
     rank: int = 0,
     *,
     activation: ActivationShape | None = None,
+    draws: Draws | None = None,
 ) -> RankReport:
     """Let `rank` of the plan's world build its share and take a step.  Not collective; needs no devices.
 
@@ -91,19 +93,35 @@ def rehearse(
         build: the blueprint; called in here, outside of fake tensors.
         activation: shape and dtype of what earlier stages send, from the report of a rank of the first stage.  Ranks of
             later stages need it, because nothing arrives that would tell.
+        draws: of `find_draws`, which are the same of all ranks.
 
     Raises:
         PlanError: what building the plan's rank refuses.
     """
     whole, few, counts = microbatch_counts(plan, rank)
     counts = counts if whole > _FEW * few else (whole,)
-    runs = [_run(recipe, plan, build, rank, count, activation) for count in counts]
+    draws = draws or find_draws(plan, build)
+    runs = [_run(recipe, plan, build, rank, count, activation, draws) for count in counts]
     totals = [_totals(run.issued) for run in runs]
     step_traffic = totals[0]
     if len(runs) > 1:
         further = whole / few - 1
         step_traffic = {key: _extend(totals[0].get(key, (0.0, 0.0)), totals[1][key], further) for key in totals[1]}
     return _compared(replace(runs[-1], step_traffic=step_traffic), recipe, plan, build())
+
+
+def find_draws(plan: Plan, build: Callable[[], Blueprint]) -> Draws:
+    """Return what ranks of the plan draw by functions.  Fake tensors would make its forwards many times slower.
+
+    Raises:
+        PlanError: draws that cannot be keyed.
+    """
+    with fake_world(0, plan.mesh.world_size):
+        return draws_of(build(), _on_cpu(plan))
+
+
+def _on_cpu(plan: Plan) -> Plan:
+    return replace(plan, compute=replace(plan.compute, compile=False, device="cpu"))
 
 
 def _compared(report: RankReport, recipe: Recipe, plan: Plan, blueprint: Blueprint) -> RankReport:
@@ -169,9 +187,10 @@ def _run(
     rank: int,
     microbatches: int,
     activation: ActivationShape | None,
+    draws: Draws,
 ) -> RankReport:
     notes = ["compile was left out"] if plan.compute.compile else []
-    plan = replace(plan, compute=replace(plan.compute, compile=False, device="cpu"))
+    plan = _on_cpu(plan)
     with fake_world(rank, plan.mesh.world_size), warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         mesh = Mesh(plan.mesh, torch.device("cpu"), alone=True)
@@ -181,7 +200,7 @@ def _run(
             blueprint = replace(blueprint, initialise=_draw_nothing)
         with FakeTensorMode(allow_non_fake_inputs=True), Witness(mesh) as witness:
             with Copies():
-                training = create_training(recipe, plan, blueprint, mesh, Recorder())
+                training = create_training(recipe, plan, blueprint, mesh, Recorder(), draws=draws)
             runner = training.model.runner
             if isinstance(runner, PipelineRunner):
                 runner.assume(activation)

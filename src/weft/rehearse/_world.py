@@ -9,7 +9,7 @@ from weft.models import Blueprint
 from weft.plan import Axis, Plan, axis_coordinates
 from weft.recipe import Recipe
 from weft.rehearse._agree import disagreements, peers_to_ask, rank_at
-from weft.rehearse._rehearse import ActivationShape, RankReport, rehearse
+from weft.rehearse._rehearse import ActivationShape, RankReport, find_draws, rehearse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ def rehearse_world(
         PlanError: what building a rank refuses.
     """
     asked = tuple(ranks) or representative_ranks(plan)
-    known: dict[int, RankReport] = {}
+    known, draws = dict[int, RankReport](), find_draws(plan, build)
 
     def activation_of(rank: int) -> ActivationShape | None:
         """What the first stage sends: tensor and context ranks may send shards of different lengths."""
@@ -62,7 +62,7 @@ def rehearse_world(
         if rank not in known:
             activation = activation_of(rank)
             progress(f"rank {rank:,} of {plan.mesh.world_size:,}")
-            known[rank] = rehearse(recipe, plan, build, rank, activation=activation)
+            known[rank] = rehearse(recipe, plan, build, rank, activation=activation, draws=draws)
         return known[rank]
 
     reports = tuple(of(rank) for rank in asked)

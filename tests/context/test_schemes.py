@@ -60,7 +60,7 @@ def test_equals_one_process(
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1), (8, 2)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1), (8, 2), (12, 3)])
 @pytest.mark.parametrize(("scheme", "ranks", "exchanging"), SCHEMES)
 def test_drops_what_one_process_drops(
     scheme: str, ranks: int, exchanging: int, heads: int, kv_heads: int, causal: bool, monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,10 @@ class Written(nn.Module):
         return F.dropout(made, 0.5, self.training) if self.other == "drops by a function" else made
 
     def forward(self, tokens: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+        if self.other == "clamps":  # farther out than drawn numbers go
+            tokens = tokens.clamp(-30.0, 30.0)
+        if self.other == "prunes":
+            tokens = torch.where(tokens.abs() < 1e-4, 0.0, tokens)
         result = torch.zeros_like(tokens)
         for expert in range(self.num_experts):
             token, choice = torch.where(choices == expert)
@@ -77,9 +81,20 @@ def test_experts_are_proven_by_what_they_compute() -> None:
     assert prove(Written(width=4096)) == stack, "a small copy stands for a wide one"
 
 
-@pytest.mark.parametrize("other", ["rows", "neighbour", "squares", "detached", "tokens", "capacity", "shared", "noted"])
+@pytest.mark.parametrize(
+    "other",
+    ["rows", "neighbour", "squares", "detached", "tokens", "capacity", "shared", "noted", "clamps", "prunes"],
+)
 def test_what_computes_something_else_is_not_proven(other: str) -> None:
     assert prove(Written(other)) is None
+
+
+def test_a_forward_that_a_module_was_given_is_not_its_class_s() -> None:
+    plain, given = Written(), Written()
+    given.forward = lambda *called: 0.5 * Written.forward(given, *called)  # type: ignore[method-assign]
+    found = prove_stacks({"plain": (plain, True), "given": (given, True)})
+    assert found["plain"] is not None
+    assert found["given"] is None
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,7 +32,34 @@ REPEATS: Mapping[str, Repeat] = {
     "interleaved": lambda x: torch.repeat_interleave(x, repeats=GROUPS, dim=1),
     "method": lambda x: x.repeat_interleave(GROUPS, 1),
 }
+
+
+def hooked(keys: Tensor) -> Tensor:
+    made = repeat_kv(keys, GROUPS)
+    made.register_hook(lambda gradient: gradient * 0.5)
+    return made
+
+
+class Reversed(torch.autograd.Function):
+    """The identity, with another gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return -gradients[0]
+
+
+def stopped(keys: Tensor) -> Tensor:
+    with torch.no_grad():
+        return repeat_kv(keys, GROUPS)
+
+
 OTHERS: Mapping[str, Repeat] = {
+    "with a hook": hooked,
+    "reversed": lambda x: Reversed.apply(repeat_kv(x, GROUPS)),
     "one head after the other": lambda x: x.repeat(1, GROUPS, 1, 1),
     "changed": added_to,
     "of its own": lambda x: torch.cat([x, x + 1, x - 1], 1),
@@ -54,6 +82,58 @@ class Heads(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.found.append((args[1].shape[1], args[2].shape[1]))
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_gradients_that_are_stopped_stay_so(which: str) -> None:
+    query, key, value = drawn()
+    with Heads() as watch, AttentionReader(TOKENS, causal=False, refused=lambda place, what: RuntimeError(what)):
+        repeats = [stopped if name == which else REPEATS["expanded"] for name in ("key", "value")]
+        made = attend(query, repeats[0](key), repeats[1](value))
+    assert watch.found == [(HEADS, HEADS)]
+    gradients = torch.autograd.grad(made.sum(), (query, key, value), allow_unused=True)
+    assert (gradients[1] is None) == (which == "key")
+    assert (gradients[2] is None) == (which == "value")
+
+
+@pytest.mark.parametrize("turn", ["no gradients", "a hook"])
+def test_keys_that_are_turned_otherwise_are_read_as_they_are(turn: str) -> None:
+    def other(keys: Tensor) -> Tensor:
+        with torch.set_grad_enabled(turn != "no gradients"):
+            made = keys.mT
+        if turn == "a hook":
+            made.register_hook(lambda gradient: gradient * 0.5)
+        return made
+
+    query, key, value = drawn()
+    with Heads() as watch, AttentionReader(TOKENS, causal=False, refused=lambda place, what: RuntimeError(what)):
+        made = attend(query, repeat_kv(key, GROUPS), repeat_kv(value, GROUPS), other)
+    wanted = attend(query, repeat_kv(key, GROUPS), repeat_kv(value, GROUPS), other)
+    assert watch.found == [(HEADS, HEADS)]
+    (mine,), (theirs,) = (torch.autograd.grad(each.sum(), query) for each in (made, wanted))
+    assert torch.allclose(mine, theirs)
+
+
+def test_an_expansion_of_more_is_no_repetition_of_heads() -> None:
+    query, key, _ = drawn()
+    value = torch.ones(SAMPLES, FEW, TOKENS, 1, dtype=torch.float64)
+    with Heads() as watch, AttentionReader(TOKENS, causal=False, refused=lambda place, what: RuntimeError(what)):
+        wide = value.unsqueeze(2).expand(-1, -1, GROUPS, -1, SIZE).reshape(SAMPLES, HEADS, TOKENS, SIZE)
+        made = attend(query, repeat_kv(key, GROUPS), wide)
+    assert watch.found == [(HEADS, HEADS)]
+    assert torch.allclose(made, torch.ones_like(made))
+
+
+def test_nothing_is_kept_alive() -> None:
+    query, *_ = drawn()
+    with AttentionReader(TOKENS, causal=False, refused=lambda place, what: RuntimeError(what)):
+        kept: list[weakref.ref[Tensor]] = []
+        for _ in range(2):
+            key = torch.randn(SAMPLES, 1, TOKENS, SIZE, dtype=torch.float64)
+            kept.append(weakref.ref(key))
+            attend(query, repeat_kv(key, HEADS), repeat_kv(key, HEADS))
+            del key
+    assert [ref() for ref in kept] == [None, None]
 
 
 def drawn() -> tuple[Tensor, Tensor, Tensor]:
@@ -117,7 +197,7 @@ def test_a_source_that_changes_is_no_source() -> None:
 def test_without_gradients(mode: Any, heads: int) -> None:
     """Of tensors made for inference nobody knows whether they have changed."""
     with mode():
-        query, key, value = drawn()
+        query, key, value = (each.detach() for each in drawn())
         watch = Heads()
         with watch, AttentionReader(TOKENS, causal=False, refused=lambda place, what: RuntimeError(what)):
             found = attend(query, repeat_kv(key, GROUPS), repeat_kv(value, GROUPS))

@@ -233,6 +233,8 @@ def _check_role(blueprint: Blueprint, name: str, role: Role | None) -> None:
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise _in(name, f"{what} has options that want all its features on one rank")
         return
+    if "forward" in vars(module) and role != "vocabulary":
+        raise _in(name, f"{what} was given a forward of its own")
     is_plain = type(module).forward in _FORWARDS or is_conv1d(module) or role == "vocabulary"  # see `looking_up`
     if role == "norm" and not is_plain:
         from weft.techniques.tensor.norm_trial import formula_by_trial

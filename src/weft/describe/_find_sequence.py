@@ -15,6 +15,7 @@ from weft.describe._counting import counts_alone, token_beside
 from weft.describe._events import Event, Trace
 from weft.describe._fused import WHOLE_ATTENTION
 from weft.describe._modes import BOTH, first_difference
+from weft.describe._own_backward import own_backward
 from weft.describe._pointwise import LAYOUT
 from weft.describe._token_flow import AttentionKind, Meeting, TokenFlow, follow_tokens, live_events
 from weft.describe._trace import Mode, trace
@@ -68,6 +69,9 @@ def look_at_tokens(blueprint: Blueprint, ranks: int = 1) -> None:
     """
     length, known = blueprint.sequence_length, blueprint.attention is not None or blueprint.no_shared_sequence
     if known or length is None or not type(blueprint.module).__module__.startswith("transformers."):
+        return
+    if problem := own_backward(blueprint.module):
+        blueprint.no_shared_sequence = f"{problem} (`Blueprint.attention` says how its tokens meet)"
         return
     found = find_shared_sequence(blueprint, {tokens_of(length, ranks, rank) for rank in range(ranks)})
     if isinstance(found, str):

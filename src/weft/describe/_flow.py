@@ -13,6 +13,7 @@ from weft.describe._dims import ALONG, POOLS, Dims, place_of
 from weft.describe._events import Event, Trace, Value
 from weft.describe._graph import BATCH_NORMS, MATMULS, Graph
 from weft.describe._pointwise import broadcast, is_elementwise
+from weft.techniques.tensor.plain_layers import is_conv1d, runs
 
 
 @dataclass(slots=True)
@@ -276,9 +277,8 @@ def _problem(root: nn.Module, parameter: str, event: Event) -> str | None:
     module = root.get_submodule(owner)
     if owner != event.module:
         return f"it is used inside {event.module or 'the forward'} and not by calling {owner or 'the model'}"
-    is_conv1d = any(cls.__name__ == "Conv1D" for cls in type(module).__mro__) and hasattr(module, "nf")
-    plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    if leaf != "weight" or not (plain or is_conv1d):
+    plain = runs(module, nn.Linear.forward) or (is_conv1d(module) and "forward" not in vars(module))
+    if leaf != "weight" or not plain:
         return f"{owner or 'the model'} is a {type(module).__name__} and no plain nn.Linear"
     return None
 

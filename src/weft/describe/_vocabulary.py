@@ -11,6 +11,7 @@ from weft.describe._events import Event, Trace, Value
 from weft.describe._flow import OUTPUT, ForwardFlow, Layer
 from weft.describe._pointwise import LAYOUT
 from weft.models import Blueprint, token_loss
+from weft.techniques.tensor.plain_layers import runs
 
 _SMALL_TABLE = 0.01
 """Share of the parameters below which splitting a table is not worth a collective."""
@@ -79,7 +80,9 @@ class VocabularyAnalysis:
             if layer.name in self.taken:
                 continue
             module = blueprint.module.get_submodule(layer.name)
-            whole = isinstance(module, nn.Linear) and module.out_features == size
+            # A hook would see a rank's part of the vocabulary, or what stands for logits that nobody makes.
+            hooked = module._forward_hooks or module._forward_pre_hooks  # pyright: ignore[reportPrivateUsage]
+            whole = isinstance(module, nn.Linear) and module.out_features == size and not hooked
             is_big = whole and sum(p.numel() for p in module.parameters(recurse=False)) >= _SMALL_TABLE * self.total
             if is_big and blueprint.rule_of(layer.name) is None and self._runs_once(layer):
                 return layer
@@ -169,7 +172,7 @@ class VocabularyAnalysis:
     def _looks_up_what_enters(self, lookup: Event, module: nn.Embedding) -> bool:
         """Whether its rows are those that its first argument names, and its result is at most a multiple of them: of a
         row that a rank has not got it makes zero then."""
-        if type(module).forward is nn.Embedding.forward:
+        if runs(module, nn.Embedding.forward):
             return True
         entered = self.trace.entries.get(lookup.module)
         if entered is None or not _is_same(entered[1], lookup.inputs[1]):

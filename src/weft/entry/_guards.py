@@ -262,24 +262,6 @@ def frozen(plan: Plan, modules: Iterable[nn.Module]) -> Generator[None]:
             parameter.requires_grad_(True)
 
 
-def refuse_parameter_hooks(model: nn.Module) -> None:
-    """Refuse hooks on parameters that were set before `prepare`.
-
-    Raises:
-        RecipeError: there are some; the first is named.
-    """
-    kinds = {"_backward_hooks": "register_hook", "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook"}
-    for name, parameter in model.named_parameters():
-        for attribute, method in kinds.items():
-            hooks: Mapping[int, Any] = getattr(parameter, attribute, None) or {}
-            if any(not str(getattr(hook, "__module__", "")).startswith("weft.") for hook in hooks.values()):
-                raise RecipeError(
-                    f"{name} has a hook ({method}). Under a plan it would see this rank's gradient of one microbatch,"
-                    " before it is scaled and summed, or none at all. Remove it before prepare (handle.remove()): clip"
-                    " by prepare(max_grad_norm=…); mask or scale a gradient in the model's forward."
-                )
-
-
 def retire(before: Mapping[str, nn.Parameter], *parts: nn.Module) -> None:
     """Let parameters that the model has no more say so to whoever still holds them."""
     kept = {id(parameter) for part in parts for parameter in part.parameters()}

@@ -21,7 +21,7 @@ from weft.entry._agreement import check_same_facts, check_same_on_all_ranks
 from weft.entry._arguments import check_inputs, check_prepared, check_session, run_folder_of
 from weft.entry._auto import describe_user_model, look_at_user_model, machine_for
 from weft.entry._calls import Calls
-from weft.entry._guards import refuse_parameter_hooks, refuse_wrapped
+from weft.entry._guards import refuse_wrapped
 from weft.entry._recording import SessionRuns
 from weft.entry._rounds import RoundsOfSession
 from weft.entry._settings import PlanSettings
@@ -33,6 +33,7 @@ from weft.errors import DataError, RecipeError
 from weft.events import OnEvent, Track
 from weft.launch import Distributed, RankFailure, RankInfo, initialise_distributed
 from weft.models import Blueprint, CutTable, SplitRule, tables_of
+from weft.models.hooks import refuse_given
 from weft.plan import MeshPlan, Plan, check_plan, check_runnable, describe_plan, load_plan
 from weft.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Precision, Recipe, RunRecipe
 from weft.search import choose_plan
@@ -301,7 +302,7 @@ class Session:
             stream = BatchStream(loader, self._seed, lambda fields: None, batch_size)
             stream.warn_of_workers()
             self._refuse_taken(model)
-            refuse_parameter_hooks(model)
+            refuse_given(model, vocabulary_head, "before prepare")
             check_same_facts(_facts(model, optimizer, stream, max_grad_norm), self.device)
             recipe = self._recipe(model, stream.batch_size, max_grad_norm)
             example = self._example(loader)

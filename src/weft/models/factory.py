@@ -15,6 +15,7 @@ from weft.models._examples import token_example
 from weft.models._imports import import_attribute
 from weft.models._losses import class_loss, token_loss
 from weft.models._seeded import seeded
+from weft.models.hooks import refuse_given
 from weft.recipe import ModelRecipe
 
 _FIELDS = {
@@ -48,8 +49,10 @@ def build_factory(recipe: ModelRecipe, *, seed: int = 0) -> Blueprint:
     _check_arguments(recipe.factory, function, recipe.arguments)
     built = _call(recipe.factory, function, recipe.arguments, seed)
     if isinstance(built, Blueprint):
+        refuse_given(built.module, built.vocabulary_head, f"in {recipe.factory}")
         return built
     if isinstance(built, nn.Module):
+        refuse_given(built, None, f"in {recipe.factory}")
         return _plain(recipe, built)
     raise RecipeError(
         f'model.factory = "{recipe.factory}" returned a {type(built).__name__}.'

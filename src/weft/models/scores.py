@@ -39,6 +39,10 @@ class State:
     scale: float
     place: str
     """Module in which the product was made."""
+    with_gradients: bool
+    """Whether it was made where gradients are."""
+    versions: tuple[int, int] | None
+    """Versions of query and key when it was made; None: nobody counts them."""
     causal: bool = False
     window: int | None = None
     left_out: int | None = None
@@ -148,8 +152,16 @@ def operands_of(args: Sequence[Any]) -> tuple[Scores, Any]:
     raise UnreadError("combines scores with one another")
 
 
+def versions_of(query: Tensor, key: Tensor) -> tuple[int, int] | None:
+    """Return how often each was changed in place; None: of tensors for inference nobody counts it."""
+    is_counted = not (query.is_inference() or key.is_inference())
+    return (query._version, key._version) if is_counted else None
+
+
 def changed(scores: Any, **changes: Any) -> Scores:
     """Return scores with something of their state changed."""
     if not isinstance(scores, Scores):
         raise UnreadError("does something else with its scores")
+    if torch.is_grad_enabled() != scores.state.with_gradients:
+        raise UnreadError("makes its scores partly without gradients")
     return Scores.of(replace(scores.state, **changes))

@@ -31,6 +31,8 @@ _MOST_ELEMENTS = 2**24
 """Elements of a copy's parameters that are still a small thing."""
 _TOKENS, _CHOICES = 14, 2
 _TOLERANCE = 1e-11
+_SCALES = (1e-3, 1e3)
+"""Sizes of tokens beside 1: what a forward does to small or large numbers alone (a threshold) is seen so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ def prove_stacks(modules: Mapping[str, tuple[nn.Module, bool]]) -> dict[str, Exp
         key = (choices_first, *_looks_of(module))  # layers are alike
         if key not in proven:
             proven[key] = _prove(module, choices_first)
-        found[name] = proven[key]
+        found[name] = None if "forward" in vars(module) else proven[key]  # somebody has given it another one
     return found
 
 
@@ -193,18 +195,19 @@ def _is_proven(form: ExpertStack, small: nn.Module) -> bool:
     drawn[: _TOKENS // 2, form.num_experts // 2 :] = 0.0
     alike = drawn[-1:].expand_as(drawn)
     top_k = min(_CHOICES, form.num_experts)
+    tried = [(trains, scores, 1.0) for trains in (True, False) for scores in (drawn, alike)]
+    tried += [(True, drawn, scale) for scale in _SCALES]
     return all(
-        _is_equal(form, small.train(trains), scores.topk(top_k, -1).indices, generator)
-        for trains in (True, False)
-        for scores in (drawn, alike)
+        _is_equal(form, small.train(trains), scores.topk(top_k, -1).indices, generator, scale)
+        for trains, scores, scale in tried
     )
 
 
-def _is_equal(form: ExpertStack, small: nn.Module, chosen: Tensor, generator: torch.Generator) -> bool:
+def _is_equal(form: ExpertStack, small: nn.Module, chosen: Tensor, generator: torch.Generator, scale: float) -> bool:
     """Compare outputs of all tokens, those of each token by itself, and gradients."""
     width = form._matrices(small, form.up).shape[2]  # pyright: ignore[reportPrivateUsage]
     given = [torch.randn(_TOKENS, size, generator=generator, dtype=torch.float64) for size in (width, chosen.shape[1])]
-    tokens, weights = (each.requires_grad_() for each in given)
+    tokens, weights = given[0].mul_(scale).requires_grad_(), given[1].requires_grad_()
     leaves = [tokens, weights, *small.parameters(recurse=False)]
     called = (tokens, chosen, weights) if form.choices_first else (tokens, weights, chosen)
     try:

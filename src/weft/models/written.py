@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from weft.models import sinks
 from weft.models.dropping import attend_dropping, attend_in_window
 from weft.models.place_biases import Added, Biases, Place, has_values, joined
-from weft.models.repeats import REPEATS, note_repeat, unrepeated
+from weft.models.repeats import REPEATS, TURNS, note_repeat, unrepeated
 from weft.models.scored import DrawnDropout, attend_scored
 from weft.models.scores import (
     CASTS,
@@ -43,6 +43,7 @@ from weft.models.scores import (
     name_of,
     operands_of,
     shape_of,
+    versions_of,
 )
 from weft.models.sights import NUMBERS, Sight, is_corner, note_number, number_of, plain_number, seen_in
 
@@ -132,8 +133,8 @@ class AttentionReader(TorchFunctionMode):
         if isinstance(made, Tensor):
             if name in NUMBERS:
                 note_number(made, name, args, given)
-            elif name in REPEATS:
-                note_repeat(made, name, args, given)
+            elif (called := name_of(func.__self__) if name == "__get__" else name) in REPEATS or called in TURNS:
+                note_repeat(made, called, args, given)
         return made
 
     @property
@@ -161,7 +162,17 @@ class AttentionReader(TorchFunctionMode):
         lead = tuple(query.shape[:-2])
         heads = (lead[0], lead[1]) if len(lead) == 2 else None
         made = Scores.of(
-            State(query=query, key=key, lead=lead, heads=heads, dtype=query.dtype, scale=1.0, place=self._place[0])
+            State(
+                query=query,
+                key=key,
+                lead=lead,
+                heads=heads,
+                dtype=query.dtype,
+                scale=1.0,
+                place=self._place[0],
+                with_gradients=torch.is_grad_enabled(),
+                versions=versions_of(query, key),
+            )  # fmt: skip
         )
         return made if name != "baddbmm" else self._begun_with(made, operands[0], kwargs)
 
@@ -354,22 +365,29 @@ class AttentionReader(TorchFunctionMode):
             raise UnreadError("multiplies its probabilities by something else than one value for each key")
         if state.place != self._place[0]:
             raise UnreadError(f"attends by scores that {state.place or 'the forward'} made")
+        if torch.is_grad_enabled() != state.with_gradients:
+            raise UnreadError("makes its scores partly without gradients")
+        if state.versions != versions_of(state.query, state.key):
+            raise UnreadError("changes queries or keys after their product")
         if state.heads is None:
             raise UnreadError("has samples and heads in one dim, and nothing shows which is which")
         at = (state.place, self._counts[-1] if self._counts else 0)
         if self._counts:
             self._counts[-1] += 1
         bias = self._bias_of(state, at, *state.heads)
-        key, value = self._of_fewer_heads(state.key.transpose(-1, -2), value)
+        key, value = self._of_fewer_heads(state.key, value)
         parts = [each.unflatten(0, state.heads) if each.dim() == 3 else each for each in (state.query, key, value)]
         query, key, value = (each if each.dtype == value.dtype else each.to(value.dtype) for each in parts)
         mixed = self._attended(self._seen_by(state, at), query, key, value, bias)
         return mixed.flatten(0, 1) if len(state.lead) == 1 else mixed
 
-    def _of_fewer_heads(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values as they were before heads were repeated, where both were."""
-        few = unrepeated(key), unrepeated(value)
-        return few if few[0].shape[:2] == few[1].shape[:2] else (key, value)
+    def _of_fewer_heads(self, turned: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, which come with the last two dims in each other's place, and values; as they were before heads were
+        repeated, where both were."""
+        few = unrepeated(turned, turned=True), unrepeated(value)
+        if few[0] is None or few[1] is None or few[0].shape[:2] != few[1].shape[:2]:
+            return turned.transpose(-1, -2), value
+        return few[0], few[1]
 
     def _seen_by(self, state: State, at: Place) -> State:
         """The same with what masks say that were left out."""

@@ -108,10 +108,9 @@ def _check_rest(profile: Profile, layout: Layout) -> Iterator[str]:
         yield f"context = {layout.context} does not divide sequence_length = {profile.sequence_length}. Use {fits}."
     if layout.context > 1 and (problem := _length_problem(profile, layout)):
         yield f"context = {layout.context} {problem} Use fewer."
-    if layout.context > 1 and layout.context_scheme == "ulysses" and profile.attention_heads is not None:
-        heads, kv_heads = profile.attention_heads
-        if problem := heads_problem(heads, kv_heads, tensor=layout.tensor, ranks=layout.context):
-            yield f'context = {layout.context} {problem} Use scheme "ring".'
+    swapped = layout.context > 1 and layout.context_scheme == "ulysses" and profile.attention_heads
+    if swapped and (problem := heads_problem(swapped[0], tensor=layout.tensor, ranks=layout.context)):
+        yield f'context = {layout.context} {problem} Use scheme "ring".'
     if layout.context > 1 and layout.context_scheme == "usp" and (problem := _mixed_problem(profile, layout)):
         yield f'context = {layout.context} {problem} Use scheme "ring".'
     if layout.context > 1 and profile.sequence_length == 1:

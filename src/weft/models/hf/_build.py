@@ -151,9 +151,14 @@ def _first_line(problem: Exception) -> str:
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0]
 
 
-def _construct(transformers: Any, config: Any, task: HubTask) -> Any:
+def register() -> None:
+    """Make Weft's attention, masks and experts known to transformers in this process."""
     register_attention()
     register_experts()
+
+
+def _construct(transformers: Any, config: Any, task: HubTask) -> Any:
+    register()
     config.use_cache = False
     config._experts_implementation = EXPERTS
     family = family_of(config.model_type) if task.is_of_tokens else None

@@ -117,7 +117,7 @@ class Context(Technique):
             problem = f"has no sequence to share: samples of a {facts.name} are no sequences.\nUse 1."
             raise case.refuse(path, problem)
         swaps, heads = case.plan.context_parallel.scheme == "ulysses", facts.attention_heads
-        if swaps and heads and (problem := heads_problem(*heads, tensor=case.plan.mesh.tensor, ranks=ranks)):
+        if swaps and heads and (problem := heads_problem(heads[0], tensor=case.plan.mesh.tensor, ranks=ranks)):
             raise case.refuse(path, f'{problem}\nUse context_parallel.scheme = "ring".')
         if case.plan.context_parallel.scheme == "usp" and (
             problem := mixed_problem(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from weft.techniques.context.shares import exchanging_ranks
+from weft.techniques.context.shares import copies_of, exchanging_ranks
 
 if TYPE_CHECKING:
     from weft.price import Sender
@@ -33,8 +33,8 @@ def context_traffic(sender: Sender) -> tuple[float, float]:
             forward, backward = forward + longer[0], backward + longer[1]
         ring = group.size // exchanging
         if exchanging > 1:
-            # Ranks that outnumber the heads of keys get copies.
-            keys *= max(1.0, exchanging * tensor / max(1, operator.kv_heads))
+            # Where they do not divide the heads of keys, ranks get copies.
+            keys *= copies_of(max(1, int(operator.kv_heads / tensor)), exchanging)
             queries = operator.heads / tensor * (operator.head_size + operator.value_head_size)
             swapped = keys + share.tokens * queries * share.element_bytes
             # Neighbours keep more of what they have than all ranks would.

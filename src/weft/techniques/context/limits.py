@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from weft.techniques.context.shares import copies_of, exchanging_ranks
+from weft.techniques.context.shares import exchanging_ranks
 
 if TYPE_CHECKING:
     from weft.plan import Plan
@@ -16,12 +16,11 @@ TOKEN_LOSS = "tokens"
 """Built-in loss that is a sum over tokens."""
 
 
-def heads_problem(heads: int, kv_heads: int, *, tensor: int, ranks: int) -> str:
-    """Return why `ranks` cannot exchange heads for tokens, each having as many; empty: they can."""
-    own, keys = heads // tensor, max(1, kv_heads // tensor)
-    if own % ranks == 0 and copies_of(keys, ranks):
-        return ""
-    return f"gives no equal shares of {own} heads and {keys} heads of keys to {ranks} ranks under ulysses."
+def heads_problem(heads: int, *, tensor: int, ranks: int) -> str:
+    """Return why `ranks` cannot exchange heads for tokens, each having as many; empty: they can.  Heads of keys are
+    copied where there are too few."""
+    own = heads // tensor
+    return "" if own % ranks == 0 else f"gives no equal shares of {own} heads to {ranks} ranks under ulysses."
 
 
 def mixed_problem(heads: tuple[int, int] | None, *, tensor: int, ranks: int, exchanging: int) -> str:
@@ -37,13 +36,10 @@ def mixed_problem(heads: tuple[int, int] | None, *, tensor: int, ranks: int, exc
         return f"{what}, to choose how many ranks exchange them under usp{said}."
     own, keys = heads[0] // tensor, max(1, heads[1] // tensor)
     if exchanging:
-        fits = own % exchanging == 0 and copies_of(keys, exchanging)
-        return "" if fits else f"gives no equal shares of {own} heads and {keys} heads of keys to {exchanging} ranks."
+        return "" if own % exchanging == 0 else f"gives no equal shares of {own} heads to {exchanging} ranks."
     if exchanging_ranks(ranks, own, keys):
         return ""
-    return (
-        f"is no product of ranks that share {own} heads and {keys} heads of keys and of groups of these, as usp needs."
-    )
+    return f"is no product of ranks that share {own} heads and of groups of these, as usp needs."
 
 
 def length_problem(length: int, *, ranks: int, tensor: int, sequence: bool) -> str:

@@ -8,6 +8,7 @@ every share is as good as any other, so there is one rule for all.  No torch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 HEADS, BETWEEN = "context_heads", "context_ring"
@@ -87,10 +88,11 @@ class Shown:
 
 
 def copies_of(kv_heads: int, ranks: int) -> int:
-    """Return how often heads of keys must be there for each of `ranks` to have as many; 0: no number does it."""
-    if kv_heads % ranks == 0:
-        return 1
-    return ranks // kv_heads if ranks % kv_heads == 0 else 0
+    """Return how often heads of keys must be there for each of `ranks` to have as many.
+
+    So many are lcm(kv heads, ranks), which divides the heads of queries where both do: each rank then has whole groups.
+    """
+    return ranks // math.gcd(kv_heads, ranks)
 
 
 def _bounds(length: int, parts: int, index: int) -> tuple[int, int]:
@@ -102,6 +104,6 @@ def _bounds(length: int, parts: int, index: int) -> tuple[int, int]:
 def exchanging_ranks(ranks: int, heads: int, kv_heads: int) -> int:
     """Return among how many neighbours of `ranks` heads are best exchanged where keys go round between such groups: as
     many as can be without all of them, rather such as need no copies of the heads of keys; 0: no number does it."""
-    fits = [each for each in range(2, ranks) if ranks % each == 0 and heads % each == 0 and copies_of(kv_heads, each)]
+    fits = [each for each in range(2, ranks) if ranks % each == 0 and heads % each == 0]
     alike = [each for each in fits if copies_of(kv_heads, each) == 1]
     return max(alike or fits, default=0)

@@ -70,11 +70,11 @@ class HeadExchange:
             PlanError: the ranks do not divide the heads.
         """
         copies = copies_of(key.shape[1], self._view.size)
-        if query.shape[1] % self._view.size or not copies:
+        if query.shape[1] % self._view.size:
             scheme = "ulysses" if self._between is None else "usp"
             raise PlanError(
                 f'plan.context_parallel.scheme = "{scheme}" gives each of {self._view.size} ranks as many heads, and'
-                f' there are {query.shape[1]} of queries and {key.shape[1]} of keys on a rank. Use "ring".'
+                f' there are {query.shape[1]} on a rank. Use "ring".'
             )
         if copies > 1:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)

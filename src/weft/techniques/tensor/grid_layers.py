@@ -29,7 +29,7 @@ from weft.techniques.tensor.grid_norms import norm_forward
 from weft.techniques.tensor.grid_roles import Kind, kind_of_product, role_of
 from weft.techniques.tensor.grid_shape import GridShape
 from weft.techniques.tensor.layers import check_embedding
-from weft.techniques.tensor.plain_layers import is_conv1d, localise
+from weft.techniques.tensor.plain_layers import is_conv1d, localise, runs
 from weft.techniques.tensor.summa import Gathered, HeldWhole, enter
 
 
@@ -241,7 +241,7 @@ def _lookup_forward(module: nn.Embedding, grid: TensorGrid) -> Callable[..., Any
     def look_up(input: Tensor) -> Tensor:
         return grid.look_up(input, module.weight, module.padding_idx)
 
-    if type(module).forward is nn.Embedding.forward:
+    if runs(module, nn.Embedding.forward):
         return look_up
     from weft.techniques.tensor.own_lookups import looking_up  # ranks of few models need it
 

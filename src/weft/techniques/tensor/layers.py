@@ -212,7 +212,8 @@ class _Splitter:
             width: Any = module.nf  # the one width that its forward reads
             object.__setattr__(module, "nf", width // self.view.size)
         if rule.gather_output and name != self.blueprint.vocabulary_head:
-            module.register_forward_hook(partial(_gather_output, self.view, rule.blocks))
+            gather = partial(_gather_output, self.view, rule.blocks)
+            module.register_forward_hook(gather, prepend=True)  # before hooks of the user's
 
     def _magnitudes(self, module: nn.Module, kind: str) -> None:
         from weft.techniques.tensor import magnitudes  # loaded where DoRA is
@@ -239,12 +240,18 @@ class _Splitter:
 
     def _row(self, name: str, module: nn.Module, inside: bool) -> None:
         reduce = partial(reduce_scatter_sequence if inside else reduce_from_group, view=self.view)
-        plain = type(module).forward is nn.Linear.forward or type(module).__name__ == "Conv1D"
+        is_given = "forward" in vars(module)
+        plain = not is_given and (type(module).forward is nn.Linear.forward or type(module).__name__ == "Conv1D")
         if plain or is_coded(module):
             product = _linear_product if is_linear(module) else _conv1d_product
             module.forward = _row_forward(module, product, reduce, self.shared)
-        elif getattr(module, "bias", None) is None:
+        elif not is_given and getattr(module, "bias", None) is None:
             module.register_forward_hook(partial(_reduce_output, reduce, self.shared))
+        elif is_given:
+            raise PlanError(
+                f"{name} was given a forward of its own, which would run on a part of its input if it were split"
+                ' row-wise. Let the forward of the model do what it does, or use the kind "replicate".'
+            )
         else:
             raise PlanError(
                 f"{name} is a {type(module).__name__} with a bias and a forward of its own: split row-wise, its"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weft.errors import PlanError
+from weft.techniques.tensor.plain_layers import runs
 
 _ARGUMENTS = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 
@@ -19,7 +20,7 @@ def looking_up(module: nn.Embedding, look_up: Callable[[Tensor], Tensor]) -> Cal
 
     A forward of its own (a scale, ids that are moved) does the rest.
     """
-    if type(module).forward is nn.Embedding.forward:
+    if runs(module, nn.Embedding.forward):
         return look_up
     own = module.forward
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -13,6 +14,11 @@ from weft.models import Tables, number_of, set_number
 
 def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
+
+
+def runs(module: nn.Module, *forwards: Callable[..., Any]) -> bool:
+    """Whether a module's forward is one of these, and nobody has given this very module another one."""
+    return type(module).forward in forwards and "forward" not in vars(module)
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -56,6 +56,9 @@ def look_at_experts(blueprint: Blueprint) -> None:
     is_of_library = type(blueprint.module).__module__.startswith("transformers.")
     if is_known or not is_of_library or all(parameter.dim() < 3 for parameter in blueprint.module.parameters()):
         return
+    from weft.models.hf import register  # models of one's own may need nothing of transformers
+
+    register()  # a factory has made the model, it may be
     try:
         _look(blueprint)
     except RecipeError as problem:

@@ -70,6 +70,9 @@ def look_at_tokens(blueprint: Blueprint, ranks: int = 1) -> None:
     length, known = blueprint.sequence_length, blueprint.attention is not None or blueprint.no_shared_sequence
     if known or length is None or not type(blueprint.module).__module__.startswith("transformers."):
         return
+    from weft.models.hf import register  # models of one's own may need nothing of transformers
+
+    register()  # masks of a model that a factory made say what they were made from then, as those of folders do
     if problem := own_backward(blueprint.module):
         blueprint.no_shared_sequence = f"{problem} (`Blueprint.attention` says how its tokens meet)"
         return

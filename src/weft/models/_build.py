@@ -34,10 +34,6 @@ def build_model(recipe: Recipe) -> Blueprint:
         from weft.models.factory import build_factory
 
         blueprint = build_factory(model, seed=recipe.run.seed)
-        if type(blueprint.module).__module__.startswith("transformers."):
-            from weft.models.hf import register  # its masks say what they were made from then, as those of folders do
-
-            register()
     blueprint.has_known_forward = model.reference is not None or (model.hf is not None and blueprint.has_known_forward)
     _apply_split(blueprint, recipe)
     _freeze(blueprint, recipe)

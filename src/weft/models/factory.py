@@ -15,7 +15,6 @@ from weft.models._examples import token_example
 from weft.models._imports import import_attribute
 from weft.models._losses import class_loss, token_loss
 from weft.models._seeded import seeded
-from weft.models.hooks import refuse_given
 from weft.recipe import ModelRecipe
 
 _FIELDS = {
@@ -48,12 +47,15 @@ def build_factory(recipe: ModelRecipe, *, seed: int = 0) -> Blueprint:
     _check_makes_models(recipe.factory, function, recipe.arguments)
     _check_arguments(recipe.factory, function, recipe.arguments)
     built = _call(recipe.factory, function, recipe.arguments, seed)
-    if isinstance(built, Blueprint):
-        refuse_given(built.module, built.vocabulary_head, f"in {recipe.factory}")
-        return built
-    if isinstance(built, nn.Module):
-        refuse_given(built, None, f"in {recipe.factory}")
-        return _plain(recipe, built)
+    if isinstance(built, Blueprint | nn.Module):
+        blueprint = built if isinstance(built, Blueprint) else _plain(recipe, built)
+        kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        hooked = any(getattr(each, kind, None) for each in blueprint.module.parameters() for kind in kinds)
+        if hooked or blueprint.vocabulary_head is not None:
+            from weft.models.hooks import refuse_given  # most models have none
+
+            refuse_given(blueprint.module, blueprint.vocabulary_head, f"in {recipe.factory}")
+        return blueprint
     raise RecipeError(
         f'model.factory = "{recipe.factory}" returned a {type(built).__name__}.'
         " Return a torch.nn.Module or a weft.models.Blueprint."

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from weft.blueprint import build_blueprint
-from weft.describe import look, look_at_tokens
+from weft.describe import look, look_at_tokens, propose_split
 from weft.errors import RecipeError
 from weft.models import Blueprint, build_model
 from weft.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
@@ -150,6 +150,7 @@ def test_layers_that_were_given_a_forward_stay_whole() -> None:
     assert plain["model.layers.*.mlp.down_proj"] == "row"
     _, given = looked_at("row")
     assert not [match for match in given if "mlp" in match]
+    assert "down_proj was given a forward of its own" in str(propose_split(build("row")))
 
 
 @pytest.mark.parametrize(("change", "head"), [("nothing", "lm_head"), ("head", None), ("hook of the head", None)])

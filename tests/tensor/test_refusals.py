@@ -49,7 +49,15 @@ def images(*modules: nn.Module, kinds: tuple[SplitKind, ...]) -> Blueprint:
     return Blueprint(module=nn.Sequential(*modules), inputs={}, loss=small.token_loss, initialise=None, split=rules)
 
 
+def given_another_forward() -> Blueprint:
+    blueprint = small.fused()[0]
+    layer = blueprint.module.get_submodule("h.0.proj")
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight).tanh()
+    return blueprint
+
+
 BLUEPRINTS = {
+    "given": given_another_forward,
     "weight norm": lambda: images(
         weight_norm(nn.Conv2d(2, 4, 1, bias=False)), nn.Conv2d(4, 2, 1), kinds=("channel_out", "channel_in")
     ),
@@ -84,6 +92,7 @@ BLUEPRINTS = {
         ("channels", 2, False, "matches h.0.fc, a Linear, but only an nn.Conv1d, Conv2d or Conv3d with groups = 1"),
         ("weight norm", 2, False, "0.weight is computed from other parameters"),
         ("forward", 2, False, 'gives 1, a Doubled with a forward of its own, the kind "channel_in"'),
+        ("given", 2, False, r'h.0.proj was given a forward of its own.*use the kind "replicate"'),
         ("max_norm", 2, False, "max_norm = 1.0, which needs all its rows"),
         ("unplaced", 2, True, "no rule says whether h.0.gate, a Linear with parameters"),
     ],

@@ -24,6 +24,7 @@ from weft.describe._events import Event, Trace, Value
 from weft.describe._expert_calls import as_event, mix_by_token, proven_stacks, stand_in_for_experts
 from weft.describe._feature_flow import STAND_IN, FeatureWalker, MixedSamplesError, NoPartsError, Parts
 from weft.describe._fused import FusedCall
+from weft.describe._own_backward import own_backward
 from weft.models import Blueprint
 from weft.stand_ins import glob_of
 from weft.techniques.tensor.computed_whole import computed_whole, cut_first, first_of
@@ -65,9 +66,10 @@ def _beyond(name: str, wholes: Collection[str]) -> str:
 
 
 def _may_be_whole(blueprint: Blueprint, name: str) -> bool:
-    """Whether it is less than a block, and of a kind of `transformers` or torch, whose backwards are linear."""
+    """Whether it is less than a block, and its backward of a sum is the sum of its backwards, as far as kinds and hooks
+    tell: ranks of a row have parts of the sum that a gradient is, and what clamps or scales each of them is wrong."""
     cut, module = blueprint.cut, blueprint.module.get_submodule(name)
-    if not all(_has_linear_backward(each) for each in module.modules()):
+    if own_backward(module):
         return False
     held = {id(each) for each in module.modules()}
     if isinstance(module, nn.ModuleList | nn.ModuleDict) or any(id(each) in held for each in _ends(blueprint)):
@@ -76,15 +78,6 @@ def _may_be_whole(blueprint: Blueprint, name: str) -> bool:
         return not any(id(blueprint.module.get_submodule(block)) in held for block in cut.blocks)
     total = sum(each.numel() for each in blueprint.module.parameters())
     return sum(each.numel() for each in module.parameters()) <= _MOST * total
-
-
-def _has_linear_backward(module: nn.Module) -> bool:
-    """Whether its backward of a sum is the sum of its backwards, as far as a kind and hooks tell: ranks of a row have
-    parts of the sum that a gradient is, and what clamps or scales each of them is wrong."""
-    hooks: Any = vars(module)
-    held = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    has_hooks = hooks["_backward_hooks"] or hooks["_backward_pre_hooks"] or any(each._backward_hooks for each in held)
-    return type(module).__module__.split(".")[0] in ("transformers", "torch") and not has_hooks
 
 
 def _ends(blueprint: Blueprint) -> Iterator[nn.Module]:

@@ -277,8 +277,9 @@ def _problem(root: nn.Module, parameter: str, event: Event) -> str | None:
     module = root.get_submodule(owner)
     if owner != event.module:
         return f"it is used inside {event.module or 'the forward'} and not by calling {owner or 'the model'}"
-    plain = runs(module, nn.Linear.forward) or (is_conv1d(module) and "forward" not in vars(module))
-    if leaf != "weight" or not plain:
+    if "forward" in vars(module):
+        return f"{owner or 'the model'} was given a forward of its own, which may do more than its class"
+    if leaf != "weight" or not (runs(module, nn.Linear.forward) or is_conv1d(module)):
         return f"{owner or 'the model'} is a {type(module).__name__} and no plain nn.Linear"
     return None
 

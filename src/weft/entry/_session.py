@@ -22,13 +22,15 @@ from weft.entry._arguments import check_inputs, check_prepared, check_session, r
 from weft.entry._auto import describe_user_model, look_at_user_model, machine_for
 from weft.entry._calls import Calls
 from weft.entry._guards import refuse_wrapped
+from weft.entry._nets import Nets
+from weft.entry._prepared_facts import facts_of_prepared
 from weft.entry._recording import SessionRuns
 from weft.entry._rounds import RoundsOfSession
 from weft.entry._settings import PlanSettings
 from weft.entry._state import TrainState
 from weft.entry._user_batches import BatchStream, UserBatch, fields_of, infer_inputs, without_labels
 from weft.entry._user_loss import LossOfUser
-from weft.entry._user_optimizer import group_indices, settings_of
+from weft.entry._user_optimizer import group_indices
 from weft.errors import DataError, RecipeError
 from weft.events import OnEvent, Track
 from weft.launch import Distributed, RankFailure, RankInfo, initialise_distributed
@@ -176,6 +178,8 @@ class Session:
         self._permit = permit
         self._runs = runs
         self._quiet = quiet
+        self.nets = Nets()
+        """What is looked for; tests switch nets off, before `prepare`."""
         self._meshes: dict[MeshPlan, Mesh] = {}
         self._prepared = 0
         self._calls = Calls(_store_of_session(self.rank, self.world_size), self.rank, self.world_size, self.device)
@@ -303,7 +307,7 @@ class Session:
             stream.warn_of_workers()
             self._refuse_taken(model)
             refuse_given(model, vocabulary_head, "before prepare")
-            check_same_facts(_facts(model, optimizer, stream, max_grad_norm), self.device)
+            check_same_facts(facts_of_prepared(model, optimizer, stream, max_grad_norm), self.device)
             recipe = self._recipe(model, stream.batch_size, max_grad_norm)
             example = self._example(loader)
             blueprint = self._blueprint(model, inputs, split, cut, vocabulary_head, fields_of(example))
@@ -469,24 +473,6 @@ def _store_of_session(rank: int, num_ranks: int) -> dist.Store | None:
         return None
     store = group_store()
     return dist.PrefixStore(f"weft/session/{store.add(f'weft/sessions/{rank}', 1)}", store)
-
-
-def _facts(
-    model: nn.Module, optimizer: torch.optim.Optimizer, stream: BatchStream, max_grad_norm: float | None
-) -> dict[str, str]:
-    """What must be equal on all ranks when they prepare a model."""
-    kind = type(model).__name__
-    facts = {
-        "data: the number of samples in the loader": str(stream.num_samples),
-        "data: the global batch": str(stream.batch_size),
-        "the class of the model": kind,
-        "the class of the optimizer": type(optimizer).__name__,
-        "max_grad_norm": str(max_grad_norm),
-    }
-    facts |= {
-        f"{kind}.{name}": f"{tuple(p.shape)}, {p.dtype}, {p.requires_grad}" for name, p in model.named_parameters()
-    }
-    return facts | settings_of(optimizer)
 
 
 def _with_timeout(plan: Plan, seconds: float | None) -> Plan:

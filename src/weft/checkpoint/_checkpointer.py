@@ -29,6 +29,9 @@ Which = Literal["latest"] | Path
 Check = Callable[[JsonObject, int], object]
 """Takes what a checkpoint's manifest holds beside the tensors, and its step; raises `CheckpointError`."""
 
+Wanted = Callable[[StoredCheckpoint], Sequence[Piece]]
+"""Takes a verified checkpoint, and returns what is to be filled from it."""
+
 
 class SaveError(CheckpointError):
     """A save failed on some rank.  Every rank raises it with the same text, and nothing of the save remains."""
@@ -109,7 +112,7 @@ class Checkpointer:
             self._tidy(step, token)
         return self.folder / _folder.step_name(step)
 
-    def load(self, which: Which, pieces: Sequence[Piece], *, check: Check | None = None) -> dict[str, Json]:
+    def load(self, which: Which, pieces: Sequence[Piece] | Wanted, *, check: Check | None = None) -> dict[str, Json]:
         """Verify a checkpoint, fill the pieces from it and return the state saved with it.  Call on every rank.
 
         Every file is verified before the first tensor changes, the ranks sharing the work.  A damaged "latest" is
@@ -117,13 +120,14 @@ class Checkpointer:
 
         Args:
             which: "latest", or the same path on every rank (of a checkpoint, or of a run).
-            pieces: everything this rank holds, whether it counts or not.
+            pieces: everything this rank holds, whether it counts or not; or what returns that for a sound checkpoint.
             check: looks at the state before anything changes; what it refuses counts as damaged.
 
         Raises:
             CheckpointError: on every rank: there is none, it is damaged, or it does not fit the pieces.
         """
         stored = self._open_path(which, check) if isinstance(which, Path) else self._open_newest(check)
+        pieces = pieces(stored) if callable(pieces) else pieces
         wanted = match(stored, pieces, self.peers)
         with torch.no_grad():
             for name, group in wanted.items():

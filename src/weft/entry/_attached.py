@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
-import torch
-import xxhash
 from torch import Tensor
 
 from weft.checkpoint import Json
 from weft.document import JsonObject
+from weft.entry._json_forms import NoFormError, digest_of_form, form_pieces, read_form, write_form
 from weft.errors import CheckpointError, RecipeError
-from weft.parallel import NestedSplit, Piece
+from weft.parallel import Piece
 
 _PREFIX = "attached"
 
@@ -63,31 +60,33 @@ class Attached:
             CheckpointError: a state holds what neither is (a function, an open file), with its place.
         """
         tensors: dict[str, Tensor] = {}
-        found = {
-            name: _written(each.state_dict(), f"{_PREFIX}/{name}", tensors) for name, each in self._objects.items()
-        }
-        return found, tensors
+        try:
+            return {
+                name: write_form(each.state_dict(), f"{_PREFIX}/{name}", tensors)
+                for name, each in self._objects.items()
+            }, tensors
+        except NoFormError as found:
+            raise CheckpointError(
+                f"{found.place.replace('/', '.').removeprefix(_PREFIX + '.')} is a {type(found.value).__name__}, which"
+                " a checkpoint cannot hold: numbers, text, tensors, lists and dictionaries can be saved. Leave it out"
+                " of state_dict()."
+            ) from None
 
     def facts(self) -> dict[str, str]:
         """What must be equal on all ranks: a digest of every object's state."""
         states, tensors = self.states()
-        found: dict[str, str] = {}
-        for name, state in states.items():
-            digest = xxhash.xxh3_64(repr(state).encode())
-            for key, value in tensors.items():
-                if key.startswith(f"{_PREFIX}/{name}/"):
-                    digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-            found[f"the state of what is attached as {name}"] = digest.hexdigest()
-        return found
+        return {
+            f"the state of what is attached as {name}": digest_of_form(state, tensors) for name, state in states.items()
+        }
 
     def pieces(self, *, counts: bool) -> Iterator[Piece]:
         """Tensors of the states, to be written by the rank that `counts`."""
-        yield from _pieces(self.states()[1], counts=counts)
+        yield from form_pieces(self.states()[1], counts=counts)
 
     def pieces_to_fill(self) -> Iterator[Piece]:
         """Tensors that a load fills; `load` gives them to the objects."""
         self._incoming = {name: value.detach().cpu().clone() for name, value in self.states()[1].items()}
-        yield from _pieces(self._incoming, counts=False)
+        yield from form_pieces(self._incoming, counts=False)
 
     def check(self, state: JsonObject) -> None:
         """Refuse a save with other objects.  Raises `CheckpointError`."""
@@ -107,7 +106,7 @@ class Attached:
             )
 
         try:
-            _read(list(cast(dict[str, Any], saved).values()), self._incoming)
+            read_form(list(cast(dict[str, Any], saved).values()), self._incoming)
         except (ValueError, TypeError, KeyError):
             raise state.fail("attached", "what save() writes of attached objects") from None
 
@@ -115,68 +114,5 @@ class Attached:
         """Give every object what was saved of it."""
         saved = cast(Mapping[str, Json], state.get("attached") or {})
         for name, each in self._objects.items():
-            each.load_state_dict(_read(saved[name], self._incoming))
+            each.load_state_dict(read_form(saved[name], self._incoming))
         self._incoming = {}
-
-
-def _pieces(tensors: Mapping[str, Tensor], *, counts: bool) -> Iterator[Piece]:
-    for name, value in tensors.items():
-        yield Piece(
-            name=name,
-            shape=value.shape,
-            tensor=value.detach().contiguous().view(-1),
-            split=NestedSplit(),
-            start=0,
-            counts=counts,
-        )
-
-
-def _written(value: Any, where: str, tensors: dict[str, Tensor]) -> Json:
-    """A value as JSON; what JSON has no form for is an object of one key that says what it is."""
-    if isinstance(value, Tensor):
-        tensors[where] = value
-        return {"tensor": where}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(value)}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        entries = cast(Mapping[Any, Any], value).items()
-        written: list[Json] = [
-            [_written(key, where, tensors), _written(inner, f"{where}/{key}", tensors)] for key, inner in entries
-        ]
-        return {"counter" if isinstance(value, Counter) else "entries": written}
-    if isinstance(value, list | tuple | set | frozenset):
-        items = [_written(inner, f"{where}/{at}", tensors) for at, inner in enumerate(cast(Sequence[Any], value))]
-        whole = items
-        return whole if isinstance(value, list) else {"tuple" if isinstance(value, tuple) else "set": whole}
-    item: Callable[[], Any] | None = getattr(value, "item", None)
-    if callable(item) and getattr(value, "ndim", None) == 0:  # a number of numpy
-        return _written(item(), where, tensors)
-    raise CheckpointError(
-        f"{where.replace('/', '.').removeprefix(_PREFIX + '.')} is a {type(value).__name__}, which a checkpoint cannot"
-        " hold: numbers, text, tensors, lists and dictionaries can be saved. Leave it out of state_dict()."
-    )
-
-
-def _read(written: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(written, list):
-        return [_read(inner, tensors) for inner in cast(list[Any], written)]
-    if not isinstance(written, dict):
-        return written
-    ((kind, inside),) = cast(dict[str, Any], written).items()
-    if kind == "tensor":
-        return tensors[inside]
-    if kind == "float":
-        return float(inside)
-    if kind not in ("entries", "counter", "tuple", "set"):
-        raise ValueError(kind)
-    items = [_read(inner, tensors) for inner in inside]
-    if kind in ("entries", "counter"):
-        entries = {_hashable(key): value for key, value in items}
-        return Counter(entries) if kind == "counter" else entries
-    return tuple(items) if kind == "tuple" else set(items)
-
-
-def _hashable(key: Any) -> Any:
-    return tuple(cast(list[Any], key)) if isinstance(key, list) else key

@@ -8,14 +8,15 @@ from typing import Literal, cast, final
 
 import torch
 
-from weft.checkpoint import Checkpointer, Json
+from weft.checkpoint import Checkpointer, Json, StoredCheckpoint
 from weft.comm import Mesh
 from weft.document import JsonObject
 from weft.engine import TrainingState
-from weft.entry._agreement import check_same_facts
+from weft.entry._agreement import check_same_facts, gather_texts
 from weft.entry._attached import Attached
 from weft.entry._user_optimizer import UserOptimizer, settings_of
 from weft.errors import CheckpointError
+from weft.parallel import Piece
 
 
 @final
@@ -32,7 +33,7 @@ class Saves:
     ) -> None:
         self._checkpointer = checkpointer
         self._training = training
-        self._optimizer = optimizer
+        self._kept = optimizer.kept
         self._attached = attached
         self._mesh = mesh
 
@@ -43,18 +44,25 @@ class Saves:
             RecipeError: what is attached, or the optimizer's settings, differ between ranks.
             CheckpointError: it cannot be written.
         """
-        facts = settings_of(optimizer) | self._attached.facts()
-        check_same_facts(facts, self._mesh.device, self._mesh["world"].group)
+        world = self._mesh["world"]
+        facts = settings_of(optimizer) | self._kept.facts() | self._attached.facts()
+        check_same_facts(facts, self._mesh.device, world.group)
         state: dict[str, Json] = {
             "steps": steps,
             **place,
-            "optimizer": cast(Json, self._optimizer.settings()),
+            **self._kept.state(
+                lambda text: gather_texts(text, self._mesh.device, world.group) if world.group else [text]
+            ),
             **self._training.state(),
             "attached": cast(Json, self._attached.states()[0]),
         }
-        self._optimizer.create_states()
-        held = [*self._training.pieces(), *self._attached.pieces(counts=self._mesh["world"].index == 0)]
-        return self._checkpointer.save(steps, held, state)
+        counts = world.index == 0
+        own = [*self._kept.own_pieces(counts=counts), *self._attached.pieces(counts=counts)]
+        return self._checkpointer.save(steps, [*self._training.pieces(), *own], state)
+
+    def _gather(self, text: str) -> list[str]:
+        world = self._mesh["world"]
+        return [text] if world.group is None else gather_texts(text, self._mesh.device, world.group)
 
     def read(self, which: Path | Literal["latest"]) -> dict[str, Json]:
         """Take a save's model, states and attached objects over, and return the rest of it.
@@ -64,9 +72,17 @@ class Saves:
             CheckpointError: there is none, it is damaged, or it is another model's.
         """
         check_same_facts({"the save that is loaded": str(which)}, self._mesh.device, self._mesh["world"].group)
-        self._optimizer.create_states()
-        held = [*self._training.pieces(), *self._attached.pieces_to_fill()]
-        state = self._checkpointer.load(which, held, check=self._check)
+        attached = list(self._attached.pieces_to_fill())
+
+        def held(stored: StoredCheckpoint) -> list[Piece]:
+            self._kept.expect(stored)
+            return [*self._training.pieces(), *self._kept.own_pieces(counts=False), *attached]
+
+        try:
+            state = self._checkpointer.load(which, held, check=self._check)
+            self._kept.take(state)
+        finally:
+            self._kept.forget()
         self._training.restored(state)
         self._attached.load(state)
         return state
@@ -82,5 +98,5 @@ class Saves:
         self._attached.check(state)
         if "last_batch" in state.values:
             state.text("last_batch", r"[0-9a-f]{0,16}", "a digest")
-        self._optimizer.check_settings(state)
+        self._kept.check(state)
         self._training.check_state(state)

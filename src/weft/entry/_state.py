@@ -103,7 +103,7 @@ class TrainState:
         )
         self._evaluation = Evaluation(self._parallel.runner, blueprint, self._loss, mesh, plan, recipe)
         self._optimizer = UserOptimizer(
-            optimizer, self._parallel.stores.shards, whole=cuts != "anywhere", guard=self._guard
+            optimizer, self._parallel.stores.shards, order=[*groups], whole=cuts != "anywhere", guard=self._guard
         )
         self._recorder = Recorder()
         self._training = begin_training(recipe, self._parallel, self._optimizer, None, self._recorder)
@@ -390,7 +390,6 @@ class TrainState:
             num_samples=self._stream.num_samples,
             seed=self._recipe.run.seed,
         )
-        self._optimizer.load_settings(cast(Any, state["optimizer"]))
         self._steps = cast(int, state["steps"])
         self._passes.load(state)
         self._shares.forget()

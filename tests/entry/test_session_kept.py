@@ -122,15 +122,15 @@ def train(which: str, folder: str, zero: int, *, steps: int, tensor: int = 1, lo
                     scheduler.step()
                 if loads is None and state.steps in (2, SAVED_AFTER):
                     state.save()
-        return whole_weights(state, folder)
+        return whole_weights(state, folder, build())
 
 
-def whole_weights(state: Any, folder: str) -> list[Tensor]:
+def whole_weights(state: Any, folder: str, like: nn.Module) -> list[Tensor]:
     found = state.export(Path(folder) / f"export-{state.steps}")
     weights: dict[str, Tensor] = {}
     for file in sorted(found.glob("*.safetensors")):
         weights |= load_file(file)
-    return [weights[name] for name, _ in build().named_parameters()]
+    return [weights[name] for name, _ in like.named_parameters()]
 
 
 def check_equal(found: list[Tensor], right: list[Tensor]) -> None:

@@ -1,8 +1,8 @@
-"""Pieces for what no optimizer shard holds: frozen parameters and buffers."""
+"""Pieces for what no optimizer shard holds: parameters that are not trained, and buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -11,14 +11,16 @@ from weft.comm import Mesh
 from weft.parallel import ModelLayout, ParameterLayout, Piece, first_element
 
 
-def module_pieces(module: nn.Module, layout: ModelLayout, mesh: Mesh) -> list[Piece]:
-    """Return the pieces of a model part's frozen parameters (`model/…`) and persistent buffers (`buffer/…`).
+def module_pieces(module: nn.Module, layout: ModelLayout, mesh: Mesh, trained: Collection[str]) -> list[Piece]:
+    """Return the pieces of a model part's parameters (`model/…`) but for those `trained`, and of its persistent
+    buffers (`buffer/…`).
 
-    Trained parameters are left out: the gradient store's shards hold them.  Buffers that are not persistent are
-    recomputed by their module and not saved.  No collective; the part's tensors must be contiguous.
+    `trained` are the names, in the whole model, of what the gradient stores' shards hold, also while a loop has frozen
+    it.  Buffers that are not persistent are recomputed by their module and not saved.  No collective; the part's
+    tensors must be contiguous.
     """
-    frozen = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad]
-    pieces = [_piece("model/", layout[name], parameter, mesh) for name, parameter in frozen]
+    others = [(name, each) for name, each in module.named_parameters() if layout[name].name not in trained]
+    pieces = [_piece("model/", layout[name], parameter, mesh) for name, parameter in others]
     pieces.extend(_piece("buffer/", layout[name], buffer, mesh) for name, buffer in _saved_buffers(module))
     return pieces
 

@@ -124,9 +124,10 @@ def master_pieces(model: ParallelModel) -> list[Piece]:
 
 
 def unchanged_pieces(model: ParallelModel) -> list[Piece]:
-    """Return what no optimizer updates: frozen parameters and buffers.  Call on every rank."""
+    """Return what no optimizer updates: parameters that are not trained, and buffers.  Call on every rank."""
     model.stores.release()
-    return [piece for part in model.parts for piece in module_pieces(part.module, part.layout, model.mesh)]
+    trained = model.stores.names()
+    return [piece for part in model.parts for piece in module_pieces(part.module, part.layout, model.mesh, trained)]
 
 
 def begin_training(

@@ -135,9 +135,10 @@ def _packed_projections(
 def _multi_head_attention(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
     """`nn.MultiheadAttention` without its weights returned, as it computes on a device: through fused attention."""
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
-    odd = ("key_padding_mask", "bias_k", "bias_v", "static_k", "static_v", "add_zero_attn", "use_separate_proj_weight")
     query, heads = given["query"], given["num_heads"]
-    if query.dim() != 3 or given.get("need_weights", True) or any(given.get(n) not in (None, False) for n in odd):
+    odd = any(given.get(name) not in (None, False) for name in _ODD_SETTINGS)
+    odd = odd or any(given.get(name) is not None for name in _ODD_TENSORS)
+    if query.dim() != 3 or given.get("need_weights", True) or odd:
         return None
     length, samples, width = query.shape
 
@@ -149,14 +150,29 @@ def _multi_head_attention(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> F
         packed = _packed_projections(
             query, given["key"], given["value"], given["in_proj_weight"], given["in_proj_bias"]
         )
-        causal = bool(given.get("is_causal"))
-        mask = None if causal else given.get("attn_mask")
+        causal = bool(given.get("is_causal")) and given.get("key_padding_mask") is None
+        mask = None if causal else _merged_mask(given.get("attn_mask"), given.get("key_padding_mask"), samples, heads)
         rate = given["dropout_p"] if given.get("training", True) else 0.0
         mixed = F.scaled_dot_product_attention(*map(split, packed), attn_mask=mask, dropout_p=rate, is_causal=causal)
         flat = mixed.permute(2, 0, 1, 3).contiguous().view(samples * length, width)
         return F.linear(flat, given["out_proj_weight"], given["out_proj_bias"]).view(length, samples, width), None
 
     return FusedCall(run=run, name=None, composed=True, settings={})
+
+
+_ODD_SETTINGS = ("add_zero_attn", "use_separate_proj_weight")
+_ODD_TENSORS = ("bias_k", "bias_v", "static_k", "static_v")
+
+
+def _merged_mask(mask: Tensor | None, padding: Tensor | None, samples: int, heads: int) -> Tensor | None:
+    """What attention adds to its scores, of a mask (queries, keys) or (samples · heads or 1, queries, keys) and of one
+    (samples, keys) of padding: torch's module has made numbers of both."""
+    if mask is not None and mask.dim() == 3:
+        mask = mask.unsqueeze(0) if mask.shape[0] == 1 else mask.unflatten(0, (samples, heads))
+    if padding is None:
+        return mask
+    beside = padding[:, None, None, :]
+    return beside if mask is None else mask + beside
 
 
 def _in_parts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:

@@ -29,6 +29,7 @@ from weft.parallel.buckets import BucketMember
 from weft.parallel.data import BucketStore
 from weft.parallel.draws import Draws, apply_keyed_draws, draws_of, is_alone, keyed_loss
 from weft.parallel.materialise import materialise
+from weft.parallel.padded_encoders import run_encoders_by_layers
 from weft.parallel.randomness import apply_keyed_dropout
 from weft.parallel.technique import Build, TechniqueRuntime, techniques_of
 from weft.plan import BATCH_AXES, Plan, reduction_rounds
@@ -146,6 +147,9 @@ def parallelize(
         technique.join(parts)
         for part in parts:
             technique.wrap(part)
+    if plan.mesh.tensor > 1 or plan.mesh.pipeline > 1:
+        for part in parts:
+            run_encoders_by_layers(part.module)
     codec = next((codec for each in techniques if (codec := each.codec()) is not None), None)
     stores = _create_stores(build, techniques, summing, parts, group_parameters, cuts, codec)
     if gathers_ahead:

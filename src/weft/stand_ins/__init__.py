@@ -1,5 +1,6 @@
 """Stand-ins: forwards without memory, for analysis and for knowing what a forward will draw."""
 
+from weft.stand_ins._fast_path import without_fast_path as without_fast_path
 from weft.stand_ins._names import glob_of as glob_of
 from weft.stand_ins._names import globs_of as globs_of
 from weft.stand_ins._stand_in import StandInMode as StandInMode

@@ -1,0 +1,153 @@
+"""Models that a session once refused, or failed on, for no reason: each trains as plain PyTorch does, under every plan
+that can hold it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import weft
+from pool import RankPool
+from weft.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
+
+BATCH, STEPS = 8, 3
+LENGTH, WIDTH = 5, 16
+
+
+def plan_of(kind: str) -> Plan:
+    """A plan by its name; all but those of one process are for two ranks."""
+    mesh = {"data": {"replicate": 2}, "zero3": {"shard": 2}, "tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}}
+    axes = mesh.get(kind, {})
+    size = {"one": BATCH, "tensor": BATCH}.get(kind, BATCH // 2)
+    per_step = BATCH // size if kind in ("pipeline", "accumulation") else 1
+    return Plan(
+        mesh=MeshPlan(**axes),
+        data_parallel=DataParallelPlan(zero=3 if kind == "zero3" else 0),
+        microbatch=MicrobatchPlan(size=size, per_step=per_step),
+        compute=ComputePlan(precision="fp64"),
+    )
+
+
+def loss_fn(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    return (outputs - batch[-1]).square().sum(), len(outputs)
+
+
+def sequences(number: int = 40) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(number, LENGTH, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, x[:, 0, :4].square())
+
+
+Found = tuple[list[float], float, Tensor]
+"""Losses of steps, the loss of an evaluation, and all predictions."""
+
+
+def plain(build: Callable[[], nn.Module], data: Any) -> Found:
+    """The same by plain PyTorch on one process."""
+    model, loader = build(), DataLoader(data, batch_size=BATCH)
+    optimizer, losses = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2), list[float]()
+    for batch, _ in zip(loader, range(STEPS), strict=False):
+        total, count = loss_fn(model(batch[0]), batch)
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        losses.append(total.item() / count)
+    model.eval()
+    with torch.no_grad():
+        outputs = torch.cat([model(batch[0]) for batch in loader])
+    total, count = loss_fn(outputs, [torch.cat([batch[-1] for batch in loader])])
+    return losses, float(total) / count, outputs
+
+
+def trained(build: Callable[[], nn.Module], data: Any, kind: str, folder: str, **changes: Any) -> Found:
+    model, loader = build(), DataLoader(data, batch_size=BATCH)
+    run = weft.session(plan=plan_of(kind), permit=("fp64",), folder=folder, quiet=True)
+    with warnings.catch_warnings(), run as session:
+        warnings.filterwarnings("ignore", message=".*nested tensors")  # torch's own, where it packs padded samples
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        state = session.prepare(model, optimizer, loader, **({"loss": loss_fn} | changes))
+        losses = [state.step(batch).loss for batch in state.batches(STEPS)]
+        return losses, state.evaluate(loader), state.predict(loader, outputs=lambda outputs, batch: outputs)
+
+
+def check(ranks: RankPool, kinds: str, build: Callable[[], nn.Module], data: Any, folder: Path, **changes: Any) -> None:
+    """Hold a model under plans to plain PyTorch; `kinds` are their names."""
+    losses, evaluated, outputs = plain(build, data)
+    for kind in kinds.split():
+        world = 1 if kind in ("one", "accumulation") else 2
+        for found in ranks.run(world, trained, build, data, kind, str(folder / kind), **changes):
+            assert found[0] == pytest.approx(losses, rel=1e-10), kind
+            assert found[1] == pytest.approx(evaluated, rel=1e-10), kind
+            torch.testing.assert_close(found[2], outputs, rtol=1e-10, atol=1e-10)
+
+
+class Padded(nn.Module):
+    """An encoder of torch's over samples that are padded at their ends, or in the midst."""
+
+    def __init__(self, *, at_end: bool, norm: bool) -> None:
+        super().__init__()
+        self.at_end = at_end
+        self.enter = nn.Linear(6, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(WIDTH) if norm else None)
+        self.leave = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = 2 + (x[:, 0, :3] > 0).sum(1)
+        padded = torch.arange(LENGTH) >= lengths[:, None] if self.at_end else x[..., 0] > 1.5
+        return self.leave(self.encoder(self.enter(x), src_key_padding_mask=padded).mean(1))
+
+
+def padded(at_end: bool = True, norm: bool = False) -> nn.Module:
+    torch.manual_seed(5)
+    return Padded(at_end=at_end, norm=norm).double()
+
+
+def padded_before_norm() -> nn.Module:
+    return padded(norm=True)
+
+
+def padded_anywhere() -> nn.Module:
+    return padded(at_end=False)
+
+
+@pytest.mark.parametrize("build", [padded, padded_before_norm, padded_anywhere])
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_an_encoder_with_padding_trains_and_evaluates_as_in_plain_pytorch(
+    ranks: RankPool, tmp_path: Path, build: Callable[[], nn.Module]
+) -> None:
+    check(ranks, "one data zero3 tensor pipeline", build, sequences(), tmp_path)
+
+
+class Attending(nn.Module):
+    """Torch's attention by itself, with both of its masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(6, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.wide, self.leave = nn.Linear(WIDTH, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, padded = self.enter(x), x[..., 0] > 1.5
+        causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        causal = causal.expand(len(x) * 4, LENGTH, LENGTH) & ~padded[:, 0].repeat_interleave(4)[:, None, None]
+        padded = padded & ~padded[:, :1]
+        mixed, _ = self.attention(h, h, h, key_padding_mask=padded, attn_mask=causal, need_weights=False)
+        return self.leave(torch.relu(self.wide((h + mixed).mean(1))))
+
+
+def attending() -> nn.Module:
+    torch.manual_seed(5)
+    return Attending().double()
+
+
+def test_attention_with_a_mask_of_each_head_is_split_where_it_can_be(ranks: RankPool, tmp_path: Path) -> None:
+    check(ranks, "one data zero3 tensor", attending, sequences(), tmp_path)

@@ -56,10 +56,12 @@ class BatchShares:
     """This rank's shares of the batches that a loop takes.
 
     `whole` says why a rank must see its whole share at once, as the beginning of a sentence; empty: it need not.
+    `gathers`: ranks gather their samples, so that shares must be equal.
     """
 
-    def __init__(self, plan: Plan, data_index: int, batch_size: int, whole: str) -> None:
+    def __init__(self, plan: Plan, data_index: int, batch_size: int, whole: str, *, gathers: bool = False) -> None:
         self._plan, self._index, self._batch_size, self._whole = plan, data_index, batch_size, whole
+        self._gathers = gathers
         self._of_field: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._ahead: list[_Taken] = []
         """Batches of several sizes that the loop was given, and no step has trained on."""
@@ -78,6 +80,8 @@ class BatchShares:
         if size == self._batch_size:
             return BatchShare(size, start, stop, tuple((at, at + micro) for at in range(0, stop - start, micro)))
         sizes = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+        if self._gathers and len(set(sizes)) > 1:
+            raise DataError(unequal(size, len(sizes)))
         number = -(-max(sizes) // micro)
         if self._plan.mesh.pipeline > 1:  # whose schedule may ask for a multiple of the plan's number
             number = max(counts) * -(-number // max(counts))
@@ -158,6 +162,19 @@ class BatchShares:
                 f" {size}. Take batches from state.batches(), which cuts the loader's global batches into shares."
             )
         return known
+
+
+def unequal(size: int, ranks: int) -> str:
+    """Why ranks that gather their samples cannot be given a batch."""
+    return (
+        f"the loss is of the whole batch, and a batch of {size} samples cannot be shared out equally over {ranks} data"
+        f" ranks, which gather their samples for it. Let batches have a multiple of {ranks} samples (drop_last=True)."
+    )
+
+
+def gathers_samples(blueprint: Blueprint, plan: Plan) -> bool:
+    """Whether data ranks gather their samples for the loss."""
+    return not blueprint.per_sample_loss and plan.mesh.data > 1
 
 
 def whole_share_for(blueprint: Blueprint) -> str:

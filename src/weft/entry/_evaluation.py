@@ -11,6 +11,7 @@ from torch import Tensor
 from weft.comm import Mesh
 from weft.data import rank_range
 from weft.entry._agreement import check_same_facts, is_same
+from weft.entry._batch_shares import gathers_samples, unequal
 from weft.entry._outputs import GatheredOutputs, Select
 from weft.entry._user_batches import UserBatch, digest_of, fields_of
 from weft.entry._user_loss import LossOfUser
@@ -86,6 +87,8 @@ class Evaluation:
         self._loss.like = like
         micro, most = self._plan.microbatch.size, max(self._plan.microbatch.shares(self._plan.mesh.data))
         size = next(iter(fields.values())).shape[0]
+        if gathers_samples(self._blueprint, self._plan):
+            return self._run_equal_share(fields, size, collected, counts=counts)
         own = range(min(self._start, size), min(self._stop, size), micro)
         fields = {**fields, "sample_ids": torch.arange(size)}
         cut = [{name: value[at : min(at + micro, self._stop)] for name, value in fields.items()} for at in own]
@@ -99,6 +102,23 @@ class Evaluation:
             with self._loss.watched(_nothing, counts=counts):
                 self._runner.evaluate(fill, step=0, seed=self._seed)
         return totals
+
+    def _run_equal_share(
+        self, fields: Mapping[str, Tensor], size: int, collected: GatheredOutputs | None, *, counts: bool
+    ) -> Tensor:
+        """Where ranks gather their samples for the loss, each has equally many.
+
+        Raises:
+            DataError: on every rank; the batch cannot be shared out so.
+        """
+        each, rest = divmod(size, self._plan.mesh.data)
+        if rest:
+            raise DataError(unequal(size, self._plan.mesh.data))
+        start = self._mesh.data_index * each
+        fields = {**fields, "sample_ids": torch.arange(size)}
+        part = {name: value[start : start + each] for name, value in fields.items()}
+        with self._loss.watched(collected.look if collected is not None else _nothing, counts=counts):
+            return self._runner.evaluate([part], step=0, seed=self._seed).addend(self._mesh)
 
 
 def _nothing(outputs: Any, batch: Any) -> None:

@@ -21,6 +21,7 @@ from weft.entry._agreement import check_same_facts, check_same_on_all_ranks
 from weft.entry._arguments import check_inputs, check_prepared, check_session, run_folder_of
 from weft.entry._auto import describe_user_model, look_at_user_model, machine_for
 from weft.entry._calls import Calls
+from weft.entry._first_looks import FirstLooks, look_first
 from weft.entry._guards import refuse_wrapped
 from weft.entry._nets import Nets
 from weft.entry._prepared_facts import facts_of_prepared
@@ -326,7 +327,9 @@ class Session:
         model = blueprint.module
         if self._plan is not None:  # what is chosen here shares out data alone
             look_for_blocks(blueprint, self._plan)
-        plan = self._choose(recipe, blueprint, loss, example)
+        looks = look_first(blueprint, loss, example, self._plan, self.nets, self.device)
+        loss = looks.declared(loss)
+        plan = self._choose(recipe, blueprint, loss, example, looks)
         groups = group_indices(optimizer, model)
         self._own(model)
         mesh = self._mesh(plan)
@@ -435,10 +438,10 @@ class Session:
             look_at_user_model(blueprint, has_table=bool(own))
         return blueprint
 
-    def _choose(self, recipe: Recipe, blueprint: Blueprint, loss: UserLoss, example: UserBatch) -> Plan:
-        facts, known = facts_of_blueprint(blueprint, recipe), LossOfUser(loss)
-        if not known.per_sample:
-            facts = replace(facts, per_sample_loss=False, no_gathering=_NO_GATHERING)
+    def _choose(
+        self, recipe: Recipe, blueprint: Blueprint, loss: UserLoss, example: UserBatch, looks: FirstLooks
+    ) -> Plan:
+        facts, known = looks.facts(facts_of_blueprint(blueprint, recipe)), LossOfUser(loss)
         machine = machine_for(self._rank_info)
         reasons: Mapping[str, str] = {}
         plan, note = self._plan, ""
@@ -451,11 +454,12 @@ class Session:
                 facts,
                 self.world_size,
                 profile=replace(description.profile, no_gathering=facts.no_gathering),
-                given=self._given.pins(recipe.batch.global_batch_size, self.world_size),
+                given=looks.limits(self._given, self.world_size).pins(recipe.batch.global_batch_size, self.world_size),
             )
             plan = self._given.beyond(_with_timeout(choice.plan, self._timeout_seconds))
             reasons = choice.reasons
             note = "; ".join(description.notes)
+        looks.check(plan)
         check_no_loop(plan)
         check_plan(plan, recipe, facts, self.world_size)
         check_runnable(plan)
@@ -477,9 +481,6 @@ def _store_of_session(rank: int, num_ranks: int) -> dist.Store | None:
 
 def _with_timeout(plan: Plan, seconds: float | None) -> Plan:
     return plan if seconds is None else replace(plan, compute=plan.compute.waiting(seconds))
-
-
-_NO_GATHERING = "a loop of your own may give them batches of unequal sizes; weft train gathers them"
 
 
 def _unset_loss(outputs: Any, batch: Any) -> Any:

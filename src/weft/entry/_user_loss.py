@@ -16,6 +16,7 @@ from weft.entry._user_batches import FILLER, restored
 from weft.errors import RecipeError
 from weft.models import Batch
 from weft.models.auxiliary import AuxiliaryLoss, auxiliary_of
+from weft.models.whole_batch import GatheredBatch
 
 
 class LossOfUser:
@@ -44,6 +45,13 @@ class LossOfUser:
         finally:
             self._look, self._counts = None, True
 
+    def show(self, outputs: Any, batch: Batch) -> bool:
+        """Show what this rank's own samples gave, before the samples of others are gathered; return whether the loss is
+        to be computed."""
+        if self._look is not None:
+            self._look(outputs, restored(batch, self.like))
+        return self._counts
+
     def _of_user(self, term: AuxiliaryLoss) -> AuxiliaryLoss:
         def sums(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
             return term.sums(outputs, restored(batch, self.like))
@@ -63,7 +71,7 @@ class LossOfUser:
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         own = restored(batch, self.like)
-        if self._look is not None:
+        if self._look is not None and not isinstance(batch, GatheredBatch):
             self._look(outputs, own)
         if not self._counts:
             nothing = torch.zeros((), dtype=torch.float64, device=batch["sample_ids"].device)

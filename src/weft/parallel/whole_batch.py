@@ -50,6 +50,10 @@ class WholeBatchRunner(SequentialRunner):
                     f"The forward of {model} does something else than without values, so the samples of other ranks"
                     " cannot be put into it. Use plan.mesh.replicate = 1 and plan.mesh.shard = 1."
                 )
+            show = getattr(loss or self._blueprint.loss, "show", None)
+            if show is not None and not show(outputs, moved):
+                nothing = torch.zeros((), dtype=torch.float64, device=self._device)
+                return nothing, nothing
             outputs = gathered(outputs, self._whole.outputs, self._gather)
             loss_sum, count = (loss or self._blueprint.loss)(outputs, GatheredBatch(moved, self._gather))
         return loss_sum / self._ranks.size, count / self._ranks.size

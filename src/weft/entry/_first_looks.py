@@ -1,0 +1,109 @@
+"""What is seen of a model and its loss before training, by a few samples of the first batch on trial."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.entry._agreement import gather_texts
+from weft.entry._left_behind import LeftBehind, find_left_behind, refuse_left_behind, runs_once
+from weft.entry._meetings import Meeting, WholeBatchLoss, find_meeting, refuse_meeting
+from weft.entry._nets import Nets
+from weft.entry._settings import PlanSettings
+from weft.entry._trial_copies import LOSS
+from weft.entry._trials_of_batch import trials_of
+from weft.entry._user_batches import UserBatch
+from weft.models import Blueprint
+from weft.plan import MeshPlan, MicrobatchPlan, ModelFacts, Plan
+
+_LARGEST_PART = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstLooks:
+    """What was found, the same on all ranks."""
+
+    left: LeftBehind = field(default_factory=LeftBehind)
+    meeting: Meeting = field(default_factory=Meeting)
+
+    def limits(self, given: PlanSettings, world_size: int) -> PlanSettings:
+        """What `auto` may choose from: one microbatch, where several would differ.
+
+        Raises:
+            PlanError: no plan on so many ranks is right.
+        """
+        self.check(Plan(mesh=MeshPlan(replicate=world_size)))
+        needs_one = bool(self.left.by_forwards or self.meeting.where)
+        return replace(given, accumulate=1) if needs_one and given.accumulate is None else given
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan that would be wrong.
+
+        Raises:
+            PlanError: it would.
+        """
+        refuse_left_behind(self.left, plan)
+        refuse_meeting(self.meeting, plan)
+
+    def facts(self, facts: ModelFacts) -> ModelFacts:
+        """What plans are chosen and checked by, with what was found."""
+        if not self.meeting.in_loss:
+            return facts
+        return replace(facts, per_sample_loss=False, no_gathering=self.meeting.no_gathering)
+
+    def declared(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """The loss, which says of itself what was found."""
+        is_said = not getattr(loss, "per_sample", True)
+        return WholeBatchLoss(loss) if self.meeting.in_loss and not is_said else loss
+
+
+def look_first(
+    blueprint: Blueprint,
+    loss: Callable[..., Any],
+    example: UserBatch,
+    plan: Plan | None,
+    nets: Nets,
+    device: torch.device,
+) -> FirstLooks:
+    """Try a few samples of a batch, on every rank, before `plan` (None: `auto`) is laid over the model.
+
+    Nothing is asked where one process takes the whole batch at once, and nothing is said of what cannot be tried: a
+    forward that fails on a part of a batch.
+    """
+    is_declared = not getattr(loss, "per_sample", True)
+    untried = Meeting(where=LOSS, no_gathering="its forward cannot be tried on a part of a batch")
+    looks = FirstLooks(meeting=untried if is_declared else Meeting())
+    if plan is not None and runs_once(plan):
+        return looks
+    trials = trials_of(blueprint, loss, example, _part(plan))
+    if trials is not None and nets.left_behind:
+        with suppress(Exception):  # whatever a user's forward raises on a part of a batch
+            looks = replace(looks, left=find_left_behind(trials))
+    if trials is not None and (nets.meetings or is_declared):
+        with suppress(Exception):  # as above
+            looks = replace(looks, meeting=find_meeting(trials, is_declared=is_declared))
+    return FirstLooks(
+        left=LeftBehind(**_agreed(asdict(looks.left), device)),
+        meeting=Meeting(**_agreed(asdict(looks.meeting), device)),
+    )
+
+
+def _part(plan: Plan | None) -> int:
+    """Samples of a part: as few as keep together what a microbatch keeps (pairs, triples)."""
+    size = plan.microbatch.size if plan is not None else MicrobatchPlan().size
+    factors = [number for number in range(2, _LARGEST_PART + 1) if size % number == 0]
+    return next(iter(factors), 1 if plan is not None else 2)
+
+
+def _agreed(found: dict[str, str], device: torch.device) -> dict[str, str]:
+    """What any rank has found, the first that has found something."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return found
+    told = [json.loads(text) for text in gather_texts(json.dumps(found), device)]
+    return next((one for one in told if any(one.values())), found)

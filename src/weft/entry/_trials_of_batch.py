@@ -1,0 +1,148 @@
+"""A few samples on trial before training: together, and in two parts, each on a copy of the model and its loss."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from weft.entry._calm import on_trial
+from weft.entry._trial_copies import Kept, TrialCopy
+from weft.entry._user_batches import UserBatch, fields_of
+from weft.entry._user_loss import LossOfUser
+from weft.models import Batch, Blueprint
+from weft.parallel import compute_dtype_of, model_inputs
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""Which Weft keeps by a rule of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one forward made."""
+
+    outputs: Any
+    loss_sum: float
+    count: float
+
+    @property
+    def mean(self) -> float:
+        return self.loss_sum / self.count if self.count else math.nan
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        held = [leaf.detach() for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor)]
+        return [*held, torch.tensor([self.loss_sum, self.count], dtype=torch.float64)]
+
+
+@dataclass(slots=True)
+class Trials:
+    """The runs of a few samples, and how to make more."""
+
+    blueprint: Blueprint
+    loss: Callable[..., Any]
+    like: type[Any]
+    fields: Batch
+    part: int
+    """Samples of each of the two parts."""
+    own: set[str] = field(default_factory=set[str])
+    """Weights that a forward writes to."""
+    is_wide: bool = False
+    """Whether everything is computed in fp64."""
+
+    @property
+    def first(self) -> Batch:
+        return {name: value[: self.part] for name, value in self.fields.items()}
+
+    @property
+    def second(self) -> Batch:
+        return {name: value[self.part :] for name, value in self.fields.items()}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.is_wide else compute_dtype_of(self.blueprint.module) or torch.float32
+
+    def copied(self) -> TrialCopy:
+        """A copy in training, whose batch norms see each sample by itself."""
+        model = self.blueprint.module
+        names = [name for name, _ in model.named_parameters()] if self.is_wide else self.own
+        made = TrialCopy(model, self.loss, names)
+        if not model.training:  # as models of a library come: a loop switches them on
+            made.model.train()
+        if self.is_wide:
+            made.model.double()
+        for module in made.model.modules():
+            if isinstance(module, _NORMS):
+                module.forward = _each_by_itself
+        return made
+
+    def run(self, copied: TrialCopy, batch: Batch) -> Seen:
+        """One forward and its loss."""
+        outputs = self.forward(copied, batch)
+        return self.judged(copied, outputs, batch)
+
+    def forward(self, copied: TrialCopy, batch: Batch) -> Any:
+        random.seed(0)
+        np.random.seed(0)
+        dtype = self.dtype if self.is_wide else compute_dtype_of(copied.model)
+        return copied.model(**model_inputs(self.blueprint, batch, dtype))
+
+    def judged(self, copied: TrialCopy, outputs: Any, batch: Batch) -> Seen:
+        loss = LossOfUser(copied.loss)
+        loss.like = self.like
+        loss_sum, count = loss(outputs, batch)
+        return Seen(outputs, float(loss_sum.detach()), float(count.detach()))
+
+    @contextmanager
+    def calm(self) -> Generator[None]:
+        """Where forwards run: nothing is drawn, and weights are as before afterwards."""
+        weights = dict(self.blueprint.module.named_parameters())
+        with _no_zeros(weights), on_trial(weights) as written:
+            yield
+        self.own |= written.names
+
+
+def trials_of(blueprint: Blueprint, loss: Callable[..., Any], example: UserBatch, part: int) -> Trials | None:
+    """Trials of the first samples of a batch; None where there are too few."""
+    device = next((parameter.device for parameter in blueprint.module.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        return None
+    fields = {name: value[: 2 * part].to(device) for name, value in fields_of(example).items()}
+    number = next(iter(fields.values())).shape[0]
+    fields["sample_ids"] = torch.arange(number, device=device)
+    return Trials(blueprint, loss, type(example), fields, part) if number == 2 * part else None
+
+
+def changed(before: Mapping[Kept, Any], after: Mapping[Kept, Any], alike: Callable[..., bool]) -> list[Kept]:
+    """What is not `alike` before and after, or is not there in one of them."""
+    every: Collection[Kept] = dict.fromkeys([*after, *before])
+    return [kept for kept in every if not (kept in before and kept in after and alike(before[kept], after[kept]))]
+
+
+def _each_by_itself(input: Tensor) -> Tensor:
+    """In place of a batch norm."""
+    dims = list(range(1, input.dim()))
+    return input / (input.square().mean(dims, keepdim=True) + 1e-5).sqrt()
+
+
+@contextmanager
+def _no_zeros(weights: Mapping[str, nn.Parameter]) -> Generator[None]:
+    """Small numbers in place of weights that begin at zero, which would hide what a forward does."""
+    zeros = [each for each in weights.values() if each.is_floating_point() and each.numel() and not each.detach().any()]
+    kept = [each.data for each in zeros]
+    for place, each in enumerate(zeros):
+        numbers = torch.arange(each.numel(), dtype=torch.float64, device=each.device)
+        each.data = (0.02 * torch.sin(12.9898 * numbers + place)).view(each.shape).to(each.dtype)
+    try:
+        yield
+    finally:
+        for each, before in zip(zeros, kept, strict=True):
+            each.data = before

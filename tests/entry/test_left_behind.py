@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from pool import RankPool
-from weft.entry._nets import Nets
 from weft.errors import PlanError
 from weft.plan import ComputePlan, DataParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan
 
@@ -181,11 +181,11 @@ def plan_for(
     )
 
 
-def trained(kind: str, plan: Any, folder: str, nets: Nets | None = None, **settings: Any) -> Any:
+def trained(kind: str, plan: Any, folder: str, *, spread: bool = True, **settings: Any) -> Any:
     """Losses and the model's state after a few steps."""
     permit = ("fp64",)
     with weft.session(plan, permit=permit, folder=folder, quiet=True, **settings) as session:
-        session.nets = nets or session.nets
+        session.nets = replace(session.nets, left_behind=spread)
         model = build(kind)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
         x, y = (torch.cat(each) for each in zip(*batches(), strict=True))
@@ -266,9 +266,7 @@ def test_a_pipeline_goes_on_unless_it_accumulates(per_step: int, ranks: RankPool
         for found in ranks.run(2, trained, "stack", plan, str(tmp_path)):
             check_equal(found, "stack")
     else:
-        with pytest.raises(
-            PlanError, match=r"blocks\.0\.codebook in Stack changes its buffers codes and counts"
-        ):
+        with pytest.raises(PlanError, match=r"blocks\.0\.codebook in Stack changes its buffers codes and counts"):
             ranks.run(2, trained, "stack", plan, str(tmp_path))
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from weft.entry._agreement import gather_texts
 from weft.entry._left_behind import LeftBehind, find_left_behind, refuse_left_behind, runs_once
-from weft.entry._meetings import Meeting, WholeBatchLoss, find_meeting, refuse_meeting
+from weft.entry._meetings import SampleMeeting, WholeBatchLoss, find_meeting, refuse_meeting
 from weft.entry._nets import Nets
 from weft.entry._settings import PlanSettings
 from weft.entry._trial_copies import LOSS
@@ -30,7 +30,7 @@ class FirstLooks:
     """What was found, the same on all ranks."""
 
     left: LeftBehind = field(default_factory=LeftBehind)
-    meeting: Meeting = field(default_factory=Meeting)
+    meeting: SampleMeeting = field(default_factory=SampleMeeting)
 
     def limits(self, given: PlanSettings, world_size: int) -> PlanSettings:
         """What `auto` may choose from: one microbatch, where several would differ.
@@ -77,8 +77,8 @@ def look_first(
     forward that fails on a part of a batch.
     """
     is_declared = not getattr(loss, "per_sample", True)
-    untried = Meeting(where=LOSS, no_gathering="its forward cannot be tried on a part of a batch")
-    looks = FirstLooks(meeting=untried if is_declared else Meeting())
+    untried = SampleMeeting(where=LOSS, no_gathering="its forward cannot be tried on a part of a batch")
+    looks = FirstLooks(meeting=untried if is_declared else SampleMeeting())
     if plan is not None and runs_once(plan):
         return looks
     trials = trials_of(blueprint, loss, example, _part(plan))
@@ -90,7 +90,7 @@ def look_first(
             looks = replace(looks, meeting=find_meeting(trials, is_declared=is_declared))
     return FirstLooks(
         left=LeftBehind(**_agreed(asdict(looks.left), device)),
-        meeting=Meeting(**_agreed(asdict(looks.meeting), device)),
+        meeting=SampleMeeting(**_agreed(asdict(looks.meeting), device)),
     )
 
 

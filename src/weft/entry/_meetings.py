@@ -35,7 +35,7 @@ _COARSE = 5e-2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class SampleMeeting:
     """Where samples meet, and what follows."""
 
     where: str = ""
@@ -50,7 +50,7 @@ class Meeting:
         return self.where == LOSS
 
 
-def find_meeting(trials: Trials, *, is_declared: bool) -> Meeting:
+def find_meeting(trials: Trials, *, is_declared: bool) -> SampleMeeting:
     """Try a few samples.  Raises whatever the model's forward raises.
 
     `is_declared`: the loss says by itself that it sees the whole batch, and what is asked is whether it can.
@@ -59,15 +59,15 @@ def find_meeting(trials: Trials, *, is_declared: bool) -> Meeting:
         parts = [trials.run(trials.copied(), batch) for batch in (trials.first, trials.second)]
         whole = trials.run(trials.copied(), trials.fields)
     if not is_declared and (_adds_up(whole, parts, trials.dtype) or not _is_confirmed(trials, whole, parts)):
-        return Meeting()
+        return SampleMeeting()
     where, reason = _where(trials), _why_no_gathering(trials)
     figures = f"{whole.mean:.6g} and {_mean_of(parts):.6g}"
     if where != LOSS and not reason:  # of two encoders whose outputs a forward multiplies, ranks gather the operands
         where = LOSS
-    return Meeting(where=where, figures=figures, no_gathering=reason)
+    return SampleMeeting(where=where, figures=figures, no_gathering=reason)
 
 
-def refuse_meeting(meeting: Meeting, plan: Plan) -> None:
+def refuse_meeting(meeting: SampleMeeting, plan: Plan) -> None:
     """Refuse a plan under which samples that meet would be apart.
 
     Raises:

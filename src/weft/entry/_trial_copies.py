@@ -20,7 +20,7 @@ _SHARED_BYTES = 1 << 28
 """Larger tensors that a function reads from outside are data, which nobody changes."""
 _DATA = (Tensor, np.ndarray, int, float, bool, list, dict, set, deque)
 _FOREIGN = ("weft.", "torch.optim", "torch.utils.data", "torch.distributed")
-"""Whose objects a loss may know of and keeps."""
+"""Modules whose objects are not copied: a loss may know of a session or an optimizer."""
 _OF_TORCH = frozenset(vars(nn.Module())) | {"training"}
 _MOST_VALUES = 20_000
 _DEEPEST = 6

@@ -22,7 +22,7 @@ from weft.models import Batch, Blueprint
 from weft.parallel import compute_dtype_of, model_inputs
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-"""Which Weft keeps by a rule of their own."""
+"""Classes of batch norms, which Weft keeps by a rule of their own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from pool import RankPool
+from weft.errors import PlanError, RecipeError
 from weft.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 
 BATCH, STEPS = 8, 3
@@ -151,3 +152,56 @@ def attending() -> nn.Module:
 
 def test_attention_with_a_mask_of_each_head_is_split_where_it_can_be(ranks: RankPool, tmp_path: Path) -> None:
     check(ranks, "one data zero3 tensor", attending, sequences(), tmp_path)
+
+
+class Normed(nn.Module):
+    def __init__(self, *, tracks: bool = True) -> None:
+        super().__init__()
+        self.enter = nn.Linear(LENGTH * 6, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH, track_running_stats=tracks)
+        self.leave = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(torch.tanh(self.norm(self.enter(x.flatten(1)))))
+
+
+def normed(*, frozen: bool = False, tracks: bool = True) -> nn.Module:
+    torch.manual_seed(5)
+    model = Normed(tracks=tracks).double()
+    if tracks:
+        nn.init.normal_(model.norm.running_mean)
+    if frozen:
+        model.norm.eval().requires_grad_(False)
+    return model
+
+
+def frozen_norm() -> nn.Module:
+    return normed(frozen=True)
+
+
+def test_a_batch_norm_that_takes_no_statistics_may_accumulate(ranks: RankPool, tmp_path: Path) -> None:
+    check(ranks, "one accumulation data zero3", frozen_norm, sequences(), tmp_path)
+
+
+def accumulating(model: nn.Module, folder: Path, **changes: Any) -> Any:
+    plan = {"plan": plan_of("accumulation")} | changes
+    with weft.session(permit=("fp64",), folder=folder, quiet=True, **plan) as session:
+        loader = DataLoader(sequences(), batch_size=BATCH)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = session.prepare(model, optimizer, loader, loss=loss_fn)
+        state.step(next(state.batches()))
+        model.train()
+        state.step(next(state.batches()))
+
+
+def test_batch_norm_is_blamed_where_gradients_accumulate(tmp_path: Path) -> None:
+    with pytest.raises(
+        PlanError, match=r"norm \(BatchNorm1d\) the statistics of a part(.|\n)*per_step = 1(.|\n)*eval\(\)"
+    ):
+        accumulating(normed(), tmp_path)
+    with pytest.raises(PlanError, match=r"norm \(BatchNorm1d\) the statistics of a part"):
+        accumulating(normed(frozen=True, tracks=False), tmp_path)
+    with pytest.raises(PlanError, match="Its BatchNorm takes the statistics of the whole batch"):
+        accumulating(normed(), tmp_path, plan="auto", accumulate=2)
+    with pytest.raises(RecipeError, match=r"norm \(BatchNorm1d\) was in evaluation mode(.|\n)*after each model\.train"):
+        accumulating(frozen_norm(), tmp_path)

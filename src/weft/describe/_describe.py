@@ -210,7 +210,7 @@ class _Builder:
             writes_attention=blueprint.writes_attention,
             can_share_sequence=not isinstance(blueprint.cut, FoundCut),
             num_experts=_num_experts(parts),
-            has_batch_norm=blueprint.has_batch_norm,
+            has_batch_norm=bool(blueprint.batch_norm),
             per_sample_loss=blueprint.per_sample_loss,
             no_gathering=blueprint.no_gathering,
             **holding_of(blueprint.module),

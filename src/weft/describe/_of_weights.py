@@ -32,7 +32,7 @@ def describe_weights(blueprint: Blueprint) -> Profile:
         hidden_size=max(widths, default=1),
         can_be_cut=False,
         no_shared_sequence=blueprint.no_context,
-        has_batch_norm=blueprint.has_batch_norm,
+        has_batch_norm=bool(blueprint.batch_norm),
         per_sample_loss=blueprint.per_sample_loss,
         no_gathering=blueprint.no_gathering,
         **holding_of(blueprint.module),

@@ -59,7 +59,9 @@ class BatchShares:
     `gathers`: ranks gather their samples, so that shares must be equal.
     """
 
-    def __init__(self, plan: Plan, data_index: int, batch_size: int, whole: str, *, gathers: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, data_index: int, batch_size: int, whole: Callable[[], str], *, gathers: bool = False
+    ) -> None:
         self._plan, self._index, self._batch_size, self._whole = plan, data_index, batch_size, whole
         self._gathers = gathers
         self._of_field: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -85,9 +87,9 @@ class BatchShares:
         number = -(-max(sizes) // micro)
         if self._plan.mesh.pipeline > 1:  # whose schedule may ask for a multiple of the plan's number
             number = max(counts) * -(-number // max(counts))
-        if self._whole and (number > 1 or not min(sizes)):
+        if (number > 1 or not min(sizes)) and (whole := self._whole()):
             raise DataError(
-                f"{self._whole}, and a batch of {size} samples cannot be given to {len(sizes)} data ranks in one piece"
+                f"{whole}, and a batch of {size} samples cannot be given to {len(sizes)} data ranks in one piece"
                 f" of 1 to {micro} samples each. Let the loader's batches have {len(sizes)} to {self._batch_size}"
                 " samples, or give prepare the largest by batch_size=."
             )
@@ -179,8 +181,8 @@ def gathers_samples(blueprint: Blueprint, plan: Plan) -> bool:
 
 def whole_share_for(blueprint: Blueprint) -> str:
     """Why a rank must see its whole share of a batch at once, as the beginning of a sentence; empty: it need not."""
-    if blueprint.has_batch_norm:
-        return "the model's BatchNorm takes the statistics of the whole batch"
+    if norm := blueprint.batch_norm:
+        return f"{norm} takes the statistics of the whole batch"
     if not blueprint.per_sample_loss:
         return "the loss is of the whole batch (per_sample = False)"
     return "the loss has terms over the whole batch" if getattr(blueprint.loss, "auxiliary", None) else ""

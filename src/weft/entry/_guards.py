@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -12,8 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from weft.entry._fixed_norms import FixedNorms
 from weft.errors import PlanError, RecipeError
+from weft.models import Blueprint
 from weft.plan import Plan
+from weft.recipe import Recipe
 
 
 class MovedParameter(nn.Parameter):
@@ -39,6 +42,7 @@ class Guard:
         self._is_manual = False
         self.is_closed = False
         """Whether the model takes no more steps."""
+        self._norms: FixedNorms | None = None
         self._handles: list[RemovableHandle] = []
         self.refused_backward = False
         """Whether a backward outside a step was refused half way, since somebody last set this back."""
@@ -82,6 +86,8 @@ class Guard:
             )
         self.refuse_within_manual(call)
         refuse_untrainable(model, frozen)
+        if self._norms is not None:
+            self._norms.check()
         if left is not None and not self.refused_backward:  # which has left a part of itself
             left.check()
 
@@ -117,6 +123,10 @@ class Guard:
             module.register_state_dict_pre_hook(self._refusal(_MODEL_STATE))
         if is_cut or plan.compute.precision in ("bf16", "fp16"):
             model.register_load_state_dict_pre_hook(self._refusal(_MODEL_LOAD))
+
+    def watch_norms(self, parts: Sequence[nn.Module], blueprint: Blueprint, plan: Plan, recipe: Recipe) -> None:
+        """Refuse steps in which batch norms take statistics that took none before, where the plan cannot have that."""
+        self._norms = FixedNorms(parts, blueprint, plan, recipe)
 
     def _refuse_backward(self, *_: Any) -> None:
         if not self.is_inside:

@@ -71,7 +71,7 @@ class ManualStep:
         self._event: StepEvent | None = None
         self._left: LeftGradients | None = None
         # Every rank makes the same backwards where these exchange something: weights, or statistics of a batch norm.
-        self._exchanges = model.plan.data_parallel.shards_weights or model.blueprint.has_batch_norm
+        self._exchanges = model.plan.data_parallel.shards_weights or bool(model.blueprint.batch_norm)
         self._scale = stepper.begin(step)
 
     @property

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -87,7 +88,7 @@ class TrainState:
         self._left: LeftGradients | None = None
         self._facts: dict[str, str] = {}
         blueprint = replace(blueprint, loss=self._loss)
-        gathers, whole = gathers_samples(blueprint, plan), whole_share_for(blueprint)
+        gathers, whole = gathers_samples(blueprint, plan), partial(whole_share_for, blueprint)
         self._shares = BatchShares(plan, mesh.data_index, self._batch_size, whole, gathers=gathers)
         self._share = self._shares.usual
         take_weights_of_rank_0(blueprint.module, mesh.device, mesh["world"].group)
@@ -124,6 +125,7 @@ class TrainState:
         trained = [p for part in self._parallel.parts for p in part.module.parameters() if p.requires_grad]
         self._guard.watch_gradients(() if gathers else trained, [self.model] if gathers else ())
         self._guard.watch_state(self.model, plan)
+        self._guard.watch_norms([part.module for part in self._parallel.parts], blueprint, plan, recipe)
         calls.watch_exchanges(self.model, self._name, mesh, gathers=gathers, batch_norm=blueprint.has_batch_norm)
 
     @property

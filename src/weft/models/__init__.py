@@ -10,12 +10,14 @@ from weft.families import SampleField as SampleField
 from weft.families import SplitRule as SplitRule
 from weft.families import Tables as Tables
 from weft.models._adopt import tables_of as tables_of
+from weft.models._blueprint import BATCH_NORMS as BATCH_NORMS
 from weft.models._blueprint import Batch as Batch
 from weft.models._blueprint import Blueprint as Blueprint
 from weft.models._blueprint import Initialiser as Initialiser
 from weft.models._blueprint import Loss as Loss
 from weft.models._blueprint import Routers as Routers
 from weft.models._blueprint import logits_of as logits_of
+from weft.models._blueprint import takes_statistics as takes_statistics
 from weft.models._build import build_model as build_model
 from weft.models._build import build_reference as build_reference
 from weft.models._examples import token_example as token_example

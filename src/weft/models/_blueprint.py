@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from weft.models.mixture import Mixture
     from weft.models.stacked import ExpertStack
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""Modules that take statistics over the samples of a batch."""
 Batch = Mapping[str, Tensor]
 """Fields by name, each with samples along dim 0.  `sample_ids` (int64) is always there."""
 
@@ -130,7 +131,14 @@ class Blueprint(Tables):
 
     @property
     def has_batch_norm(self) -> bool:
-        return any(isinstance(module, _BATCH_NORMS) for module in self.module.modules())
+        """Whether it has batch norms, also such as take no statistics now."""
+        return any(isinstance(module, BATCH_NORMS) for module in self.module.modules())
+
+    @property
+    def batch_norm(self) -> str:
+        """The first batch norm that takes the statistics of a batch, in the mode that it is in; empty: none does."""
+        found = self.module.named_modules()
+        return next((f"{name} ({type(each).__name__})".strip() for name, each in found if takes_statistics(each)), "")
 
     @property
     def mixtures(self) -> Mapping[str, Mixture]:
@@ -220,6 +228,11 @@ class Blueprint(Tables):
         self.no_shared_sequence, self.attention_heads = profile.no_context, profile.attention_heads
         self.flops_per_sample, self.block_costs = description.flops_per_sample, description.block_costs
         return self
+
+
+def takes_statistics(module: nn.Module) -> bool:
+    """Whether a module is a batch norm that normalises by the statistics of the batch, in the mode that it is in."""
+    return isinstance(module, BATCH_NORMS) and (module.training or module.running_mean is None)
 
 
 def logits_of(outputs: Any) -> Any:

@@ -54,6 +54,9 @@ class ModelFacts:
     tied: bool | None = None
     """Whether the embedding and the head share their weight."""
     has_batch_norm: bool | None = None
+    """Whether some batch norm takes the statistics of a batch."""
+    batch_norm: str = ""
+    """Name of the first that does, where the model is built."""
     per_sample_loss: bool = True
     """Whether the loss is a sum over samples; if not, it must see all samples of a step at once."""
     no_gathering: str = ""

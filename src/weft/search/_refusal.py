@@ -81,7 +81,10 @@ def _nothing_at_all(
             f" {profile.name} cannot be cut into enough parts.\nUse processes = {usable}."
         )
     fixed = ", ".join(f"plan.{key}" for key in given.origins)
-    return PlanError(
-        f"No plan for a {profile.name} has all of {fixed} as they were given, with global_batch_size = {batch}."
-        " Leave one of them out."
-    )
+    problem = f"No plan for a {profile.name} has all of {fixed} as they were given, with global_batch_size = {batch}."
+    if profile.has_batch_norm and any(key.startswith("microbatch") for key in given.origins):
+        return PlanError(
+            f"{problem} Its BatchNorm takes the statistics of the whole batch, so that gradients cannot accumulate over"
+            " several microbatches: take one, or call eval() of each BatchNorm beforehand, which then takes none."
+        )
+    return PlanError(f"{problem} Leave one of them out.")

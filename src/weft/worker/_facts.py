@@ -34,7 +34,8 @@ def facts_of_blueprint(blueprint: Blueprint, recipe: Recipe) -> ModelFacts:
         hidden_size=blueprint.hidden_size,
         sequence_length=blueprint.sequence_length,
         vocabulary_size=blueprint.vocabulary_size,
-        has_batch_norm=blueprint.has_batch_norm,
+        has_batch_norm=bool(blueprint.batch_norm),
+        batch_norm=blueprint.batch_norm,
         per_sample_loss=blueprint.per_sample_loss,
         no_gathering=blueprint.no_gathering,
     )

@@ -172,8 +172,10 @@ def _check_batch_statistics(case: Case) -> None:
     if set(plan.microbatch.shares(ranks)) == {1}:
         return
     if case.facts.has_batch_norm:
-        reason = "would give BatchNorm the statistics of a part of the batch: one process sees the whole at once."
-        raise case.refuse(("microbatch", "per_step"), f"{reason}\n{_one_microbatch(batch, ranks)}")
+        norm = case.facts.batch_norm or "BatchNorm"
+        reason = f"would give {norm} the statistics of a part of the batch: one process sees the whole at once."
+        fix = f"{_one_microbatch(batch, ranks)} A BatchNorm in evaluation mode (module.eval() beforehand) takes none."
+        raise case.refuse(("microbatch", "per_step"), f"{reason}\n{fix}")
 
 
 def _one_microbatch(batch: int, ranks: int) -> str:

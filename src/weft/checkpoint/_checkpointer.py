@@ -12,10 +12,8 @@ from typing import Literal, cast
 import torch
 
 from weft.checkpoint import _folder
-from weft.checkpoint._carry import carry_over
 from weft.checkpoint._files import replace_text, write_text
 from weft.checkpoint._format import ADVICE, MANIFEST, Json, Manifest
-from weft.checkpoint._match import match
 from weft.checkpoint._peers import Peers
 from weft.checkpoint._read import StoredCheckpoint
 from weft.checkpoint._write import check_ranks, write_rank
@@ -126,6 +124,9 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank: there is none, it is damaged, or it does not fit the pieces.
         """
+        from weft.checkpoint._carry import carry_over  # loaded where a checkpoint is
+        from weft.checkpoint._match import match
+
         stored = self._open_path(which, check) if isinstance(which, Path) else self._open_newest(check)
         pieces = pieces(stored) if callable(pieces) else pieces
         wanted = match(stored, pieces, self.peers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -31,15 +32,17 @@ def _saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _piece(prefix: str, entry: ParameterLayout, tensor: Tensor, mesh: Mesh) -> Piece:
-    start, copies = 0, entry.reducing(mesh)
+    start, copies, shape = 0, entry.reducing(mesh), entry.shape
     if isinstance(tensor, DTensor):  # under ZeRO-3 frozen parameters are cut like the others
         assert tensor.placements[-1] == Shard(0), f"{entry.name} is cut as {tensor.placements}, not along dim 0"
         start, copies = first_element(tensor.shape, entry.sharding(mesh)), entry.replicating(mesh)
         tensor = tensor.to_local()
+    if tensor.is_complex():  # stored as real and imaginary parts, as those that are trained are
+        tensor, shape = torch.view_as_real(tensor), torch.Size((*shape, 2))
     assert tensor.is_contiguous(), f"{entry.name} is not contiguous, so it has no flat storage to load into"
     return Piece(
         name=prefix + entry.name,
-        shape=entry.shape,
+        shape=shape,
         tensor=tensor.detach().view(-1),
         split=entry.split,
         start=start,

@@ -105,7 +105,8 @@ def take_weights_of_rank_0(module: nn.Module, device: torch.device, group: dist.
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             moved = tensor.detach().to(device).contiguous()
-            dist.broadcast(moved, src=0, group=group)
+            parts = torch.view_as_real(moved) if moved.is_complex() else moved
+            dist.broadcast(parts.view(torch.uint8) if parts.dtype is torch.bool else parts, src=0, group=group)
             tensor.copy_(moved)
 
 

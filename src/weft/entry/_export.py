@@ -69,6 +69,12 @@ def export_model(pieces: Sequence[Piece], blueprint: Blueprint, steps: int, give
         CheckpointError: on every rank; the folder is not empty or cannot be written.
     """
     folder = new_folder_of(given)
+    held = (*blueprint.module.named_parameters(), *blueprint.module.named_buffers())
+    if (name := next((name for name, each in held if each.is_complex()), None)) is not None:
+        raise CheckpointError(
+            f"{name} is complex, which no file of safetensors that transformers loads can hold. Keep the weights by"
+            " state.save(), or register torch.view_as_real of it in the model."
+        )
     partial, problem = folder.with_name(f".{folder.name}.exporting"), None
     stored = Checkpointer(partial, peers).save(steps, pieces)
     if peers.rank == 0:

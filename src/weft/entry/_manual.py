@@ -19,7 +19,7 @@ from weft.entry._user_batches import restored
 from weft.errors import DataError, PlanError, RecipeError
 from weft.events import StepEvent
 from weft.models import Batch
-from weft.parallel import LossTotals, ParallelModel, compute_dtype_of, take_microbatch, without_draws
+from weft.parallel import LossTotals, ParallelModel, take_microbatch, without_draws
 from weft.parallel.own_forwards import OwnForwards
 from weft.plan import Plan
 
@@ -64,7 +64,7 @@ class ManualStep:
         self._calls, self._guard = calls, guard
         self._device = model.mesh.device
         part = model.parts[0]
-        dtype = model.dtypes.compute if model.plan.data_parallel.shards_weights else compute_dtype_of(part.module)
+        dtype = model.dtypes.compute if model.blueprint.casts_inputs else None
         self._forwards = OwnForwards(part, dtype, self._refuse)
         self._totals = LossTotals.empty(self._device)
         self._taken = 0

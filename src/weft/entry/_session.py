@@ -21,6 +21,7 @@ from weft.entry._agreement import check_same_facts, check_same_on_all_ranks
 from weft.entry._arguments import check_inputs, check_prepared, check_session, run_folder_of
 from weft.entry._auto import describe_user_model, look_at_user_model, machine_for
 from weft.entry._calls import Calls
+from weft.entry._dtypes import casts_inputs, check_dtypes
 from weft.entry._first_looks import FirstLooks, look_first
 from weft.entry._guards import refuse_wrapped
 from weft.entry._nets import Nets
@@ -331,13 +332,14 @@ class Session:
         loss = looks.declared(loss)
         plan = self._choose(recipe, blueprint, loss, example, looks)
         groups = group_indices(optimizer, model)
+        check_dtypes(model, optimizer, plan)
         self._own(model)
         mesh = self._mesh(plan)
         self._prepared += 1
         state = TrainState(
             recipe=recipe,
             plan=plan,
-            blueprint=blueprint,
+            blueprint=replace(blueprint, casts_inputs=casts_inputs(model, plan)),
             mesh=mesh,
             optimizer=optimizer,
             groups=groups,

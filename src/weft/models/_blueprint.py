@@ -71,6 +71,8 @@ class Blueprint(Tables):
     """Kind of model, for messages: `decoder`, `llama`; empty: the class says it."""
     inputs: Mapping[str, str]
     """Keyword of the model's forward → field of the batch."""
+    casts_inputs: bool = True
+    """Whether floating fields are cast to what the model computes in; else it is given them as they are."""
     position_input: str | None = None
     """Keyword of the forward that takes each token's place in its sample, int64 (samples, tokens), in place of 0, 1, …
     Empty: it needs none, for nothing in it depends on places.  None: it has none, and ranks cannot share a sequence."""

@@ -123,7 +123,9 @@ def move_batch(batch: Batch, device: torch.device) -> Batch:
 
 
 def model_inputs(blueprint: Blueprint, batch: Batch, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Keywords of the model's forward; fields that the batch lacks are left out, floating ones are cast to `dtype`."""
+    """Keywords of the model's forward; fields that the batch lacks are left out, and where `blueprint.casts_inputs`,
+    floating ones are cast to `dtype`."""
+    dtype = dtype if blueprint.casts_inputs else None
     found = {keyword: batch[name] for keyword, name in blueprint.inputs.items() if name in batch}
     return {
         keyword: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor

@@ -7,7 +7,7 @@ the only one: parameters and gradients are views of it, a reduction runs on it i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,9 +45,24 @@ class BucketMember:
     counts: bool = field(init=False)
     """Whether norms and checkpoints count this rank's part among the copies outside of `reducing`."""
 
+    shape: torch.Size = field(init=False)
+    """Shape of what is stored: of a complex parameter, its real and imaginary parts along a last dimension."""
+
     def __post_init__(self, mesh: Mesh) -> None:
+        self.shape = self.parameter.shape
+        if self.parameter.is_complex():
+            self.shape = torch.Size((*self.shape, 2))
+            self.layout = replace(self.layout, shape=torch.Size((*self.layout.shape, 2)))
         self.reducing, self.completing = self.layout.reducing(mesh), self.layout.completing(mesh)
         self.counts = self.layout.is_first_copy(mesh)
+
+    def stored(self, tensor: Tensor) -> Tensor:
+        """A tensor like the parameter, as it is stored."""
+        return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+    def seen(self, stored: Tensor) -> Tensor:
+        """A view of a storage, in the shape of what is stored, as the model sees it."""
+        return torch.view_as_complex(stored) if self.parameter.is_complex() else stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +90,8 @@ class Bucket(FlatLayout):
 
     def view(self, flat: Tensor, position: int) -> Tensor:
         """One member's view of a flat storage of this bucket."""
-        parameter = self.members[position].parameter
-        offset = self.offsets[position]
-        return flat[offset : offset + parameter.numel()].view(parameter.shape)
+        member, offset = self.members[position], self.offsets[position]
+        return flat[offset : offset + member.shape.numel()].view(member.shape)
 
     def views(self, flat: Tensor) -> Iterable[tuple[BucketMember, Tensor]]:
         """Each member with its view of a flat storage of this bucket."""
@@ -88,12 +102,12 @@ class Bucket(FlatLayout):
         """The members' runs inside [start, stop) of the flat storage."""
         found: list[Segment] = []
         for member, offset in zip(self.members, self.offsets, strict=True):
-            first, last = max(start, offset), min(stop, offset + member.parameter.numel())
+            first, last = max(start, offset), min(stop, offset + member.shape.numel())
             if first < last:
                 found.append(
                     Segment(
                         layout=member.layout,
-                        local_shape=member.parameter.shape,
+                        local_shape=member.shape,
                         offset=first - start,
                         start=first - offset,
                         length=last - first,
@@ -105,9 +119,9 @@ class Bucket(FlatLayout):
         """Matrices (two dimensions) of which several regions hold rows → their columns."""
         found: dict[str, int] = {}
         for member, offset in zip(self.members, self.offsets, strict=True):
-            end = offset + member.parameter.numel()
-            if member.parameter.ndim == 2 and any(offset < stop < end for _, stop in self.regions):
-                found[member.layout.name] = member.parameter.shape[1]
+            end = offset + member.shape.numel()
+            if len(member.shape) == 2 and any(offset < stop < end for _, stop in self.regions):
+                found[member.layout.name] = member.shape[1]
         return found
 
 
@@ -128,7 +142,7 @@ def compose_buckets(
     entries = [
         BucketEntry(
             _key(member, compressed is not None and compressed(member)),
-            member.parameter.numel(),
+            member.shape.numel(),
             member.parameter.numel() * member.parameter.element_size(),
         )
         for member in members

@@ -21,7 +21,6 @@ from weft.models import Batch, Blueprint
 from weft.parallel._context import StepContext
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._part import ModelPart, fill_layout, first_names, whole_part
-from weft.parallel._precision import Dtypes
 from weft.parallel._runner import Runner, SequentialRunner
 from weft.parallel._sparse_tables import sparse_tables
 from weft.parallel._store import GradientStore, StoreSet
@@ -30,6 +29,7 @@ from weft.parallel.data import BucketStore
 from weft.parallel.draws import Draws, apply_keyed_draws, draws_of, is_alone, keyed_loss
 from weft.parallel.materialise import materialise
 from weft.parallel.padded_encoders import run_encoders_by_layers
+from weft.parallel.precision import NARROW, Dtypes
 from weft.parallel.randomness import apply_keyed_dropout
 from weft.parallel.technique import Build, TechniqueRuntime, techniques_of
 from weft.plan import BATCH_AXES, Plan, reduction_rounds
@@ -275,10 +275,16 @@ def _create_stores(
         from weft.parallel.zero3 import FullyShardedStore, apply_zero3, cut_of, fill_shards  # where weights are cut
 
         kept_out = tables.keys() | {
-            key for key, each in members.items() if key[1] in parts[key[0]].ties or cut_of(each.layout, mesh) is None
+            key
+            for key, each in members.items()
+            if key[1] in parts[key[0]].ties
+            or cut_of(each.layout, mesh) is None
+            or each.parameter.dtype != dtypes.master
         }
         sharded = {key: member for key, member in members.items() if key not in kept_out}
-        frozen = _cast_frozen(parts, dtypes, lambda layout: cut_of(layout, mesh) is None)
+        frozen = _cast_frozen(
+            parts, dtypes, lambda layout, dtype: cut_of(layout, mesh) is None or dtype != dtypes.master
+        )
         for part in parts:
             apply_zero3(
                 part,
@@ -388,12 +394,15 @@ def _members(
 
 
 def _cast_frozen(
-    parts: Sequence[ModelPart], dtypes: Dtypes, chosen: Callable[[ParameterLayout], bool] = lambda layout: True
+    parts: Sequence[ModelPart],
+    dtypes: Dtypes,
+    chosen: Callable[[ParameterLayout, torch.dtype], bool] = lambda layout, dtype: True,
 ) -> list[nn.Parameter]:
-    """Frozen parameters need no master: they are held in the compute dtype.  Returns those that were chosen."""
+    """Frozen parameters need no master: in bf16 and fp16 they are held in the compute dtype.  Returns those that were
+    chosen by layout and dtype."""
     held = [(part.layout[name], each) for part in parts for name, each in part.module.named_parameters()]
-    frozen = [each for layout, each in held if not each.requires_grad and chosen(layout)]
+    frozen = [each for layout, each in held if not each.requires_grad and chosen(layout, each.dtype)]
     for parameter in frozen:
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and dtypes.compute in NARROW:
             parameter.data = parameter.data.to(dtypes.compute)
     return frozen

@@ -34,6 +34,7 @@ from weft.comm.shared_memory import shared_memory_group
 from weft.parallel._ahead import await_needs, needs_of
 from weft.parallel._shard import Piece, Shard
 from weft.parallel.buckets import Bucket, BucketMember, LiveBucket, compose_buckets
+from weft.parallel.precision import NARROW, real_of
 from weft.plan import BATCH_AXES
 from weft.techniques.buckets.contract import BucketSettings
 
@@ -136,20 +137,21 @@ class BucketStore:
 
     def _bring_to_life(self, bucket: Bucket) -> LiveBucket:
         """Move the members' weights into one storage and make them, and their gradients, views of it."""
-        device = bucket.members[0].parameter.device
-        master_dtype = torch.promote_types(self._compute_dtype, torch.float32)
+        device, compute_dtype = bucket.members[0].parameter.device, self._compute_dtype_of(bucket)
+        master_dtype = torch.promote_types(compute_dtype, torch.float32)
         whole = torch.zeros(bucket.num_elements, dtype=master_dtype, device=device)
         for member, view in bucket.views(whole):
-            view.copy_(member.parameter.detach())
+            view.copy_(member.stored(member.parameter.detach()))
         reducing = bucket.key.reducing
         start, stop = self._region(bucket)
-        if master_dtype == self._compute_dtype:
+        if master_dtype == compute_dtype:
             weights, master = whole, whole[start:stop]
         else:
-            weights, master = whole.to(self._compute_dtype), whole[start:stop].clone()
+            weights, master = whole.to(compute_dtype), whole[start:stop].clone()
+        gradient_dtype = self._gradient_dtype_of(bucket)
         for member, view in bucket.views(weights):
-            member.parameter.data = view
-            member.parameter.grad_dtype = self._gradient_dtype
+            member.parameter.data = seen = member.seen(view)
+            member.parameter.grad_dtype = gradient_dtype.to_complex() if seen.is_complex() else gradient_dtype
         is_cut = self._stage > 0
         shard = Shard(
             master=master,
@@ -159,9 +161,9 @@ class BucketStore:
             cut_group=reducing if is_cut and reducing.size > 1 else None,
             cut_matrices=bucket.cut_matrices() if is_cut else {},
         )
-        if master_dtype != self._compute_dtype:
+        if master_dtype != compute_dtype:
             shard.weights = weights[start:stop]
-        kept = torch.zeros(stop - start, dtype=self._gradient_dtype, device=device) if self._stage == 2 else None
+        kept = torch.zeros(stop - start, dtype=gradient_dtype, device=device) if self._stage == 2 else None
         live = LiveBucket(
             bucket=bucket,
             collectives=self._collectives[reducing],
@@ -174,6 +176,13 @@ class BucketStore:
         if self._stage < 2:
             self._attach_all(live)
         return live
+
+    def _compute_dtype_of(self, bucket: Bucket) -> torch.dtype:
+        """In fp32 and fp64 what the model has in another dtype than the rest is trained in that."""
+        return self._compute_dtype if self._compute_dtype in NARROW else real_of(bucket.key.dtype)
+
+    def _gradient_dtype_of(self, bucket: Bucket) -> torch.dtype:
+        return self._gradient_dtype if self._compute_dtype in NARROW else real_of(bucket.key.dtype)
 
     def _region(self, bucket: Bucket) -> tuple[int, int]:
         """What this rank keeps of a bucket's storage."""
@@ -192,19 +201,20 @@ class BucketStore:
         from weft.parallel._compressed import frame_of
         from weft.techniques.compression.codecs import CompressedReduction
 
-        like = torch.empty_like(weights, dtype=self._gradient_dtype)
+        like = torch.empty_like(weights, dtype=self._gradient_dtype_of(bucket))
         frame = frame_of(bucket, sharded=self._stage > 0)
         return CompressedReduction(self._compression, frame, like, bucket.key.reducing)
 
     def _new_gradients(self, live: LiveBucket) -> Tensor:
         bucket = live.bucket
-        made = new_flat(bucket.num_elements, self._gradient_dtype, live.weights.device, bucket.key.reducing)
+        dtype = self._gradient_dtype_of(bucket)
+        made = new_flat(bucket.num_elements, dtype, live.weights.device, bucket.key.reducing)
         live.gradients = made.zero_()
         return live.gradients
 
     def _attach_all(self, live: LiveBucket) -> None:
         """ZeRO-0 and 1: gradients are views of one storage for good, and autograd adds into it."""
-        live.lasting = [view for _, view in live.bucket.views(self._new_gradients(live))]
+        live.lasting = [member.seen(view) for member, view in live.bucket.views(self._new_gradients(live))]
         live.adopted = set(range(len(live.bucket.members)))
         self._attach_again(live)
 
@@ -217,14 +227,15 @@ class BucketStore:
     def _adopt(self, live: LiveBucket, position: int) -> None:
         """ZeRO-2: move a gradient that autograd has just made into the bucket's storage, which lives until it is
         reduced."""
-        parameter = live.bucket.members[position].parameter
+        member = live.bucket.members[position]
+        parameter = member.parameter
         if live.lasting and parameter.grad is not live.lasting[position] and parameter.grad is not None:
             live.lasting[position].add_(parameter.grad)  # set to None in the middle of a step
             parameter.grad = live.lasting[position]
         if position in live.adopted or parameter.grad is None:
             return
         flat = live.gradients if live.gradients is not None else self._new_gradients(live)
-        view = live.bucket.view(flat, position)
+        view = member.seen(live.bucket.view(flat, position))
         view.copy_(parameter.grad)
         parameter.grad = view
         live.adopted.add(position)

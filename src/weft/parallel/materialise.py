@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from weft.models import Blueprint, seeded
 from weft.parallel._layout import ModelLayout, ParameterLayout
+from weft.parallel.precision import NARROW, dtype_beside, main_dtype
 
 if TYPE_CHECKING:
     from weft.models.stored import StoredTensor
-
-_NARROW = (torch.bfloat16, torch.float16)
 
 
 def materialise(
@@ -37,13 +36,15 @@ def materialise(
     this rank's, and nothing else.  Of the rest each module's own tensors are drawn whole, in fp32 on the CPU, then cut
     by the layout, so that tensor ranks, stages and precisions agree.  A tied parameter is drawn under its first name
     and stays one object.  Where `blueprint.initialise` is None the tensors there are cut, moved and cast.  Buffers
-    missing from the layout are whole.  Non-floating tensors keep their dtype, and so do, in bf16 and fp16, the buffers
-    of `blueprint.keep_dtype`.  Parameters that are not trained are in `frozen_dtype`, where it is given.  Those named
-    in `later` stay on the meta device, for `weft.parallel.zero3.fill_shards`.
+    missing from the layout are whole.  Non-floating tensors keep their dtype.  So do, in bf16 and fp16, the buffers of
+    `blueprint.keep_dtype`; in fp32 and fp64, what a constructed module has in another dtype than most of it.
+    Parameters that are not trained are in `frozen_dtype`, where it is given.  Those named in `later` stay on the meta
+    device, for `weft.parallel.zero3.fill_shards`.
 
     Not collective.  `blueprint.module` must still be whole (parts are cut from copies of it).
     """
-    fresh = _FreshTensors(part, layout, device, dtype, frozen_dtype or dtype, blueprint.keep_dtype)
+    main = main_dtype(blueprint.module) if blueprint.initialise is None and dtype not in NARROW else None
+    fresh = _FreshTensors(part, layout, device, dtype, frozen_dtype or dtype, blueprint.keep_dtype, main)
     if blueprint.initialise is None:
         for name in list(fresh.unplaced):
             fresh.place(name, fresh.unplaced[name])
@@ -76,10 +77,11 @@ class _FreshTensors:
         dtype: torch.dtype,
         frozen_dtype: torch.dtype,
         keep: Sequence[str],
+        main: torch.dtype | None,
     ) -> None:
         self.unplaced: dict[str, Tensor] = {}
         self._part, self._layout, self._device, self._keep = part, layout, device, keep
-        self._dtype, self._frozen_dtype = dtype, frozen_dtype
+        self._dtype, self._frozen_dtype, self._main = dtype, frozen_dtype, main
         self._aliases: dict[int, list[str]] = {}
         for name, tensor in _tensors(part):
             aliases = self._aliases.setdefault(id(tensor), [])
@@ -130,7 +132,9 @@ class _FreshTensors:
     def _dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         old, known = self.unplaced[name], self.layout_of(name).name
         wanted = self._frozen_dtype if isinstance(old, nn.Parameter) and not old.requires_grad else self._dtype
-        keeps = wanted in _NARROW and any(fnmatchcase(known, pattern) for pattern in self._keep)
+        if wanted not in NARROW and self._main is not None:
+            return dtype_beside(dtype, self._main, wanted)
+        keeps = wanted in NARROW and any(fnmatchcase(known, pattern) for pattern in self._keep)
         return dtype if keeps or not dtype.is_floating_point else wanted
 
 

@@ -24,7 +24,8 @@ class OwnForwards:
     """Gives every forward of the model the keys of its draws, and runs backwards under them.
 
     In training mode the n-th forward of a microbatch draws other numbers than the first, as in plain torch, and the
-    same under every plan; the first draws what a step of Weft's own would.  Floating inputs are cast to `dtype`.
+    same under every plan; the first draws what a step of Weft's own would.
+    Floating inputs are cast to `dtype`, where there is one.
     `refuse` is called when a gradient reaches the model by a backward that is not `backward`; it raises.
     """
 
@@ -110,7 +111,7 @@ class OwnForwards:
 
     def _cast(self, values: Any) -> Any:
         def convert(value: Tensor) -> Tensor:
-            return value.to(self._dtype) if value.is_floating_point() else value
+            return value.to(self._dtype) if self._dtype is not None and value.is_floating_point() else value
 
         return tree_map_only(Tensor, convert, values)
 

@@ -21,9 +21,9 @@ from weft.models import Blueprint
 from weft.parallel._context import StepContext
 from weft.parallel._draw_trace import Draws
 from weft.parallel._part import ModelPart
-from weft.parallel._precision import Dtypes
 from weft.parallel._runner import Runner
 from weft.parallel._shard import Piece, Shard
+from weft.parallel.precision import Dtypes
 from weft.plan import Plan
 from weft.techniques.registry import running
 

@@ -55,15 +55,12 @@ class _Taken:
 class BatchShares:
     """This rank's shares of the batches that a loop takes.
 
-    `whole` says why a rank must see its whole share at once, as the beginning of a sentence; empty: it need not.
-    `gathers`: ranks gather their samples, so that shares must be equal.
+    `blueprint` is the model's with its loss, which may have to see a whole share at once, or the shares of all ranks.
     """
 
-    def __init__(
-        self, plan: Plan, data_index: int, batch_size: int, whole: Callable[[], str], *, gathers: bool = False
-    ) -> None:
-        self._plan, self._index, self._batch_size, self._whole = plan, data_index, batch_size, whole
-        self._gathers = gathers
+    def __init__(self, plan: Plan, data_index: int, batch_size: int, blueprint: Blueprint) -> None:
+        self._plan, self._index, self._batch_size, self._blueprint = plan, data_index, batch_size, blueprint
+        self._gathers = gathers_samples(blueprint, plan)
         self._of_field: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._ahead: list[_Taken] = []
         """Batches of several sizes that the loop was given, and no step has trained on."""
@@ -87,7 +84,7 @@ class BatchShares:
         number = -(-max(sizes) // micro)
         if self._plan.mesh.pipeline > 1:  # whose schedule may ask for a multiple of the plan's number
             number = max(counts) * -(-number // max(counts))
-        if (number > 1 or not min(sizes)) and (whole := self._whole()):
+        if (number > 1 or not min(sizes)) and (whole := whole_share_for(self._blueprint)):
             raise DataError(
                 f"{whole}, and a batch of {size} samples cannot be given to {len(sizes)} data ranks in one piece"
                 f" of 1 to {micro} samples each. Let the loader's batches have {len(sizes)} to {self._batch_size}"

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +20,7 @@ from weft.engine import StepReporter, begin_training
 from weft.entry._agreement import check_same_batches, check_same_facts, take_weights_of_rank_0
 from weft.entry._arguments import check_draw, saved_path_of, whole_or_none
 from weft.entry._attached import Attached
-from weft.entry._batch_shares import BatchShares, gathers_samples, whole_share_for
+from weft.entry._batch_shares import BatchShares
 from weft.entry._calls import Calls
 from weft.entry._epochs import Epochs
 from weft.entry._evaluation import Evaluation
@@ -88,8 +87,7 @@ class TrainState:
         self._left: LeftGradients | None = None
         self._facts: dict[str, str] = {}
         blueprint = replace(blueprint, loss=self._loss)
-        gathers, whole = gathers_samples(blueprint, plan), partial(whole_share_for, blueprint)
-        self._shares = BatchShares(plan, mesh.data_index, self._batch_size, whole, gathers=gathers)
+        self._shares = BatchShares(plan, mesh.data_index, self._batch_size, blueprint)
         self._share = self._shares.usual
         take_weights_of_rank_0(blueprint.module, mesh.device, mesh["world"].group)
         self._blueprint = blueprint

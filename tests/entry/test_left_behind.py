@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from pool import RankPool
-from weft.errors import PlanError
+from weft.errors import PlanError, RecipeError
 from weft.plan import ComputePlan, DataParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan
 
 BATCH, STEPS = 8, 4
@@ -181,16 +181,16 @@ def plan_for(
     )
 
 
-def trained(kind: str, plan: Any, folder: str, *, spread: bool = True, **settings: Any) -> Any:
+def trained(kind: str, plan: Any, folder: str, *, spread: bool = True, steps: int = STEPS) -> Any:
     """Losses and the model's state after a few steps."""
     permit = ("fp64",)
-    with weft.session(plan, permit=permit, folder=folder, quiet=True, **settings) as session:
-        session.nets = replace(session.nets, left_behind=spread)
+    with weft.session(plan, permit=permit, folder=folder, quiet=True) as session:
+        session.nets = replace(session.nets, left_behind=spread, meetings=spread)
         model = build(kind)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
         x, y = (torch.cat(each) for each in zip(*batches(), strict=True))
         state = session.prepare(model, optimizer, DataLoader(TensorDataset(x, y), batch_size=BATCH), loss=loss_fn)
-        losses = [state.step(batch).loss for batch in state.batches(STEPS)]
+        losses = [state.step(batch).loss for batch in state.batches(steps)]
         is_cut = state.plan.data_parallel.zero == 3 or state.plan.mesh.tensor > 1 or state.plan.mesh.pipeline > 1
         held = dict(state.model.named_buffers()) if is_cut else model.state_dict()
         return losses, {name: value.clone() for name, value in held.items() if name in in_plain_torch(kind)[1]}
@@ -273,3 +273,54 @@ def test_a_pipeline_goes_on_unless_it_accumulates(per_step: int, ranks: RankPool
 def test_recomputation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"recompute full runs forwards again in the backward"):
         trained("stack", plan_for(1, recompute="full"), str(tmp_path))
+
+
+class Hidden(nn.Module):
+    """Begins to keep the mean of what it sees in its third forward, which no trial before training shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("mean", torch.zeros(6))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 2:
+            self.mean.copy_(x.detach().mean(0))
+        return self.layer(x)
+
+
+MODELS["hidden"] = Hidden
+
+
+def frozen_edited(zero: int, folder: str) -> None:
+    """Rank 1 alone edits a frozen weight."""
+    with weft.session(plan_for(2, zero=zero), permit=("fp64",), folder=folder, quiet=True) as session:
+        model = build("codebook in weights")
+        model[1] = nn.Linear(4, 4).double().requires_grad_(False)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        loader = DataLoader(TensorDataset(*map(torch.cat, zip(*batches(), strict=True))), batch_size=BATCH)
+        state = session.prepare(model, optimizer, loader, loss=loss_fn)
+        for batch in state.batches(STEPS):
+            state.step(batch)
+            if session.rank == 1:
+                with torch.no_grad():
+                    model[1].weight.add_(1.0)
+
+
+def test_buffers_that_part_while_training_are_seen_after_a_few_steps(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"^mean differs between the ranks: .* No optimizer updates it"):
+        ranks.run(2, trained, "hidden", plan_for(2), str(tmp_path), steps=5)
+
+
+@pytest.mark.parametrize("spread", [False])
+def test_and_so_is_what_the_first_look_would_have_found(spread: bool, ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"^1\.codes differs between the ranks"):
+        ranks.run(2, trained, "codebook", plan_for(2), str(tmp_path), spread=spread)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_frozen_weight_that_one_rank_edits_is_seen(zero: int, ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"^1\.weight differs between the ranks"):
+        ranks.run(2, frozen_edited, zero, str(tmp_path))

@@ -14,6 +14,9 @@ from weft.errors import DataError, LaunchError, RecipeError, WeftError
 from weft.plan import Plan
 from weft.recipe import Recipe
 
+LEFT = "what forwards have made of "
+"""Beginning of the names of facts about state that no optimizer updates."""
+
 
 def check_same_on_all_ranks(recipe: Recipe, plan: Plan) -> None:
     """Compare recipe and plan over the default group.  Call on every rank; nothing is asked of a single one.
@@ -83,6 +86,13 @@ def differs(name: str, values: Mapping[str, Sequence[int]]) -> WeftError:
         return DataError(
             f"{name.removeprefix('data: ')} differs between the ranks: {whole}. Give every rank the same whole data,"
             " in one order; Weft gives each its share."
+        )
+    if name.startswith(LEFT):
+        return RecipeError(
+            f"{name.removeprefix(LEFT)} differs between the ranks: {whole}. No optimizer updates it, and each rank has"
+            " changed its copy by itself: in a forward by its own samples, or in the loop on some ranks only. Train on"
+            " one process with the whole batch in one microbatch, or make the change between two steps, on all ranks"
+            " alike."
         )
     return RecipeError(
         f"{name} differs between the ranks: {whole}. Give every rank the same settings, and change them (a scheduler's"

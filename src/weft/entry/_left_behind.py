@@ -8,7 +8,7 @@ in two parts, on copies: what is then the same is fine (caches that grow as they
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from weft.entry._trial_copies import LOSS, Kept, TrialCopy, is_alike, is_same
 from weft.entry._trials_of_batch import Trials, changed
 from weft.errors import PlanError
+from weft.models import Batch
 from weft.parallel.draws import is_alone
 from weft.plan import Plan
 
@@ -93,34 +94,42 @@ _FIX = (
 
 def _found(trials: Trials) -> LeftBehind:
     before = trials.copied().state()
-    whole, halves, second = trials.copied(), trials.copied(), trials.copied()
+    whole, halves = trials.copied(), trials.copied()
+    for batch in (trials.first, trials.second):  # what begins with a second forward is seen as well
+        trials.run(halves, batch)
     trials.run(whole, trials.fields)
-    after = whole.state()
-    if not changed(before, after, is_same):
+    after, after_halves = whole.state(), halves.state()
+    touched = _changed(before, after) + _changed(before, after_halves)
+    if not touched:
         return LeftBehind()
-    trials.run(halves, trials.first)
-    after_first = halves.state()
-    trials.run(halves, trials.second)
-    trials.run(second, trials.second)
-
-    def differing(one: dict[Kept, Any], other: dict[Kept, Any]) -> list[Kept]:
-        return [
-            kept
-            for kept in dict.fromkeys([*one, *other])
-            if not (kept in one and kept in other and is_alike(one[kept], other[kept], before.get(kept)))
-        ]
-
     trained = {name for name, weight in trials.blueprint.module.named_parameters() if weight.requires_grad}
-    weights = [kept for kept in changed(before, after, is_same) if kept.kind == "parameter" and kept.shown in trained]
-    of_ranks = list(dict.fromkeys([*differing(after_first, second.state()), *differing(after_first, after)]))
-    of_forwards = differing(after, halves.state())
-    first = trials.copied()
-    trials.run(first, trials.first)
+    weights = [kept for kept in dict.fromkeys(touched) if kept.kind == "parameter" and kept.shown in trained]
+    ranks = [_repeated(trials, batch) for batch in (trials.first, trials.second, trials.fields)]
+    first, *others = [rank.state() for rank in ranks]
+    of_ranks = [kept for other in others for kept in _differing(first, other, before)]
+    of_forwards = _differing(after, after_halves, before)
     return LeftBehind(
         weights=_told(weights, trials),
-        by_samples=_told(_mattering(of_ranks, trials, [first, second]), trials),
+        by_samples=_told(_mattering(list(dict.fromkeys(of_ranks)), trials, ranks[:2]), trials),
         by_forwards=_told(_mattering(of_forwards, trials, [whole, halves], counters=True), trials),
     )
+
+
+def _changed(before: Mapping[Kept, Any], after: Mapping[Kept, Any]) -> list[Kept]:
+    return changed(before, after, lambda kept: is_same(before[kept], after[kept]))
+
+
+def _repeated(trials: Trials, batch: Batch) -> TrialCopy:
+    """A copy that has seen a batch twice."""
+    copied = trials.copied()
+    for _ in range(2):
+        trials.run(copied, batch)
+    return copied
+
+
+def _differing(one: Mapping[Kept, Any], other: Mapping[Kept, Any], before: Mapping[Kept, Any]) -> list[Kept]:
+    """What two copies have made differently of what was there before."""
+    return changed(one, other, lambda kept: is_alike(one[kept], other[kept], before.get(kept)))
 
 
 def _mattering(

@@ -22,10 +22,11 @@ from weft.entry._arguments import check_draw, saved_path_of, whole_or_none
 from weft.entry._attached import Attached
 from weft.entry._batch_shares import BatchShares
 from weft.entry._calls import Calls
+from weft.entry._copied_state import CopiedState
 from weft.entry._epochs import Epochs
 from weft.entry._evaluation import Evaluation
 from weft.entry._export import export_model
-from weft.entry._guards import Guard, LeftGradients, frozen, modes_of, retire
+from weft.entry._guards import Guard, LeftGradients, frozen, retire
 from weft.entry._loader_passes import LoaderPasses
 from weft.entry._loop_draws import Yielded
 from weft.entry._metrics import Metrics
@@ -122,6 +123,7 @@ class TrainState:
         gathers = plan.data_parallel.shards_weights and mesh.size("shard") > 1
         trained = [p for part in self._parallel.parts for p in part.module.parameters() if p.requires_grad]
         self._guard.watch_gradients(() if gathers else trained, [self.model] if gathers else ())
+        self._copied = CopiedState(self._parallel)
         self._guard.watch_state(self.model, plan)
         self._guard.watch_norms([part.module for part in self._parallel.parts], blueprint, plan, recipe)
         calls.watch_exchanges(self.model, self._name, mesh, gathers=gathers, batch_norm=blueprint.has_batch_norm)
@@ -459,7 +461,7 @@ class TrainState:
         return {
             "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
             "fingerprint": float(xxhash.xxh64_intdigest(repr(self._facts).encode()) >> 12),
-            "on_difference": self._name_difference,
+            "on_difference": lambda: check_same_facts(self._facts, self._mesh.device, self._mesh["world"].group),
         }
 
     def _note(self, event: StepEvent) -> None:
@@ -477,11 +479,8 @@ class TrainState:
             "data: the batch of this step": self._seen.now,
             "the number of draws for this step": str(self._draws.drawn(self._steps)),
             **settings_of(self.optimizer),
-            **modes_of(self.model, self.plan),
+            **self._copied.facts(self._steps),
         }
-
-    def _name_difference(self) -> None:
-        check_same_facts(self._facts, self._mesh.device, self._mesh["world"].group)
 
     def _samples(self, batch: UserBatch) -> Tensor:
         """Numbers of this rank's samples of the coming step, which are those of a batch."""

@@ -121,10 +121,10 @@ def trials_of(blueprint: Blueprint, loss: Callable[..., Any], example: UserBatch
     return Trials(blueprint, loss, type(example), fields, part) if number == 2 * part else None
 
 
-def changed(before: Mapping[Kept, Any], after: Mapping[Kept, Any], alike: Callable[..., bool]) -> list[Kept]:
-    """What is not `alike` before and after, or is not there in one of them."""
-    every: Collection[Kept] = dict.fromkeys([*after, *before])
-    return [kept for kept in every if not (kept in before and kept in after and alike(before[kept], after[kept]))]
+def changed(one: Mapping[Kept, Any], other: Mapping[Kept, Any], alike: Callable[[Kept], bool]) -> list[Kept]:
+    """What is there in one of them only, or is not alike."""
+    every: Collection[Kept] = dict.fromkeys([*other, *one])
+    return [kept for kept in every if not (kept in one and kept in other and alike(kept))]
 
 
 def _each_by_itself(input: Tensor) -> Tensor:

@@ -17,12 +17,10 @@ from weft.entry._meetings import SampleMeeting, WholeBatchLoss, find_meeting, re
 from weft.entry._nets import Nets
 from weft.entry._settings import PlanSettings
 from weft.entry._trial_copies import LOSS
-from weft.entry._trials_of_batch import trials_of
+from weft.entry._trials_of_batch import part_of, trials_of
 from weft.entry._user_batches import UserBatch
 from weft.models import Blueprint
-from weft.plan import MeshPlan, MicrobatchPlan, ModelFacts, Plan
-
-_LARGEST_PART = 8
+from weft.plan import MeshPlan, ModelFacts, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +79,7 @@ def look_first(
     looks = FirstLooks(meeting=untried if is_declared else SampleMeeting())
     if plan is not None and runs_once(plan):
         return looks
-    trials = trials_of(blueprint, loss, example, _part(plan))
+    trials = trials_of(blueprint, loss, example, part_of(plan))
     if trials is not None and nets.left_behind:
         with suppress(Exception):  # whatever a user's forward raises on a part of a batch
             looks = replace(looks, left=find_left_behind(trials))
@@ -92,13 +90,6 @@ def look_first(
         left=LeftBehind(**_agreed(asdict(looks.left), device)),
         meeting=SampleMeeting(**_agreed(asdict(looks.meeting), device)),
     )
-
-
-def _part(plan: Plan | None) -> int:
-    """Samples of a part: as few as keep together what a microbatch keeps (pairs, triples)."""
-    size = plan.microbatch.size if plan is not None else MicrobatchPlan().size
-    factors = [number for number in range(2, _LARGEST_PART + 1) if size % number == 0]
-    return next(iter(factors), 1 if plan is not None else 2)
 
 
 def _agreed(found: dict[str, str], device: torch.device) -> dict[str, str]:

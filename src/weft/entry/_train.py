@@ -26,6 +26,7 @@ from weft.entry._agreement import check_same_on_all_ranks
 from weft.entry._auto import describe_blueprint, machine_for
 from weft.entry._export import processor_files
 from weft.entry._fit import MeasurePeak, fit_microbatch, measure_peak_in_job, measure_peak_in_processes
+from weft.entry._recipe_looks import refuse_by_first_looks
 from weft.entry._recording import create_folder, folder_of_rank_0, run_name
 from weft.entry._trials import decide_by_trials
 from weft.errors import CheckpointError, LaunchError, PlanError, RecipeError, WeftError
@@ -235,7 +236,9 @@ class _Job:
 
     def _prepare(self) -> PreparedData:
         progress = silent if self.quiet else ConsoleProgress(sys.stderr)
-        return prepare_data(self.recipe, data_shape(self.blueprint, self.recipe), progress=progress)
+        prepared = prepare_data(self.recipe, data_shape(self.blueprint, self.recipe), progress=progress)
+        refuse_by_first_looks(self.recipe, self.plan, self.blueprint, prepared)
+        return prepared
 
     @contextmanager
     def _kept_with_run(self, run: RunFolder, prepared: PreparedData) -> Generator[None]:

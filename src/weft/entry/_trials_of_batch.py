@@ -20,9 +20,12 @@ from weft.entry._user_batches import UserBatch, fields_of
 from weft.entry._user_loss import LossOfUser
 from weft.models import Batch, Blueprint
 from weft.parallel import compute_dtype_of, model_inputs
+from weft.plan import Plan
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """Classes of batch norms, which Weft keeps by a rule of their own."""
+
+_LARGEST_PART = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,13 @@ def trials_of(blueprint: Blueprint, loss: Callable[..., Any], example: UserBatch
     number = next(iter(fields.values())).shape[0]
     fields["sample_ids"] = torch.arange(number, device=device)
     return Trials(blueprint, loss, type(example), fields, part) if number == 2 * part else None
+
+
+def part_of(plan: Plan | None) -> int:
+    """Samples of a part: as few as keep together what a microbatch keeps (pairs, triples)."""
+    size = plan.microbatch.size if plan is not None else 2
+    factors = [number for number in range(2, _LARGEST_PART + 1) if size % number == 0]
+    return next(iter(factors), 1 if plan is not None else 2)
 
 
 def changed(one: Mapping[Kept, Any], other: Mapping[Kept, Any], alike: Callable[[Kept], bool]) -> list[Kept]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from pool import RankPool
 from weft.errors import PlanError, RecipeError
+from weft.models import CutTable
 from weft.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 
 BATCH, STEPS = 8, 3
@@ -205,3 +208,116 @@ def test_batch_norm_is_blamed_where_gradients_accumulate(tmp_path: Path) -> None
         accumulating(normed(), tmp_path, plan="auto", accumulate=2)
     with pytest.raises(RecipeError, match=r"norm \(BatchNorm1d\) was in evaluation mode(.|\n)*after each model\.train"):
         accumulating(frozen_norm(), tmp_path)
+
+
+class Recurrent(nn.Module):
+    """An LSTM with dropout between its layers, whose caller may give it a hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, WIDTH, 2, batch_first=True, dropout=0.3)
+        self.leave = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor, hidden: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        if hidden is None:
+            hidden = torch.zeros(2, len(x), WIDTH, dtype=x.dtype), torch.zeros(2, len(x), WIDTH, dtype=x.dtype)
+        return self.leave(self.lstm(x, hidden)[0][:, -1])
+
+
+def recurrent() -> nn.Module:
+    torch.manual_seed(5)
+    return Recurrent().double()
+
+
+def test_a_recurrent_layer_with_dropout_draws_the_same_on_any_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    alone = ranks.run(1, trained, recurrent, sequences(), "one", str(tmp_path / "one"))[0]
+    without = plain(recurrent, sequences())
+    assert alone[0][0] != pytest.approx(without[0][0], rel=1e-6), "it drops by numbers of its own"
+    for kind in ("data", "zero3"):
+        for found in ranks.run(2, trained, recurrent, sequences(), kind, str(tmp_path / kind)):
+            assert found[0] == pytest.approx(alone[0], rel=1e-10)
+            torch.testing.assert_close(found[2], alone[2], rtol=1e-10, atol=1e-10)
+
+
+class WithEmpty(nn.Module):
+    """Parameters without elements, as a layer has whose feature is switched off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(LENGTH * 6, WIDTH), nn.Linear(WIDTH, 4)
+        self.none, self.rows = nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(torch.tanh(self.enter(x.flatten(1)))) + self.none.sum() + self.rows.sum()
+
+
+def with_empty() -> nn.Module:
+    torch.manual_seed(5)
+    return WithEmpty().double()
+
+
+def resumed(zero: int, folder: str) -> tuple[list[float], set[str]]:
+    model, loader = with_empty(), DataLoader(sequences(), batch_size=BATCH)
+    plan = replace(plan_of("data"), data_parallel=DataParallelPlan(zero=zero))  # type: ignore[arg-type]
+    if zero == 3:
+        plan = plan_of("zero3")
+    with weft.session(plan=plan, permit=("fp64",), folder=folder, quiet=True) as session:
+        state = session.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-2), loader, loss=loss_fn)
+        losses = [state.step(batch).loss for batch in state.batches(2)]
+        state.save()
+        losses.append(state.step(next(state.batches())).loss)
+        assert state.load() == 2
+        assert state.step(next(state.batches())).loss == losses[2]
+        return losses, set(load_file(state.export(f"{folder}/exported") / "model.safetensors"))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_parameter_without_elements_is_trained_saved_and_exported(ranks: RankPool, tmp_path: Path, zero: int) -> None:
+    losses, _, _ = plain(with_empty, sequences())
+    for found, names in ranks.run(2, resumed, zero, str(tmp_path)):
+        assert found == pytest.approx(losses, rel=1e-10)
+        assert {"none", "rows"} <= names
+
+
+def classifier() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(5)
+    sizes: dict[str, Any] = {"vocab_size": 50, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 32, "max_position_embeddings": 16, "num_labels": 4}
+    config = BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return BertForSequenceClassification(config).double()
+
+
+def classified(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    return nn.functional.cross_entropy(outputs.logits, batch["labels"], reduction="sum"), len(batch["labels"])
+
+
+def classes() -> list[dict[str, Tensor]]:
+    tokens = torch.randint(0, 50, (40, 7), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row[0] % 4} for row in tokens]
+
+
+def classifying(kind: str, folder: str, cut: Any = None) -> list[float]:
+    model, loader = classifier(), DataLoader(classes(), batch_size=BATCH)  # type: ignore[arg-type]
+    with weft.session(plan=plan_of(kind), permit=("fp64",), folder=folder, quiet=True) as session:
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        state = session.prepare(model, optimizer, loader, loss=classified, cut=cut)
+        return [state.step(batch).loss for batch in state.batches(STEPS)]
+
+
+def test_a_model_with_another_head_than_its_familys_is_cut_into_stages(ranks: RankPool, tmp_path: Path) -> None:
+    model, losses = classifier(), list[float]()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for batch, _ in zip(DataLoader(classes(), batch_size=BATCH), range(STEPS), strict=False):  # type: ignore[arg-type]
+        total, count = classified(model(batch["input_ids"], batch["attention_mask"]), batch)
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        losses.append(total.item() / count)
+    for kind in ("data", "tensor", "pipeline"):
+        for found in ranks.run(2, classifying, kind, str(tmp_path / kind)):
+            assert found == pytest.approx(losses, rel=1e-10), kind
+    table = CutTable(entry="bert.embeddings", blocks=("bert.encoder.layer.0", "bert.encoder.layer.1"), tail=("cls",))
+    with pytest.raises(PlanError, match="names modules that it has not: cls"):
+        ranks.run(2, classifying, "pipeline", str(tmp_path / "by hand"), cut=table)

@@ -26,7 +26,7 @@ from weft.errors import RecipeError
 from weft.models import Blueprint, token_example
 from weft.models.places import places_beside_padding
 from weft.models.samples import draw_integers
-from weft.stand_ins import StandIns, without_fast_path
+from weft.stand_ins import OneDevice, StandIns, without_fast_path
 
 Mode = Literal["as it is", "evaluation"]
 """How the model's forward runs: in the mode that it is in, or as it is evaluated, without gradients."""
@@ -127,6 +127,7 @@ class _Recorder(TorchDispatchMode):
             stack.enter_context(without_fast_path())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
             stack.enter_context(self)
+            stack.enter_context(OneDevice())
             stack.enter_context(_Functions(self))
             with self._explained(module):
                 outputs: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -17,4 +18,18 @@ def tables_of(module: nn.Module, sequence_length: int | None = None) -> Tables:
         return Tables()
     from weft.models.hf import tables_of_model
 
-    return tables_of_model(module, sequence_length)
+    return _fitted(tables_of_model(module, sequence_length), module)
+
+
+def _fitted(tables: Tables, module: nn.Module) -> Tables:
+    """What of a family's tables holds for a model with another head than theirs: where they miss a module, or leave
+    one out, its forward is looked at for stages."""
+    names = {name for name, _ in module.named_modules()}
+    cut = tables.cut
+    if cut is not None:
+        known = (*cut.stem, *cut.blocks, *cut.tail, *cut.between)
+        inside = tuple(f"{name}." for name in known)
+        whole = all(name.startswith(inside) for name, _ in module.named_parameters())
+        cut = cut if whole and names.issuperset(known) else None
+    head = tables.vocabulary_head
+    return replace(tables, cut=cut, vocabulary_head=head if head in names else None)

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from weft.models import Blueprint, others_draw, token_example
 from weft.parallel._draw_net import OwnPython, is_draw, numpy_lock
-from weft.stand_ins import StandIns, copy_on_meta, without_fast_path
+from weft.stand_ins import OneDevice, StandIns, copy_on_meta, without_fast_path
 
 LOSS = "the loss"
 """Stands for the loss where a module's name is asked."""
@@ -143,6 +143,7 @@ def _traced(
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(without_fast_path())
             stack.enter_context(recorder)
+            stack.enter_context(OneDevice())
             outputs = module(**inputs)
             recorder.enter(LOSS)
             loss(outputs, fields)

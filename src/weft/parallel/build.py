@@ -285,12 +285,13 @@ def _create_stores(
         frozen = _cast_frozen(
             parts, dtypes, lambda layout, dtype: cut_of(layout, mesh) is None or dtype != dtypes.master
         )
+        empty = {each for part in parts for each in part.module.parameters() if not each.numel()}
         for part in parts:
             apply_zero3(
                 part,
                 mesh,
                 blocks=blueprint.cut.blocks if blueprint.cut is not None else (),
-                ignored={member.parameter for key, member in every.items() if key in kept_out}.union(frozen),
+                ignored={member.parameter for key, member in every.items() if key in kept_out}.union(frozen, empty),
                 compute_dtype=dtypes.compute,
                 gradient_dtype=dtypes.gradient,
                 hold=_holds_weights(plan),
@@ -369,12 +370,13 @@ def _bucket_store(
 def _members(
     parts: Sequence[ModelPart], mesh: Mesh, group_parameters: GroupParameters
 ) -> dict[tuple[int, str], BucketMember]:
-    """Every trainable parameter of this rank once, by the first part and name under which it is found."""
+    """Every trainable parameter of this rank once, by the first part and name under which it is found.  One without
+    elements has nothing to train."""
     found: dict[tuple[int, str], nn.Parameter] = {}
     seen: set[int] = set()
     for index, part in enumerate(parts):
         for name, parameter in part.module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in seen:
+            if parameter.requires_grad and parameter.numel() and id(parameter) not in seen:
                 seen.add(id(parameter))
                 found[index, name] = parameter
     layouts = {key: parts[key[0]].layout[key[1]] for key in found}

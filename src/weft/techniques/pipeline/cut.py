@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import PlanError
-from weft.models import Blueprint, Cut, FoundCut
+from weft.models import Blueprint, Cut, CutTable, FoundCut
 from weft.parallel.autograd import no_view
 from weft.techniques.pipeline.border import cut_found
 from weft.techniques.pipeline.stages import stage_of
@@ -48,7 +48,7 @@ def cut_table_of(blueprint: Blueprint) -> Cut:
     """Return where the blueprint says that its model may be cut.
 
     Raises:
-        PlanError: it may not be.
+        PlanError: it may not be, or a table names modules that it has not.
     """
     if blueprint.cut is None:
         kind = type(blueprint.module).__name__
@@ -58,6 +58,8 @@ def cut_table_of(blueprint: Blueprint) -> Cut:
             f" cut{because}. Set plan.mesh.pipeline = 1, or let the model's factory return a weft.models.Blueprint with"
             " cut = CutTable(entry=…, blocks=…, tail=…)."
         )
+    if isinstance(blueprint.cut, CutTable):
+        _check_names(blueprint.cut, blueprint.module)
     return blueprint.cut
 
 
@@ -79,3 +81,14 @@ def cut_stage(blueprint: Blueprint, stage: int, cuts: Sequence[int], dtype: torc
     substitutes |= {name: Passed() for name in table.blocks if stage_of(name, table, cuts) != stage}
     memo = {id(module.get_submodule(name)): substitute for name, substitute in substitutes.items()}
     return copy.deepcopy(module, memo)
+
+
+def _check_names(table: CutTable, module: nn.Module) -> None:
+    names = {name for name, _ in module.named_modules()}
+    missing = [name for name in (*table.stem, *table.blocks, *table.tail) if name not in names]
+    if missing:
+        raise PlanError(
+            f"the table of where the {type(module).__name__} may be cut names modules that it has not:"
+            f" {', '.join(missing)}. Name them as named_modules() does, or leave the table out: its forward is looked"
+            " at then."
+        )

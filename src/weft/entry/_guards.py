@@ -12,9 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from weft.entry._edits import Edits
 from weft.entry._fixed_norms import FixedNorms
 from weft.errors import PlanError, RecipeError
 from weft.models import Blueprint
+from weft.parallel import ParallelModel
 from weft.plan import Plan
 from weft.recipe import Recipe
 
@@ -37,8 +39,10 @@ class MovedParameter(nn.Parameter):
 class Guard:
     """Knows when a model's step is under way, and refuses what only makes sense inside one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, watches_edits: bool = True) -> None:
         self._depth = 0
+        self._watches_edits = watches_edits
+        self._edits: Edits | None = None
         self._is_manual = False
         self.is_closed = False
         """Whether the model takes no more steps."""
@@ -49,12 +53,16 @@ class Guard:
 
     @contextmanager
     def inside(self) -> Generator[None]:
-        """What Weft does by itself."""
+        """What Weft does by itself.  What the loop has written into the weights until then is taken over first."""
+        if not self._depth and self._edits is not None:
+            self._edits.settle()
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
+            if not self._depth and self._edits is not None:
+                self._edits.note(gathered=self._is_manual)
 
     @contextmanager
     def manual(self) -> Generator[None]:
@@ -95,6 +103,15 @@ class Guard:
     def is_inside(self) -> bool:
         return self._depth > 0
 
+    def watch_edits(self, model: ParallelModel) -> None:
+        """Have what a loop writes into the weights taken over, or refused, before anything else is done."""
+        if self._watches_edits and not model.plan.memory.offloads_parameters:  # which come and go by themselves
+            self._edits = Edits(model.parts, model.stores, model.plan)
+
+    def facts(self) -> dict[str, str]:
+        """What must be equal on all ranks of what the loop has written into the weights since the last step."""
+        return {} if self._edits is None else self._edits.take_facts()
+
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse the optimizer's own `step`, `state_dict` and `load_state_dict`."""
         optimizer.register_step_pre_hook(self._refusal(_STEP))
@@ -108,11 +125,15 @@ class Guard:
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._refuse_backward))
         for root in roots:
             self._handles.append(root.register_forward_pre_hook(self._refuse_forward, prepend=True))
+            self._handles.append(root.register_forward_hook(self._drop_gathered))
 
     def let_go(self) -> None:
         """Watch gradients no more; the optimizer stays refused, it holds nothing of the model."""
         while self._handles:
             self._handles.pop().remove()
+        if self._edits is not None:
+            self._edits.let_go()
+            self._edits = None
 
     def watch_state(self, model: nn.Module, plan: Plan) -> None:
         """Refuse `state_dict` (and so `save_pretrained`) where a rank holds a part of the model only, and
@@ -139,6 +160,11 @@ class Guard:
             return
         if torch.is_grad_enabled() and any(p.requires_grad for p in root.parameters()):
             raise RecipeError(_FORWARD)
+
+    def _drop_gathered(self, *_: Any) -> None:
+        """After a forward of the loop's own: what is written into weights that were gathered for it would be lost."""
+        if not self.is_inside and not self._is_manual and not torch.is_grad_enabled() and self._edits is not None:
+            self._edits.release()
 
     def _refusal(self, reason: str) -> Callable[..., None]:
         """A hook that raises for `reason` outside a step."""

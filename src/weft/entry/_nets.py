@@ -13,3 +13,5 @@ class Nets:
     """State that a forward or a loss changes by itself is looked for."""
     meetings: bool = True
     """Samples of a batch that a forward or a loss lets meet are looked for."""
+    edits: bool = True
+    """What a loop writes into the weights between steps is looked for."""

@@ -23,7 +23,7 @@ from weft.entry._auto import describe_user_model, look_at_user_model, machine_fo
 from weft.entry._calls import Calls
 from weft.entry._dtypes import casts_inputs, check_dtypes
 from weft.entry._first_looks import FirstLooks, look_first
-from weft.entry._guards import refuse_wrapped
+from weft.entry._guards import Guard, refuse_wrapped
 from weft.entry._nets import Nets
 from weft.entry._prepared_facts import facts_of_prepared
 from weft.entry._recording import SessionRuns
@@ -350,6 +350,7 @@ class Session:
             recorded=self._runs.open(self._prepared, plan),
             calls=self._calls,
             rounds=self._rounds,
+            guard=Guard(watches_edits=self.nets.edits),
             number=self._prepared,
         )
         self._optimizers.add(optimizer)

@@ -68,6 +68,7 @@ class TrainState:
         recorded: ModelRun,
         calls: Calls,
         rounds: RoundsOfSession,
+        guard: Guard,
         number: int = 1,
         like: type[Any] = dict,
         hint: str = "",
@@ -75,7 +76,7 @@ class TrainState:
         self.plan = plan
         self._calls = calls
         self._name = "state" if number == 1 else f"(model {number}) state"
-        self._guard = Guard()
+        self._guard = guard
         self.optimizer = optimizer
         self._mesh = mesh
         self._recipe = recipe
@@ -126,6 +127,7 @@ class TrainState:
         self._copied = CopiedState(self._parallel)
         self._guard.watch_state(self.model, plan)
         self._guard.watch_norms([part.module for part in self._parallel.parts], blueprint, plan, recipe)
+        self._guard.watch_edits(self._parallel)
         calls.watch_exchanges(self.model, self._name, mesh, gathers=gathers, batch_norm=blueprint.has_batch_norm)
 
     @property
@@ -478,7 +480,7 @@ class TrainState:
             "the model": self._name,
             "data: the batch of this step": self._seen.now,
             "the number of draws for this step": str(self._draws.drawn(self._steps)),
-            **settings_of(self.optimizer),
+            **(settings_of(self.optimizer) | self._guard.facts()),
             **self._copied.facts(self._steps),
         }
 

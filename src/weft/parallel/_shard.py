@@ -120,6 +120,12 @@ class Shard:
         if self.weights is not None and self.master.numel() == self.size:
             self.weights.copy_(self.master)
 
+    def take_over(self) -> None:
+        """Take over what somebody has written into the weights since `publish`.  The others keep their digits."""
+        if self.weights is not None and self.master.numel() == self.size:
+            changed = self.weights != self.master.to(self.weights.dtype)
+            self.master.copy_(torch.where(changed, self.weights.to(self.master.dtype), self.master))
+
     def gradient_values(self) -> Tensor | None:
         """The elements of the reduced gradient that are not zero by construction, flat: what norms look at."""
         if self.sparse:

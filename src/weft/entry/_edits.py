@@ -1,0 +1,204 @@
+"""What a loop writes into the weights between two steps: taken over where the plan trains copies, or refused."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast, final
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from weft.errors import RecipeError
+from weft.parallel import ModelPart, StoreSet
+from weft.plan import Plan
+
+
+@dataclass(slots=True)
+class _Watched:
+    name: str
+    parameter: nn.Parameter
+    is_cut: bool
+    """Whether ranks of the tensor axis have parts of it."""
+    version: int
+
+
+@final
+class Edits:
+    """Knows which parameters somebody else than Weft has written to, by their versions and by who asked for `.data`,
+    which has none that could be read.  In bf16 and fp16 the first steps, and then ever fewer, compare all weights with
+    their masters besides."""
+
+    def __init__(self, parts: Sequence[ModelPart], stores: StoreSet, plan: Plan) -> None:
+        self._stores, self._plan = stores, plan
+        self._watched = [
+            _Watched(part.layout[name].name, each, "tensor" in part.layout[name].split_axes, each._version)
+            for part in parts
+            for name, each in part.module.named_parameters()
+        ]
+        self._shards = stores.shards
+        self._masters = [shard.master._version for shard in self._shards]
+        self._touched = False
+        self._looks = self._edits = 0
+        self._is_inside = False
+        self._facts: dict[str, str] = {}
+        watching = _watching(weakref.ref(self))
+        for each in self._watched if not plan.compute.compile else ():
+            if type(each.parameter) is nn.Parameter:
+                each.parameter.__class__ = watching
+
+    # ── told by parameters ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def touch(self) -> None:
+        """Somebody has asked for the `.data` of a parameter."""
+        self._touched = self._touched or not self._is_inside
+
+    def rebind(self, parameter: nn.Parameter, old: Tensor, new: Tensor) -> bool:
+        """Somebody gives a parameter other storage.  Take its values over, and return whether that was done.
+
+        Raises:
+            RecipeError: they do not fit into what trains.
+        """
+        if self._is_inside or (new.data_ptr() == old.data_ptr() and new.shape == old.shape and new.dtype == old.dtype):
+            return self._is_inside is False
+        if new.shape != old.shape or new.dtype != old.dtype or new.device != old.device:
+            name = next((each.name for each in self._watched if each.parameter is parameter), "a parameter")
+            raise RecipeError(
+                f"{name} was given {_said(new)} in place of {_said(old)} after session.prepare, and the plan trains the"
+                " latter. Change dtype, device and shape of a model before prepare; compute.precision says what it"
+                " computes in."
+            )
+        with torch.no_grad():
+            parameter.copy_(new)
+        return True
+
+    # ── told by the guard ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Take over what was written since `note`, before Weft does anything with the model.
+
+        Raises:
+            RecipeError: it cannot be taken over under this plan; it says how to write it.
+        """
+        self._is_inside = True
+        self._looks += 1
+        edited = [each for each in self._watched if each.parameter._version != each.version]
+        has_copies = any(shard.weights is not None for shard in self._shards)
+        if any(shard.master._version != version for shard, version in zip(self._shards, self._masters, strict=True)):
+            self._take_optimizers(edited, has_copies=has_copies)
+        elif has_copies and (edited or self._touched or _is_due(self._looks)):
+            for shard in self._shards:
+                shard.take_over()
+        if edited:
+            self._note_edited(edited)
+        self._note_versions()
+
+    def note(self, *, gathered: bool = False) -> None:
+        """Weft has done what it had to do: what is written from now on is somebody else's.  Unless what is `gathered`
+        is still needed, ZeRO-3's weights are shards from now on."""
+        if not gathered:
+            self.release()
+        self._note_versions()
+        self._is_inside = False
+
+    def release(self) -> None:
+        """Let a write reach what trains, and not weights that were gathered to compute with."""
+        if self._plan.data_parallel.shards_weights:
+            self._stores.release()
+
+    def _note_versions(self) -> None:
+        for each in self._watched:
+            each.version = each.parameter._version
+        self._masters = [shard.master._version for shard in self._shards]
+        self._touched = False
+
+    def take_facts(self) -> dict[str, str]:
+        """Return what must be equal on all ranks of edits since this was asked last."""
+        facts, self._facts = self._facts, {}
+        return facts
+
+    def let_go(self) -> None:
+        """Watch no more: parameters are torch's own again."""
+        for each in self._watched:
+            if getattr(type(each.parameter), "is_watched", False):
+                each.parameter.__class__ = nn.Parameter
+
+    def _take_optimizers(self, edited: Sequence[_Watched], *, has_copies: bool) -> None:
+        """The optimizer has changed what it trains between two steps, as those do that average weights."""
+        data = self._plan.data_parallel
+        cut = any(shard.cut_group is not None for shard in self._shards) and not data.shards_weights
+        if cut or (edited and has_copies):
+            raise RecipeError(
+                "the optimizer has changed weights outside of a step (as train() and eval() of one that averages them"
+                " do), and under this plan the model has copies, which would differ. Use data_parallel.zero = 0"
+                " or 3, and leave the model's parameters alone in between."
+            )
+        if has_copies:
+            self._stores.publish()
+
+    def _note_edited(self, edited: Sequence[_Watched]) -> None:
+        cut = next((each.name for each in edited if each.is_cut), None)
+        if cut is not None:
+            raise RecipeError(
+                f"the loop has changed {cut} since the last step, of which this rank has a part (mesh.tensor ="
+                f" {self._plan.mesh.tensor}): what is computed of the whole (a norm, an average) would be another on"
+                " each rank. Write it as a parametrization in the model, or use mesh.tensor = 1."
+            )
+        self._edits += 1
+        mesh = self._plan.mesh
+        is_same = mesh.tensor * mesh.pipeline * mesh.context == 1 and _is_due(self._edits)
+        said = [f"{each.name}{_digest(each.parameter) if is_same else ''}" for each in edited]
+        if mesh.pipeline == 1:
+            self._facts["what the loop has written into the weights"] = ", ".join(said)
+
+
+def _is_due(number: int) -> bool:
+    return number & (number - 1) == 0 or number % 1000 == 0
+
+
+def _digest(parameter: Tensor) -> str:
+    if isinstance(parameter, DTensor) or not parameter.numel():
+        return ""
+    values = parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return f" ({xxhash.xxh3_64_hexdigest(values.data)})"
+
+
+def _said(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+
+
+def _watching(edits: weakref.ref[Edits]) -> type[nn.Parameter]:
+    """Return a class of parameters that tell of `.data`.  It is made anew for each model, and copies and pickles are
+    torch's own parameters: nothing of Weft goes with them."""
+    plain: Any = cast(Any, torch.Tensor).data
+
+    class Parameter(nn.Parameter):
+        is_watched = True
+
+        @property
+        def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+            if (told := edits()) is not None:
+                told.touch()
+            return plain.__get__(self)
+
+        @data.setter
+        def data(self, value: Tensor) -> None:
+            told = edits()
+            if told is None or not told.rebind(self, plain.__get__(self), value):
+                plain.__set__(self, value)
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+            if id(self) not in memo:
+                copied = plain.__get__(self).clone(memory_format=torch.preserve_format)
+                memo[id(self)] = nn.Parameter(copied, self.requires_grad)
+            return memo[id(self)]
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return nn.Parameter(plain.__get__(self), self.requires_grad).__reduce_ex__(protocol)
+
+    Parameter.__module__, Parameter.__qualname__ = nn.Parameter.__module__, nn.Parameter.__qualname__
+    return Parameter

@@ -1,0 +1,170 @@
+"""What a loop writes into the weights between steps trains on as in plain PyTorch, or is refused in a sentence."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_session_kept import InOrder, check_equal, in_order, whole_weights
+from test_session_traps import BATCH, build, loss_fn, prepared, session_of
+from torch import Tensor, nn
+
+from pool import RankPool
+from weft.errors import RecipeError
+from weft.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
+
+STEPS = 4
+
+
+@torch.no_grad()
+def _clipped(model: Any) -> None:
+    for p in model.parameters():
+        p.clamp_(-0.2, 0.2)
+
+
+def _clipped_data(model: Any) -> None:
+    for p in model.parameters():
+        p.data.clamp_(-0.2, 0.2)
+
+
+def _zeroed(model: Any) -> None:
+    model[2].bias.data.zero_()
+
+
+def _initialised(model: Any) -> None:
+    nn.init.zeros_(model[0].weight)
+
+
+def _rebound(model: Any) -> None:
+    model[0].bias.data = model[0].bias.data * 0.5
+
+
+@torch.no_grad()
+def _scaled(model: Any) -> None:
+    model[0].weight.mul_(0.9)
+
+
+def _detached(model: Any) -> None:
+    model[0].weight.detach().view(-1)[3:9] *= 0.5
+
+
+EDITS: dict[str, Callable[[Any], None]] = {
+    "clamp_": _clipped,
+    "data.clamp_": _clipped_data,
+    "data.zero_": _zeroed,
+    "init.zeros_": _initialised,
+    "data =": _rebound,
+    "mul_": _scaled,
+    "detach": _detached,
+}
+
+
+def plan_of(kind: str, world: int) -> Plan:
+    axes: dict[str, int] = {"shard" if "3" in kind else "replicate": world}
+    if kind == "tensor":
+        axes = {"tensor": world}
+    zero: Any = next((int(digit) for digit in "123" if digit in kind), 0)
+    data = 1 if kind == "tensor" else world
+    return Plan(
+        mesh=MeshPlan(**axes),
+        data_parallel=DataParallelPlan(zero=zero),
+        microbatch=MicrobatchPlan(size=BATCH // data, per_step=1),
+        compute=ComputePlan(precision="bf16" if "bf16" in kind else "fp64"),
+    )
+
+
+def plain(edit: str) -> list[Tensor]:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for batch in [*in_order()][:STEPS]:
+        optimizer.zero_grad()
+        (loss_fn(model(batch[0]), batch)[0] / len(batch[0])).backward()
+        optimizer.step()
+        EDITS[edit](model)
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def train(kind: str, folder: str, edit: str, *, evaluates: bool = False) -> list[Tensor]:
+    plan = plan_of(kind, torch.distributed.get_world_size())
+    split = {"0": "column", "2": "row"} if kind == "tensor" else ()
+    with session_of(folder, plan, permit=(plan.compute.precision,)) as session:
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        state = prepared(session, model, InOrder(), optimizer=optimizer, batch_size=BATCH, split=split)
+        for batch in state.batches(STEPS):
+            state.step(batch)
+            if evaluates:
+                state.evaluate(InOrder())
+                with torch.no_grad():
+                    state.model(batch[0].to(next(state.model.parameters()).dtype))
+            EDITS[edit](state.model)
+        return whole_weights(state, folder, build())
+
+
+@pytest.mark.parametrize("edit", sorted(EDITS))
+def test_edits_train_on_as_in_plain_torch(ranks: RankPool, tmp_path: Path, edit: str) -> None:
+    right = plain(edit)
+    for number, (world, kind) in enumerate(((1, "data"), (2, "data"), (2, "zero 1"), (2, "zero 3"))):
+        if kind == "zero 3" and edit in ("data =", "detach"):
+            continue  # of a DTensor these are refused by torch, or shares
+        evaluates = kind == "zero 3"
+        for found in ranks.run(world, train, kind, str(tmp_path / f"{number}"), edit, evaluates=evaluates):
+            check_equal(found, right)
+
+
+@pytest.mark.parametrize("edit", sorted(EDITS))
+def test_edits_reach_the_masters_of_bf16(ranks: RankPool, tmp_path: Path, edit: str) -> None:
+    model = build()
+    model.load_state_dict(dict(zip(model.state_dict(), plain(edit), strict=True)))
+    for number, (world, kind) in enumerate(((1, "bf16"), (2, "bf16"), (2, "bf16 zero 1"))):
+        for found in ranks.run(world, train, kind, str(tmp_path / f"{number}"), edit):
+            for mine, other in zip(found, model.parameters(), strict=True):
+                assert float((mine.double() - other.detach()).abs().max()) < 0.02, edit
+            if edit in ("clamp_", "data.clamp_"):
+                assert max(float(mine.abs().max()) for mine in found) <= 0.2002
+
+
+@pytest.mark.parametrize("edit", ["clamp_", "mul_"])
+def test_edits_of_what_tensor_ranks_share_are_refused(ranks: RankPool, tmp_path: Path, edit: str) -> None:
+    with pytest.raises(RecipeError, match=r"the loop has changed 0\.weight since the last step, of which this rank"):
+        ranks.run(2, train, "tensor", str(tmp_path), edit)
+
+
+def differing(folder: str) -> None:
+    with session_of(folder, plan_of("data", 2)) as session:
+        model = build()
+        state = prepared(session, model, InOrder(), batch_size=BATCH)
+        for batch in state.batches(2):
+            state.step(batch)
+            with torch.no_grad():
+                model[0].weight.add_(0.1 * (session.rank + 1))
+
+
+def test_edits_that_differ_between_ranks_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="what the loop has written into the weights differs between the ranks"):
+        ranks.run(2, differing, str(tmp_path))
+
+
+def test_another_dtype_is_refused_where_it_is_given(tmp_path: Path) -> None:
+    with session_of(tmp_path) as session:
+        state = prepared(session, build())
+        state.step(next(iter(state.batches(1))))
+        with pytest.raises(RecipeError, match=r"0\.weight was given \(16, 6\) float16 on cpu in place of"):
+            state.model.half()
+
+
+def test_copies_and_files_have_nothing_of_weft(tmp_path: Path) -> None:
+    with session_of(tmp_path) as session:
+        model = build()
+        prepared(session, model)
+        assert type(copy.deepcopy(model[0].weight)) is nn.Parameter
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        assert set(torch.load(file, weights_only=True)) == set(model.state_dict())
+    assert {type(each) for each in model.parameters()} == {nn.Parameter}

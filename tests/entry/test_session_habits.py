@@ -75,6 +75,43 @@ def test_loaders_with_an_order_of_their_own(ranks: RankPool, tmp_path: Path, whi
         assert losses == pytest.approx(alone, rel=1e-10)
 
 
+@pytest.mark.parametrize("number", [2, 3, 7])
+def test_steps_of_a_loader_that_only_iterates_run_on_into_its_next_pass(tmp_path: Path, number: int) -> None:
+    rows = samples(24).tensors
+    batches = [list(one) for one in zip(*(part.split(BATCH) for part in rows), strict=True)]
+    with session_of(tmp_path / "run") as session:
+        state = prepared(session, build(), batches, batch_size=BATCH)
+        seen = []
+        for batch in state.batches(number):
+            seen.append(float(batch[0].sum()))
+            state.step(batch)
+        path = state.save()
+        seen += [float(batch[0].sum()) for batch in state.batches(1)]
+    expected = [float(batches[step % 3][0].sum()) for step in range(number + 1)]
+    assert seen == pytest.approx(expected, rel=1e-12)
+    with session_of(tmp_path / "again") as session:
+        state = prepared(session, build(), batches, batch_size=BATCH)
+        assert state.load(path) == number
+        assert float(next(state.batches(4))[0].sum()) == pytest.approx(expected[number], rel=1e-12)
+
+
+def test_steps_that_a_loader_has_no_batches_for_are_refused(tmp_path: Path) -> None:
+    class Once:
+        """An iterable that is empty from its third pass on: `prepare` looks at one batch."""
+
+        passes = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.passes += 1
+            return iter([list(samples(BATCH).tensors)] if self.passes < 3 else [])
+
+    with session_of(tmp_path) as session:
+        state = prepared(session, build(), Once(), batch_size=BATCH)
+        with pytest.raises(DataError, match=r"yielded no batch in pass \d, and \d more steps .* Give an iterable"):
+            for batch in state.batches(3):
+                state.step(batch)
+
+
 def drifting(folder: str) -> None:
     with session_of(folder, plan_for(2)) as session:
         state = prepared(session, build(), DataLoader(samples(SIZE), batch_size=BATCH, sampler=Own(drifts=True)))

@@ -8,6 +8,7 @@ from typing import final
 from weft.checkpoint import Json
 from weft.entry._seen_batches import SeenBatches
 from weft.entry._user_batches import BatchStream, UserBatch
+from weft.errors import DataError
 
 
 @final
@@ -23,14 +24,31 @@ class LoaderPasses:
         """The same of the save that the run goes on from, until it has gone on."""
 
     def batches(self, steps: int | None) -> Iterator[UserBatch]:
-        """Yield the coming batches whole: `steps` of them, or all to the end of the pass."""
+        """Yield the coming batches whole: `steps` of them, through as many passes as that takes, or all to the end of
+        the pass."""
+        left = steps
+        while left is None or left > 0:
+            before, is_new = left, not self.taken
+            for batch in self._pass(left):
+                left = None if left is None else left - 1
+                yield batch
+            if left is None:
+                return
+            if is_new and left == before:
+                raise DataError(
+                    f"the loader yielded no batch in pass {self.number}, and {left} more steps were asked for. Give an"
+                    " iterable whose __iter__ starts anew, or ask for no more steps than it has batches."
+                )
+
+    def _pass(self, most: int | None) -> Iterator[UserBatch]:
+        """The rest of the present pass, or `most` batches of it."""
         skipped, number = self.taken, -1
         for number, batch in enumerate(self._stream.iterate()):
             if number < skipped:
                 if number + 1 == skipped:
                     self._seen.check_skipped(self._stream.digest, self._expected, number)
                 continue
-            if steps is not None and number >= skipped + steps:
+            if most is not None and number >= skipped + most:
                 return
             self.taken, self._last, self._expected = number + 1, self._stream.digest, ""
             yield batch

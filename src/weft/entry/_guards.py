@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.entry._edits import Edits
 from weft.entry._fixed_norms import FixedNorms
+from weft.entry._plain_model import PlainModel
 from weft.errors import PlanError, RecipeError
 from weft.models import Blueprint
 from weft.parallel import ParallelModel
@@ -39,7 +40,9 @@ class MovedParameter(nn.Parameter):
 class Guard:
     """Knows when a model's step is under way, and refuses what only makes sense inside one."""
 
-    def __init__(self, *, watches_edits: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, watches_edits: bool = True) -> None:
+        """`model` is as the user gave it."""
+        self._plain: PlainModel | None = PlainModel(model)
         self._depth = 0
         self._watches_edits = watches_edits
         self._edits: Edits | None = None
@@ -128,18 +131,22 @@ class Guard:
             self._handles.append(root.register_forward_hook(self._drop_gathered))
 
     def let_go(self) -> None:
-        """Watch gradients no more; the optimizer stays refused, it holds nothing of the model."""
+        """Watch gradients no more, and leave the model plain; the optimizer stays refused, it holds nothing of it."""
         while self._handles:
             self._handles.pop().remove()
         if self._edits is not None:
             self._edits.let_go()
             self._edits = None
+        if self._plain is not None:
+            self._plain.restore()
+            self._plain = None
 
     def watch_state(self, model: nn.Module, plan: Plan) -> None:
         """Refuse `state_dict` (and so `save_pretrained`) where a rank holds a part of the model only, and
         `load_state_dict` where weights are copies of what trains."""
         mesh = plan.mesh
         is_cut = mesh.tensor > 1 or mesh.pipeline > 1 or plan.data_parallel.shards_weights
+        self._plain = None if is_cut else self._plain
         for module in model.modules() if is_cut else ():
             module.register_state_dict_pre_hook(self._refusal(_MODEL_STATE))
         if is_cut or plan.compute.precision in ("bf16", "fp16"):

@@ -350,7 +350,7 @@ class Session:
             recorded=self._runs.open(self._prepared, plan),
             calls=self._calls,
             rounds=self._rounds,
-            guard=Guard(watches_edits=self.nets.edits),
+            guard=Guard(model, watches_edits=self.nets.edits),
             number=self._prepared,
         )
         self._optimizers.add(optimizer)

@@ -164,12 +164,12 @@ class TrainState:
 
     def step(self, batch: UserBatch) -> StepEvent:
         """Train on this rank's share of a global batch: forward, backward, reductions, clipping, the optimizer's step.
+        `loss` and `count` of what it returns are of the whole global batch, on every rank; `len(batch)` is not.
 
         Raises:
             DataError: the share has another number of samples than the plan gives this rank.
-            RecipeError: the ranks' optimizers have other settings, or their states have done other numbers of steps;
-                gradients are switched off, a parameter that prepare found frozen is not any more, or gradients were
-                changed (clipped) after the last step.
+            RecipeError: the ranks' optimizers have other settings or have done other numbers of steps; gradients are
+                off, a parameter frozen at prepare is not any more, or gradients were changed (clipped) after a step.
         """
         self._check_ready("step()")
         with self._calls.call(f"{self._name}.step()", facts=lambda: self._facts), self._guard.inside():

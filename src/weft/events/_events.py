@@ -41,7 +41,8 @@ class StepEvent:
     loss: float
     """Global loss sum over global count; nan when nothing counted."""
     count: float
-    """Tokens with a label, or samples, of the global batch."""
+    """Tokens with a label, or samples, of the global batch, on every rank: `loss * count` is its sum, for a mean over
+    an epoch.  `len(batch)` is the rank's share alone."""
     gradient_norm: float
     """Norm of the whole gradient, before clipping; where replicas step by themselves, of the replica that has the
     largest."""

@@ -27,6 +27,7 @@ from torch.utils.data import (
 import weft
 from pool import RankPool
 from weft.errors import CheckpointError, DataError, RecipeError
+from weft.models import CutTable
 from weft.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 
 BATCH = 8
@@ -160,12 +161,20 @@ def test_parameters_that_the_model_has_left_say_so(ranks: RankPool, tmp_path: Pa
 # ── what is written ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def exported(folder: str, zero: int, tensor: int) -> None:
+def exported(folder: str, zero: int, tensor: int, pipeline: int = 1) -> None:
     world = torch.distributed.get_world_size()
     model = build()
-    with session_of(folder, plan_for(world, zero, tensor)) as session:
+    plan = plan_for(world, zero, tensor)
+    if pipeline > 1:
+        plan = Plan(
+            mesh=MeshPlan(pipeline=2),
+            microbatch=MicrobatchPlan(size=BATCH // 2, per_step=2),
+            compute=ComputePlan(precision="fp64"),
+        )
+    with session_of(folder, plan) as session:
         split = {"0": "column", "2": "row"} if tensor > 1 else {}
-        state = prepared(session, model, split=split)
+        cut = CutTable(entry="0", blocks=("1", "2")) if pipeline > 1 else None
+        state = prepared(session, model, split=split, cut=cut)
         for batch in state.batches(2):
             state.step(batch)
         if zero == 3 or tensor > 1:
@@ -176,12 +185,12 @@ def exported(folder: str, zero: int, tensor: int) -> None:
             state.export(Path(folder) / "out")
 
 
-@pytest.mark.parametrize(("world", "zero", "tensor"), [(2, 0, 1), (2, 3, 1), (2, 0, 2)])
+@pytest.mark.parametrize(("zero", "tensor", "pipeline"), [(0, 1, 1), (3, 1, 1), (0, 2, 1), (0, 1, 2)])
 def test_an_export_is_the_whole_model_under_any_plan(
-    ranks: RankPool, tmp_path: Path, world: int, zero: int, tensor: int
+    ranks: RankPool, tmp_path: Path, zero: int, tensor: int, pipeline: int
 ) -> None:
     ranks.run(1, exported, str(tmp_path / "a"), 0, 1)
-    ranks.run(world, exported, str(tmp_path / "b"), zero, tensor)
+    ranks.run(2, exported, str(tmp_path / "b"), zero, tensor, pipeline)
     alone, together = (load_file(tmp_path / name / "out" / "model.safetensors") for name in "ab")
     assert alone.keys() == dict(build().named_parameters()).keys() == together.keys()
     for name, value in alone.items():

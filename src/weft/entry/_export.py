@@ -13,6 +13,7 @@ import torch
 from weft.checkpoint import Checkpointer, Peers
 from weft.checkpoint.export import export_checkpoint
 from weft.data.preparation import path_of
+from weft.entry._guards import MovedParameter
 from weft.errors import CheckpointError, LaunchError
 from weft.events import RunFolder
 from weft.models import Blueprint, build_model
@@ -69,13 +70,10 @@ def export_model(pieces: Sequence[Piece], blueprint: Blueprint, steps: int, give
         CheckpointError: on every rank; the folder is not empty or cannot be written.
     """
     folder = new_folder_of(given)
-    held = (*blueprint.module.named_parameters(), *blueprint.module.named_buffers())
-    if (name := next((name for name, each in held if each.is_complex()), None)) is not None:
-        raise CheckpointError(
-            f"{name} is complex, which no file of safetensors that transformers loads can hold. Keep the weights by"
-            " state.save(), or register torch.view_as_real of it in the model."
-        )
-    partial, problem = folder.with_name(f".{folder.name}.exporting"), None
+    problem = peers.first_problem(_complex_in(blueprint))
+    if problem is not None:
+        raise CheckpointError(problem)
+    partial = folder.with_name(f".{folder.name}.exporting")
     stored = Checkpointer(partial, peers).save(steps, pieces)
     if peers.rank == 0:
         try:
@@ -87,6 +85,19 @@ def export_model(pieces: Sequence[Piece], blueprint: Blueprint, steps: int, give
     if problem is not None:
         raise CheckpointError(problem)
     return folder
+
+
+def _complex_in(blueprint: Blueprint) -> str | None:
+    """Why a model cannot be exported, of what this rank holds of it: other stages have let their parameters go."""
+    module = blueprint.module
+    held = (*module.named_parameters(), *module.named_buffers())
+    for name, each in held:
+        if not isinstance(each, MovedParameter) and each.is_complex():
+            return (
+                f"{name} is complex, which no file of safetensors that transformers loads can hold. Keep the weights by"
+                " state.save(), or register torch.view_as_real of it in the model."
+            )
+    return None
 
 
 def new_folder_of(folder: object) -> Path:

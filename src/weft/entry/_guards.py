@@ -14,8 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.entry._edits import Edits
 from weft.entry._fixed_norms import FixedNorms
+from weft.entry._loss_parameters import LossParameters
 from weft.entry._plain_model import PlainModel
 from weft.errors import PlanError, RecipeError
+from weft.events import StepEvent
 from weft.models import Blueprint
 from weft.parallel import ParallelModel
 from weft.plan import Plan
@@ -40,8 +42,9 @@ class MovedParameter(nn.Parameter):
 class Guard:
     """Knows when a model's step is under way, and refuses what only makes sense inside one."""
 
-    def __init__(self, model: nn.Module, *, watches_edits: bool = True) -> None:
+    def __init__(self, model: nn.Module, loss_parameters: LossParameters, *, watches_edits: bool = True) -> None:
         """`model` is as the user gave it."""
+        self._loss_parameters = loss_parameters
         self._plain: PlainModel | None = PlainModel(model)
         self._depth = 0
         self._watches_edits = watches_edits
@@ -101,6 +104,13 @@ class Guard:
             self._norms.check()
         if left is not None and not self.refused_backward:  # which has left a part of itself
             left.check()
+        self._loss_parameters.begin()
+
+    def after_step(self, model: nn.Module, event: StepEvent) -> LeftGradients:
+        """Return what a step has left in the model's gradients.  Call on every rank."""
+        self._loss_parameters.end(event)
+        self.refused_backward = False
+        return LeftGradients(model)
 
     @property
     def is_inside(self) -> bool:
@@ -137,6 +147,7 @@ class Guard:
         if self._edits is not None:
             self._edits.let_go()
             self._edits = None
+        self._loss_parameters.let_go()
         if self._plain is not None:
             self._plain.restore()
             self._plain = None

@@ -24,6 +24,7 @@ from weft.entry._calls import Calls
 from weft.entry._dtypes import casts_inputs, check_dtypes
 from weft.entry._first_looks import FirstLooks, look_first
 from weft.entry._guards import Guard, refuse_wrapped
+from weft.entry._loss_parameters import LossParameters
 from weft.entry._nets import Nets
 from weft.entry._prepared_facts import facts_of_prepared
 from weft.entry._recording import SessionRuns
@@ -336,6 +337,8 @@ class Session:
         self._own(model)
         mesh = self._mesh(plan)
         self._prepared += 1
+        nominal = float(recipe.batch.global_batch_size * (blueprint.sequence_length or 1))
+        held = LossParameters(loss, self._owned, plan, mesh, nominal_count=nominal)
         state = TrainState(
             recipe=recipe,
             plan=plan,
@@ -350,7 +353,7 @@ class Session:
             recorded=self._runs.open(self._prepared, plan),
             calls=self._calls,
             rounds=self._rounds,
-            guard=Guard(model, watches_edits=self.nets.edits),
+            guard=Guard(model, held, watches_edits=self.nets.edits),
             number=self._prepared,
         )
         self._optimizers.add(optimizer)

@@ -468,7 +468,7 @@ class TrainState:
 
     def _note(self, event: StepEvent) -> None:
         self._steps += 1
-        self._left, self._guard.refused_backward = LeftGradients(self.model), False
+        self._left = self._guard.after_step(self.model, event)
         self._shares.took_step(self._share)
         self._reporter.step(event, samples=self._share.size)
         self._reporter.report()

@@ -53,7 +53,8 @@ def group_indices(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[s
                 raise RecipeError(
                     f"parameter group {index} of the {type(optimizer).__name__} holds a tensor of shape"
                     f" {tuple(parameter.shape)} that is no parameter of the model. Create the optimizer over"
-                    " model.parameters() of the same model, after moving or changing it."
+                    " model.parameters() of the same model, after moving or changing it. What belongs to the loss, make"
+                    " a submodule of the model, or give it to an optimizer of its own."
                 )
             groups[names[id(parameter)]] = index
     left = [name for name, parameter in module.named_parameters() if parameter.requires_grad and name not in groups]

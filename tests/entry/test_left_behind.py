@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +98,32 @@ class Lazy(nn.Module):
         return self.layer(x * self.table + self.angles)
 
 
+class Teacher(nn.Module):
+    """A second layer whose weights follow the first one's with every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.slow = nn.Linear(6, 4), nn.Linear(6, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for slow, own in zip(self.slow.parameters(), self.layer.parameters(), strict=True):
+                slow.lerp_(own, 0.1)
+        return self.layer(x) + self.slow(x)
+
+
+class Fading(nn.Module):
+    """Dropout whose rate falls from forward to forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rate = nn.Linear(6, 4), 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rate *= 0.9
+        return nn.functional.dropout(self.layer(x), self.rate, self.training)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -136,6 +163,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "rows": Rows,
     "lazy": Lazy,
     "spectral": _spectral,
+    "teacher": Teacher,
     "counted": lambda: Warm(10**9),
 }
 
@@ -203,7 +231,7 @@ def check_equal(found: Any, kind: str) -> None:
         torch.testing.assert_close(value, state[name], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", list(MODELS))
 def test_one_process_with_the_whole_batch_keeps_all_that_plain_torch_keeps(kind: str, tmp_path: Path) -> None:
     check_equal(trained(kind, plan_for(1), str(tmp_path)), kind)
 
@@ -225,7 +253,7 @@ def test_data_ranks_are_refused_where_samples_leave_something_behind(
         ranks.run(2, trained, kind, plan_for(2, zero=zero), str(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["codebook", "codebook in weights", "bank", "warm", "spectral"])
+@pytest.mark.parametrize("kind", ["codebook", "codebook in weights", "bank", "warm", "spectral", "teacher", "fading"])
 def test_accumulation_is_refused_where_every_forward_leaves_something_behind(kind: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"changes its .* in every forward, .* Use microbatch\.per_step = 1"):
         trained(kind, plan_for(1, per_step=2), str(tmp_path))
@@ -234,6 +262,85 @@ def test_accumulation_is_refused_where_every_forward_leaves_something_behind(kin
 @pytest.mark.parametrize("kind", ["rows", "lazy", "counted"])
 def test_accumulation_goes_on_where_nothing_differs(kind: str, tmp_path: Path) -> None:
     check_equal(trained(kind, plan_for(1, per_step=2), str(tmp_path)), kind)
+
+
+def test_weights_of_which_ranks_hold_parts_are_not_written_by_forwards(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"Teacher changes its weights weight and bias, and under ZeRO-3"):
+        ranks.run(2, trained, "teacher", plan_for(2, zero=3), str(tmp_path / "a"))
+    for found in ranks.run(2, trained, "teacher", plan_for(2, zero=1), str(tmp_path / "b")):
+        check_equal(found, "teacher")
+
+
+class Queue:
+    """A loss that remembers, as an object."""
+
+    def __init__(self) -> None:
+        self.seen = deque[Tensor](maxlen=2)
+
+    def __call__(self, outputs: Tensor, batch: list[Tensor]) -> tuple[Tensor, int]:
+        loss, count = loss_fn(outputs, batch)
+        loss = loss + sum((outputs.mean(0) - each).square().sum() for each in self.seen) * len(outputs)
+        self.seen.append(outputs.detach().mean(0))
+        return loss, count
+
+
+def closure() -> Callable[[Tensor, list[Tensor]], tuple[Tensor, Any]]:
+    """A loss that remembers, in a variable around it."""
+    seen = [torch.zeros((), dtype=torch.float64)]
+
+    def loss(outputs: Tensor, batch: list[Tensor]) -> tuple[Tensor, Any]:
+        found, count = loss_fn(outputs, batch)
+        seen[0] = 0.9 * seen[0] + 0.1 * found.detach() / count
+        return found * (1 + seen[0]), count
+
+    return loss
+
+
+def late() -> Callable[[Tensor, list[Tensor]], tuple[Tensor, Any]]:
+    """A loss that begins another term after some calls."""
+    calls = 0
+
+    def loss(outputs: Tensor, batch: list[Tensor]) -> tuple[Tensor, Any]:
+        nonlocal calls
+        calls += 1
+        found, count = loss_fn(outputs, batch)
+        return found * (2.0 if calls > 3 else 1.0), count
+
+    return loss
+
+
+LOSSES: dict[str, Callable[[], Any]] = {"seen": Queue, "closure": closure, "calls": late}
+
+
+def with_loss(kind: str, plan: Plan, folder: str) -> list[float]:
+    with weft.session(plan, permit=("fp64",), folder=folder, quiet=True) as session:
+        model = build("lazy")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        loader = DataLoader(TensorDataset(*map(torch.cat, zip(*batches(), strict=True))), batch_size=BATCH)
+        state = session.prepare(model, optimizer, loader, loss=LOSSES[kind]())
+        return [state.step(batch).loss for batch in state.batches(STEPS)]
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_losses_that_remember(kind: str, ranks: RankPool, tmp_path: Path) -> None:
+    model, loss = build("lazy"), LOSSES[kind]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses: list[float] = []
+    for batch in batches():
+        optimizer.zero_grad()
+        found = loss(model(batch[0]), batch)[0] / BATCH
+        found.backward()
+        optimizer.step()
+        losses.append(float(found.detach()))
+    assert with_loss(kind, plan_for(1), str(tmp_path / "a")) == pytest.approx(losses, rel=1e-10)
+    with pytest.raises(PlanError, match=r"the loss changes its attribute .* Use microbatch\.per_step = 1"):
+        with_loss(kind, plan_for(1, per_step=2), str(tmp_path / "b"))
+    if kind == "calls":
+        for found in ranks.run(2, with_loss, kind, plan_for(2), str(tmp_path / "c")):
+            assert found == pytest.approx(losses, rel=1e-10)
+    else:
+        with pytest.raises(PlanError, match=r"the loss changes its attribute seen by the samples that it is given"):
+            ranks.run(2, with_loss, kind, plan_for(2), str(tmp_path / "c"))
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -291,7 +398,7 @@ class Hidden(nn.Module):
         return self.layer(x)
 
 
-MODELS["hidden"] = Hidden
+MODELS |= {"hidden": Hidden, "fading": Fading}
 
 
 def frozen_edited(zero: int, folder: str) -> None:
@@ -322,5 +429,7 @@ def test_and_so_is_what_the_first_look_would_have_found(spread: bool, ranks: Ran
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_frozen_weight_that_one_rank_edits_is_seen(zero: int, ranks: RankPool, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"^1\.weight differs between the ranks"):
+    with pytest.raises(
+        RecipeError, match=r"1\.weight.* differs between|differs between the ranks: nothing on rank 0, 1\.weight"
+    ):
         ranks.run(2, frozen_edited, zero, str(tmp_path))

@@ -26,7 +26,7 @@ from weft.errors import RecipeError
 from weft.models import Blueprint, token_example
 from weft.models.places import places_beside_padding
 from weft.models.samples import draw_integers
-from weft.stand_ins import OneDevice, StandIns, without_fast_path
+from weft.stand_ins import OneDevice, StandIns, on_trial, without_fast_path
 
 Mode = Literal["as it is", "evaluation"]
 """How the model's forward runs: in the mode that it is in, or as it is evaluated, without gradients."""
@@ -138,7 +138,7 @@ class _Recorder(TorchDispatchMode):
                     found.append(tuple(self.value(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)))
                 loss_event = len(self._events)
                 self._modules.append(LOSS)
-                total = self._blueprint.loss(outputs, fields) if loss else None
+                total = on_trial(self._blueprint.loss)(outputs, fields) if loss else None
         made = self._finished(tuple(found), loss_event)
         del outputs, total
         return made

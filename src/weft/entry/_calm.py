@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from weft.parallel.draws import is_draw
 
-_FILL = 0.5
-"""What is drawn, where numbers are."""
+_SHARE = 0.75
+"""Share of the range or the deviation of what is drawn."""
 
 
 @contextlib.contextmanager
@@ -99,22 +99,25 @@ class _Calm(TorchDispatchMode):
 def _fixed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     name = func.overloadpacket.__name__
     kwargs = {**kwargs, "generator": None} if "generator" in kwargs else kwargs
-    if name == "native_dropout":
-        return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+    if name == "native_dropout":  # a rate that changes from forward to forward shows
+        return args[0] * (1.0 + float(args[1])), torch.ones_like(args[0], dtype=torch.bool)
     if name == "randperm":  # one that moves every sample
         return func(*args, **kwargs).sort(descending=True)[0]
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
     result = func(*args, **kwargs)
     for leaf in tree_leaves(result):
         if isinstance(leaf, Tensor):
             with torch.no_grad():
-                leaf.fill_(_value(name, leaf, args, kwargs))
+                leaf.fill_(_value(name, leaf, given))
     return result
 
 
-def _value(name: str, drawn: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+def _value(name: str, drawn: Tensor, given: Mapping[str, Any]) -> float:
     if name.startswith("bernoulli"):
         return 1.0
     if drawn.is_floating_point() or drawn.is_complex():
-        return _FILL
-    bounds = [value for value in (*args, *kwargs.values()) if isinstance(value, int)]
-    return float(bounds[0]) if name.startswith("randint") and len(bounds) > 1 else 0.0
+        low, high = (given.get(each) for each in (("mean", "std") if "normal" in name else ("from", "to")))
+        low, high = (each if isinstance(each, int | float) else other for each, other in ((low, 0.0), (high, 1.0)))
+        return low + _SHARE * (high if "normal" in name else high - low)
+    low = given.get("low", given.get("from", 0))
+    return float(low) if isinstance(low, int) else 0.0

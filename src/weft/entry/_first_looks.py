@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -17,10 +18,12 @@ from weft.entry._meetings import SampleMeeting, WholeBatchLoss, find_meeting, re
 from weft.entry._nets import Nets
 from weft.entry._settings import PlanSettings
 from weft.entry._trial_copies import LOSS
-from weft.entry._trials_of_batch import part_of, trials_of
+from weft.entry._trials_of_batch import is_costly, part_of, trials_of
 from weft.entry._user_batches import UserBatch
 from weft.models import Blueprint
 from weft.plan import MeshPlan, ModelFacts, Plan
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,13 @@ def look_first(
     if plan is not None and runs_once(plan):
         return looks
     trials = trials_of(blueprint, loss, example, part_of(plan))
+    if trials is not None and is_costly(trials):
+        logger.warning(
+            "the model is too large to be tried on this host before training (%.0f GFLOP), so nobody has looked whether"
+            " its forward leaves something behind or lets samples meet",
+            trials.flops / 1e9,
+        )
+        trials = None
     if trials is not None and nets.left_behind:
         with suppress(Exception):  # whatever a user's forward raises on a part of a batch
             looks = replace(looks, left=find_left_behind(trials))

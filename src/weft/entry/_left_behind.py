@@ -34,6 +34,8 @@ class LeftBehind:
 
     weights: str = ""
     """Weights that train."""
+    frozen: str = ""
+    """Weights that do not."""
     by_samples: str = ""
     """Where two ranks with other samples differ."""
     by_forwards: str = ""
@@ -74,6 +76,12 @@ def refuse_left_behind(left: LeftBehind, plan: Plan) -> None:
             f"{left.by_samples} by the samples that it is given, so that the {others} ranks of this plan, which have"
             f" different ones, would part from each other and from one process. {_FIX}"
         )
+    if left.frozen and plan.data_parallel.shards_weights and plan.mesh.shard > 1:
+        raise PlanError(
+            f"{left.frozen}, and under ZeRO-3 each rank holds a part of it, so that what a forward writes to the whole"
+            " is lost. Use data_parallel.zero = 1, keep it in a buffer, or make the change in the loop between two"
+            " steps, on all ranks alike."
+        )
     if left.by_forwards and plan.microbatch.is_split:
         raise PlanError(
             f"{left.by_forwards} in every forward, and this plan runs the model once for each microbatch, where one"
@@ -95,36 +103,40 @@ _FIX = (
 def _found(trials: Trials) -> LeftBehind:
     before = trials.copied().state()
     whole, halves = trials.copied(), trials.copied()
-    for batch in (trials.first, trials.second):  # what begins with a second forward is seen as well
-        trials.run(halves, batch)
-    trials.run(whole, trials.fields)
+    parts = [trials.run(halves, batch) for batch in (trials.first, trials.second)]  # some begin with a second forward
+    together = trials.run(whole, trials.fields)
     after, after_halves = whole.state(), halves.state()
     touched = _changed(before, after) + _changed(before, after_halves)
     if not touched:
+        trials.seen = (together, parts[0], parts[1])
         return LeftBehind()
     trained = {name for name, weight in trials.blueprint.module.named_parameters() if weight.requires_grad}
-    weights = [kept for kept in dict.fromkeys(touched) if kept.kind == "parameter" and kept.shown in trained]
-    ranks = [_repeated(trials, batch) for batch in (trials.first, trials.second, trials.fields)]
-    first, *others = [rank.state() for rank in ranks]
+    written = [kept for kept in dict.fromkeys(touched) if kept.kind == "parameter"]
+    weights = [kept for kept in written if kept.shown in trained]
+    frozen = [kept for kept in written if kept.shown not in trained]
+    first, *others = [_after(trials, (batch, batch)).state() for batch in (trials.first, trials.second, trials.fields)]
     of_ranks = [kept for other in others for kept in _differing(first, other, before)]
     of_forwards = _differing(after, after_halves, before)
+    ranks = (trials.first, trials.first), (trials.second, trials.second)
+    steps = (trials.fields,), (trials.first, trials.second)
     return LeftBehind(
         weights=_told(weights, trials),
-        by_samples=_told(_mattering(list(dict.fromkeys(of_ranks)), trials, ranks[:2]), trials),
-        by_forwards=_told(_mattering(of_forwards, trials, [whole, halves], counters=True), trials),
+        frozen=_told(frozen, trials),
+        by_samples=_told(_mattering(list(dict.fromkeys(of_ranks)), trials, ranks), trials),
+        by_forwards=_told(_mattering(of_forwards, trials, steps, counters=True), trials),
     )
+
+
+def _after(trials: Trials, batches: Sequence[Batch]) -> TrialCopy:
+    """A copy that has seen some batches."""
+    copied = trials.copied()
+    for batch in batches:
+        trials.run(copied, batch)
+    return copied
 
 
 def _changed(before: Mapping[Kept, Any], after: Mapping[Kept, Any]) -> list[Kept]:
     return changed(before, after, lambda kept: is_same(before[kept], after[kept]))
-
-
-def _repeated(trials: Trials, batch: Batch) -> TrialCopy:
-    """A copy that has seen a batch twice."""
-    copied = trials.copied()
-    for _ in range(2):
-        trials.run(copied, batch)
-    return copied
 
 
 def _differing(one: Mapping[Kept, Any], other: Mapping[Kept, Any], before: Mapping[Kept, Any]) -> list[Kept]:
@@ -133,15 +145,23 @@ def _differing(one: Mapping[Kept, Any], other: Mapping[Kept, Any], before: Mappi
 
 
 def _mattering(
-    left: Sequence[Kept], trials: Trials, copies: Sequence[TrialCopy], *, counters: bool = False
+    left: Sequence[Kept], trials: Trials, ways: tuple[Sequence[Batch], Sequence[Batch]], *, counters: bool = False
 ) -> list[Kept]:
-    """What is part of the model's state, or makes later forwards of the copies differ."""
+    """What is part of the model's state, or makes later forwards differ between copies that have gone two ways."""
     saved = [kept for kept in left if kept.is_saved]
     if saved or not left:
         return saved
-    if _differ([_later(trials, one) for one in copies]):
-        return list(left)
-    return [kept for kept in left if _counts(kept, trials)] if counters else []
+    one, other = (_later(trials, _after(trials, way)) for way in ways)
+    if not _differ([one, other]):
+        return [kept for kept in left if _counts(kept, trials)] if counters else []
+    return [kept for kept in left if _differ([one, _exchanged(kept, trials, ways)])] or list(left)
+
+
+def _exchanged(kept: Kept, trials: Trials, ways: tuple[Sequence[Batch], Sequence[Batch]]) -> list[torch.Tensor]:
+    """What the copy that went the first way makes later, with one thing as it is after the second."""
+    mine, theirs = (_after(trials, way) for way in ways)
+    mine.set_value(kept, theirs.value_of(kept))
+    return _later(trials, mine)
 
 
 def _later(trials: Trials, copied: TrialCopy) -> list[torch.Tensor]:

@@ -55,9 +55,7 @@ def find_meeting(trials: Trials, *, is_declared: bool) -> SampleMeeting:
 
     `is_declared`: the loss says by itself that it sees the whole batch, and what is asked is whether it can.
     """
-    with trials.calm():
-        parts = [trials.run(trials.copied(), batch) for batch in (trials.first, trials.second)]
-        whole = trials.run(trials.copied(), trials.fields)
+    whole, *parts = trials.seen or _tried(trials)
     if not is_declared and (_adds_up(whole, parts, trials.dtype) or not _is_confirmed(trials, whole, parts)):
         return SampleMeeting()
     where, reason = _where(trials), _why_no_gathering(trials)
@@ -65,6 +63,12 @@ def find_meeting(trials: Trials, *, is_declared: bool) -> SampleMeeting:
     if where != LOSS and not reason:  # of two encoders whose outputs a forward multiplies, ranks gather the operands
         where = LOSS
     return SampleMeeting(where=where, figures=figures, no_gathering=reason)
+
+
+def _tried(trials: Trials) -> list[Seen]:
+    """What comes of all samples together, and of the parts."""
+    with trials.calm():
+        return [trials.run(trials.copied(), batch) for batch in (trials.fields, trials.first, trials.second)]
 
 
 def refuse_meeting(meeting: SampleMeeting, plan: Plan) -> None:
@@ -139,10 +143,9 @@ def _is_confirmed(trials: Trials, whole: Seen, parts: Sequence[Seen]) -> bool:
     """Whether samples meet in fp64, too, where roundings cannot be taken for it; else whether they do by far."""
     if trials.dtype == torch.float64:
         return True
-    wide = replace(trials, is_wide=True, fields=_widened(trials.fields), own=set(trials.own))
+    wide = replace(trials, is_wide=True, fields=_widened(trials.fields), own=set(trials.own), seen=None)
     try:
-        with wide.calm():
-            seen = [wide.run(wide.copied(), batch) for batch in (wide.fields, wide.first, wide.second)]
+        seen = _tried(wide)
     except Exception:  # a forward or a loss that asks for its own dtype
         return _difference(whole, parts) > _COARSE
     return not _adds_up(seen[0], seen[1:], torch.float32)  # a forward may go on in fp32 by itself

@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 from weft.data import PreparedData, data_shape, open_data
 from weft.entry._left_behind import find_left_behind, refuse_left_behind, runs_once
 from weft.entry._meetings import find_meeting, refuse_meeting
-from weft.entry._trials_of_batch import part_of, trials_of
+from weft.entry._trials_of_batch import is_costly, part_of, trials_of
 from weft.errors import PlanError
 from weft.models import Batch, Blueprint
 from weft.plan import MicrobatchPlan, Plan
@@ -27,7 +27,7 @@ def refuse_by_first_looks(recipe: Recipe, plan: Plan, blueprint: Blueprint, prep
     trials = None
     with suppress(Exception):  # the ranks will say what is wrong with the data
         trials = trials_of(blueprint, blueprint.loss, _first_batch(recipe, blueprint, prepared), part_of(plan))
-    if trials is None:
+    if trials is None or is_costly(trials):
         return
     left = meeting = None
     with suppress(Exception):  # whatever the model's forward raises on a part of a batch

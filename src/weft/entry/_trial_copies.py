@@ -14,13 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from weft.stand_ins.copied_calls import FOREIGN, cells_of, copied_call, data_around
+
 LOSS = "the loss"
 """Stands for the loss where a module's name is asked."""
-_SHARED_BYTES = 1 << 28
-"""Larger tensors that a function reads from outside are data, which nobody changes."""
-_DATA = (Tensor, np.ndarray, int, float, bool, list, dict, set, deque)
-_FOREIGN = ("weft.", "torch.optim", "torch.utils.data", "torch.distributed")
-"""Modules whose objects are not copied: a loss may know of a session or an optimizer."""
 _OF_TORCH = frozenset(vars(nn.Module())) | {"training"}
 _MOST_VALUES = 20_000
 _DEEPEST = 6
@@ -79,13 +76,13 @@ class TrialCopy:
         return found
 
     def value_of(self, kept: Kept) -> Any:
-        """The value of an attribute, as it is."""
+        """The value of a buffer or an attribute, as it is."""
         if kept.owner == LOSS:
             return of_call(self.loss).get(kept.name)
-        return vars(self.model.get_submodule(kept.owner)).get(kept.name)
+        return getattr(self.model.get_submodule(kept.owner), kept.name, None)
 
     def set_value(self, kept: Kept, value: Any) -> None:
-        """Give an attribute of a module, or a variable around the loss, another value."""
+        """Give a buffer or an attribute of a module, or a variable around the loss, another value."""
         if kept.owner != LOSS:
             setattr(self.model.get_submodule(kept.owner), kept.name, value)
         else:
@@ -119,8 +116,8 @@ def of_call(function: Any) -> dict[str, Any]:
     if isinstance(function, types.MethodType):
         return of_call(function.__self__)
     if isinstance(function, types.FunctionType):
-        held = dict(zip(function.__code__.co_freevars, _cells(function), strict=True))
-        held |= {name: function.__globals__[name] for name in _globals_of(function)}
+        held = dict(zip(function.__code__.co_freevars, cells_of(function), strict=True))
+        held |= {name: function.__globals__[name] for name in data_around(function)}
         defaults = {f"default {place}": value for place, value in enumerate(function.__defaults__ or ())}
         return held | defaults | vars(function)
     if isinstance(function, nn.Module):
@@ -133,62 +130,6 @@ def of_call(function: Any) -> dict[str, Any]:
         }
         return tensors | inner
     return dict(vars(function)) if hasattr(function, "__dict__") else {}
-
-
-def copied_call(function: Any, memo: dict[int, Any]) -> Any:
-    """A copy of a function, with copies of the variables around it; or of a callable object."""
-    if id(function) in memo:
-        return memo[id(function)]
-    if isinstance(function, partial):
-        given = cast("partial[Any]", function)
-        arguments = [_copied(value, memo) for value in given.args]
-        return partial(copied_call(given.func, memo), *arguments, **_copied_each(given.keywords, memo))
-    if isinstance(function, types.MethodType):
-        return types.MethodType(function.__func__, _copied(function.__self__, memo))
-    if not isinstance(function, types.FunctionType):
-        return _copied(function, memo)
-    around = {**function.__globals__}
-    around |= _copied_each({name: around[name] for name in _globals_of(function)}, memo)
-    cells = tuple(types.CellType(_copied(value, memo)) for value in _cells(function))
-    defaults = tuple(_copied(value, memo) for value in function.__defaults__ or ())
-    made = types.FunctionType(function.__code__, around, function.__name__, defaults or None, cells)
-    made.__kwdefaults__ = _copied_each(function.__kwdefaults__ or {}, memo)
-    made.__dict__.update(_copied_each(vars(function), memo))
-    memo[id(function)] = made
-    return made
-
-
-def _cells(function: types.FunctionType) -> list[Any]:
-    return [_content(cell) for cell in function.__closure__ or ()]
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # filled later
-        return None
-
-
-def _globals_of(function: types.FunctionType) -> list[str]:
-    """Variables outside of a function that hold data."""
-    names = [name for name in function.__code__.co_names if name in function.__globals__]
-    return [name for name in names if isinstance(function.__globals__[name], _DATA)]
-
-
-def _copied_each(values: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-    return {name: _copied(value, memo) for name, value in values.items()}
-
-
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    if isinstance(value, types.FunctionType | types.MethodType | partial):
-        return copied_call(value, memo)
-    is_large = isinstance(value, Tensor) and value.nbytes > _SHARED_BYTES
-    if is_large or type(value).__module__.startswith(_FOREIGN):
-        return value
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:  # whatever it holds: files, locks, groups
-        return value
 
 
 # ── what is kept ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -212,7 +153,7 @@ def _noted(value: Any, seen: set[int], depth: int) -> Any:
         seen.add(id(cast(object, value)))
         return _noted_each(cast(Any, value), seen, depth)
     inside = isinstance(value, types.ModuleType | types.FunctionType | types.MethodType | type)
-    if inside or not hasattr(value, "__dict__") or type(value).__module__.startswith(_FOREIGN):
+    if inside or not hasattr(value, "__dict__") or type(value).__module__.startswith(FOREIGN):
         return None
     seen.add(id(value))
     held = of_call(value) if isinstance(value, nn.Module) else vars(value)
@@ -263,14 +204,14 @@ def _compared(one: Any, other: Any, before: Any, *, exact: bool) -> bool:
 
 
 def _tensors_alike(one: Tensor, other: Tensor, before: Any, *, exact: bool) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if one.shape != other.shape or (one.dtype != other.dtype and not (one.is_floating_point() and exact)):
         return False
-    if one.is_meta or torch.equal(one, other):
+    if one.is_meta or torch.equal(one, other.to(one.dtype)):  # in another dtype nothing was left behind yet
         return True
     if not one.is_floating_point():
         return False
     if exact:
-        return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+        return torch.allclose(one, other.to(one.dtype), rtol=0.0, atol=0.0, equal_nan=True)
     wide, others = one.double().nan_to_num(), other.double().nan_to_num()
     is_grown = isinstance(before, Tensor) and before.shape == one.shape
     change = wide - before.double().nan_to_num() if is_grown else wide

@@ -60,6 +60,8 @@ class Trials:
     """Weights that a forward writes to."""
     is_wide: bool = False
     """Whether everything is computed in fp64."""
+    seen: tuple[Seen, Seen, Seen] | None = None
+    """What came of all samples together, of the first part and of the second, where nothing was left behind."""
 
     @property
     def first(self) -> Batch:
@@ -72,6 +74,14 @@ class Trials:
     @property
     def dtype(self) -> torch.dtype:
         return torch.float64 if self.is_wide else compute_dtype_of(self.blueprint.module) or torch.float32
+
+    @property
+    def flops(self) -> float:
+        """Roughly what the forwards of a look cost: every weight for every position of a sample."""
+        weights = sum(parameter.numel() for parameter in self.blueprint.module.parameters())
+        whole = [value for value in self.fields.values() if not value.is_floating_point()]
+        positions = max((value[0].numel() for value in whole), default=1)
+        return 2.0 * weights * max(positions, 1) * 4 * self.part
 
     def copied(self) -> TrialCopy:
         """A copy in training, whose batch norms see each sample by itself."""
@@ -111,6 +121,16 @@ class Trials:
         with _no_zeros(weights), on_trial(weights) as written:
             yield
         self.own |= written.names
+
+
+_MOST_FLOPS = 5e11
+"""Of a look at a model that lies in this host's memory, which takes about 10 s."""
+
+
+def is_costly(trials: Trials) -> bool:
+    """Whether a look would take too long."""
+    on_host = next(iter(trials.fields.values())).device.type == "cpu"
+    return on_host and trials.flops > _MOST_FLOPS
 
 
 def trials_of(blueprint: Blueprint, loss: Callable[..., Any], example: UserBatch, part: int) -> Trials | None:

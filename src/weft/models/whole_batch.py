@@ -12,7 +12,6 @@ operands grow in one each, is such a product.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from weft.stand_ins import StandInMode, copy_on_meta
+from weft.stand_ins import StandInMode, copy_on_meta, on_trial
 
 if TYPE_CHECKING:
     from weft.models._blueprint import Batch, Blueprint
@@ -285,7 +284,7 @@ class _Look:
             raise _NotUnderstood(f"{model} returns a {type(opaque[0]).__name__}, whose tensors are not known")
         watching = _Watching()
         twice = gathered(whole.outputs, tuple(None if dim == _MIXED else dim for dim in outputs), _plainly_twice)
-        loss = copy.copy(self._blueprint.loss)
+        loss = on_trial(self._blueprint.loss)
         with StandInMode(""), watching:
             loss(twice, GatheredBatch(whole.fields, self._of_batch))
         tensors = [leaf for leaf in leaves if _is(leaf)]

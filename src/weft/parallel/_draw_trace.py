@@ -6,7 +6,6 @@ forward reads back from a draw (`if torch.rand(1) < p`) are given low and high, 
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 import warnings
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from weft.models import Blueprint, others_draw, token_example
 from weft.parallel._draw_net import OwnPython, is_draw, numpy_lock
-from weft.stand_ins import OneDevice, StandIns, copy_on_meta, without_fast_path
+from weft.stand_ins import OneDevice, StandIns, copy_on_meta, on_trial, without_fast_path
 
 LOSS = "the loss"
 """Stands for the loss where a module's name is asked."""
@@ -133,7 +132,7 @@ def _traced(
     recorder = _Recorder(samples, value, found)
     try:
         module = copy_on_meta(blueprint.module).train(blueprint.module.training)
-        loss = copy.copy(blueprint.loss)
+        loss = on_trial(blueprint.loss)
         fields = {name: _field(blueprint, name, like) for name, like in example(samples).items()}
         fields.setdefault("sample_ids", torch.arange(samples))
         inputs = {keyword: fields[name] for keyword, name in blueprint.inputs.items() if name in fields}

@@ -3,6 +3,7 @@
 from weft.stand_ins._fast_path import without_fast_path as without_fast_path
 from weft.stand_ins._names import glob_of as glob_of
 from weft.stand_ins._names import globs_of as globs_of
+from weft.stand_ins._on_trial import on_trial as on_trial
 from weft.stand_ins._one_device import OneDevice as OneDevice
 from weft.stand_ins._stand_in import StandInMode as StandInMode
 from weft.stand_ins._stand_in import StandIns as StandIns

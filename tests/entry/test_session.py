@@ -198,7 +198,7 @@ def test_what_cannot_be_prepared_is_refused_with_the_fix(session) -> None:
     )
     refuse(session, "does not say its batch_size", DataError, loader=[samples().tensors])
     words = DataLoader([{"text": "a"}, {"text": "b"}], batch_size=2)  # type: ignore[arg-type]
-    refuse(session, "entry text of the batch is a list", DataError, loader=words)
+    refuse(session, r"none of the batch's fields \(text\) is an argument", RecipeError, loader=words)
 
 
 def test_a_share_of_another_size_is_refused(session) -> None:

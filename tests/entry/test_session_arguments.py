@@ -201,7 +201,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a step on nothing": (lambda state: state.step(None), "the batch is a NoneType"),
     "a step on a number": (lambda state: state.step(3), "the batch is a int"),
     "a step on an empty batch": (lambda state: state.step({}), "the batch is empty"),
-    "a step on a text": (lambda state: state.step("ab"), "entry 0 of the batch is a str"),
+    "a step on a text": (lambda state: state.step("ab"), "the batch is a str"),
     "a step on too few": (lambda state: state.step([torch.ones(3, 6), torch.ones(3, 4)]), "and the batch has 3"),
     "half an epoch": (lambda state: state.epochs(1.5), r"state\.epochs\(1.5\) is no number of epochs"),
     "epochs of nothing": (lambda state: state.epochs(None), r"state\.epochs\(None\)"),

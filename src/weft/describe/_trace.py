@@ -121,7 +121,7 @@ class _Recorder(TorchDispatchMode):
         fields = _fields(self._blueprint, self._dtype, self._samples)
         self._fields = {name: self.value(tensor) for name, tensor in fields.items()}
         self._per_sample.update(value.storage for value in self._fields.values())
-        inputs = {keyword: fields[name] for keyword, name in self._blueprint.inputs.items() if name in fields}
+        inputs = self._blueprint.keywords(fields)
         with ExitStack() as stack:
             stack.enter_context(self._hooked(module))
             stack.enter_context(without_fast_path())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from weft.data.preparation import path_of
+from weft.entry._batch_shape import BatchShape
 from weft.errors import CheckpointError, DataError, LaunchError, PlanError, RecipeError, did_you_mean
 from weft.models import CutTable, SplitRule, require_matches
 from weft.recipe import SplitKind
@@ -146,9 +147,9 @@ def _pair(rule: object) -> tuple[str, object]:
     raise RecipeError(f'split holds {rule!r}. Write {{"name of a module": "column"}}, or SplitRule(match=…, kind=…).')
 
 
-def check_inputs(inputs: object, model: nn.Module, fields: Iterable[str]) -> None:
+def check_inputs(inputs: object, model: nn.Module, shape: BatchShape) -> None:
     """Of `prepare`'s inputs: which argument of the forward takes which field of the batch."""
-    known, kind = list(fields), _kind(model)
+    known, kind = shape.names, _kind(model)
     if not isinstance(inputs, Mapping):
         raise RecipeError(
             f"inputs = {inputs!r} does not say which field goes where. Write inputs={{argument of forward: field}},"
@@ -163,7 +164,7 @@ def check_inputs(inputs: object, model: nn.Module, fields: Iterable[str]) -> Non
                 f"inputs names {name!r}, which cannot be an argument of {kind}.forward({', '.join(named)})."
                 f"{did_you_mean(str(name), named) or ' Give one of these.'}"
             )
-        if field not in known:
+        if not (isinstance(field, str) and shape.has(field)):
             if not isinstance(field, str) and str(field) in known:
                 raise RecipeError(
                     f'inputs takes {field!r} for {name}. Write the field as a text: {{"{name}": "{field}"}}.'

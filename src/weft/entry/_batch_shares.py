@@ -7,14 +7,15 @@ of the plan: of n samples the data rank with shares m of M takes n·m/M, rounded
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from weft.entry._user_batches import FILLER, UserBatch, fields_of, restored
+from weft.entry._batch_shape import FILLER, BatchShape, taken_apart
+from weft.entry._user_batches import UserBatch, fields_of
 from weft.errors import DataError
 from weft.models import Batch, Blueprint
 from weft.plan import Plan
@@ -48,6 +49,8 @@ class _Taken:
     share: BatchShare
     first: Mapping[str, Tensor]
     """The batch's first sample, for microbatches that have none."""
+    shape: BatchShape | None = None
+    """Shape of that sample."""
     tensors: list[ReferenceType[Tensor]] = field(default_factory=list[ReferenceType[Tensor]])
     """What the loop was handed."""
 
@@ -96,12 +99,12 @@ class BatchShares:
 
     def cut(self, batch: UserBatch, hand_out: Callable[[UserBatch], UserBatch]) -> UserBatch:
         """Return this rank's share of a whole batch, as `hand_out` gives it to the loop, and remember what it is."""
-        fields = fields_of(batch)
+        fields, shape = taken_apart(batch)
         share = self.of(next(iter(fields.values())).shape[0])
         part = {name: value[share.start : share.stop] for name, value in fields.items()}
-        own = hand_out(restored(part, type(batch)))
+        own = hand_out(shape.restored(part))
         # A copy: a view would keep the whole batch alive as long as its share is remembered.
-        taken = _Taken(share, {name: value[:1].clone() for name, value in fields.items()})
+        taken = _Taken(share, {name: value[:1].clone() for name, value in fields.items()}, shape.first(fields))
         self._forget_dropped()
         self._ahead.append(taken)
         for value in fields_of(own).values():
@@ -122,6 +125,10 @@ class BatchShares:
         """Forget what was handed out before the batch that a step has trained on."""
         places = [place for place, one in enumerate(self._ahead) if one.share is share]
         del self._ahead[: places[0] + 1 if places else 0]
+
+    def with_spare(self, fields: Mapping[str, Tensor], shape: BatchShape) -> BatchShape:
+        """Return the shape of a share, with what stands in where it has no sample."""
+        return replace(shape, spare=self._find(fields).shape)
 
     def find(self, fields: Mapping[str, Tensor]) -> BatchShare:
         """Return the share that the fields are, which the loop may have made anew.

@@ -11,9 +11,10 @@ from torch import Tensor
 from weft.comm import Mesh
 from weft.data import rank_range
 from weft.entry._agreement import check_same_facts, is_same
+from weft.entry._batch_shape import BatchShape, taken_apart
 from weft.entry._batch_shares import gathers_samples, unequal
 from weft.entry._outputs import GatheredOutputs, Select
-from weft.entry._user_batches import UserBatch, digest_of, fields_of
+from weft.entry._user_batches import UserBatch, digest_of
 from weft.entry._user_loss import LossOfUser
 from weft.errors import DataError, PlanError
 from weft.models import Blueprint
@@ -59,12 +60,12 @@ class Evaluation:
             )
         number = 0
         for number, batch in enumerate(loader, 1):
-            fields = fields_of(batch)
+            fields, shape = taken_apart(batch)
             size = next(iter(fields.values())).shape[0]
             self._agree(number, f"{size} samples ({digest_of(fields)})")
             for at in range(0, size, self._batch_size):
                 part = {name: value[at : at + self._batch_size] for name, value in fields.items()}
-                yield self._run_share(part, type(batch), collected, counts=counts)
+                yield self._run_share(part, shape, collected, counts=counts)
         self._agree(number + 1, "none, its end")
         if not number:
             raise DataError("the loader gave no batch, so there is nothing to run. Give it samples.")
@@ -80,7 +81,7 @@ class Evaluation:
             check_same_facts(facts, self._mesh.device, world.group)
 
     def _run_share(
-        self, fields: Mapping[str, Tensor], like: type[Any], collected: GatheredOutputs | None, *, counts: bool
+        self, fields: Mapping[str, Tensor], like: BatchShape, collected: GatheredOutputs | None, *, counts: bool
     ) -> Tensor:
         """Every rank runs as many microbatches as the largest share has, because gathers are collectives; where a rank
         has no samples left, it runs the batch's first one, which does not count."""

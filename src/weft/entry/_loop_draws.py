@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from weft.entry._batch_shape import ROWS
 from weft.errors import PlanError
 from weft.models import others_draw
 from weft.parallel import Generators
@@ -37,6 +38,8 @@ class Yielded:
     def __init__(self, fields: Mapping[str, Tensor], device: torch.device) -> None:
         self._device = device
         self._versions = {id(value): (value, value._version) for value in fields.values()}
+        self._rows = fields.get(ROWS)
+        """Made anew whenever a batch is looked at."""
         self._generators = Generators.now(device)
 
     def check(self, fields: Mapping[str, Tensor]) -> None:
@@ -47,7 +50,10 @@ class Yielded:
         Raises:
             PlanError: it was changed, or is another, and a generator has moved.
         """
-        changed = [name for name, value in fields.items() if not self._is_same(value)]
+        same = {name: self._is_same(value) for name, value in fields.items() if name != ROWS}
+        if ROWS in fields:
+            same[ROWS] = self._rows is not None and torch.equal(self._rows, fields[ROWS])
+        changed = [name for name, is_same in same.items() if not is_same]
         whose = self._generators.moved(Generators.now(self._device)) if changed else ""
         if not whose:
             return

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.engine import Stepper
+from weft.entry._batch_shape import BatchShape
 from weft.entry._calls import Calls
 from weft.entry._guards import Guard, LeftGradients
-from weft.entry._user_batches import restored
 from weft.errors import DataError, PlanError, RecipeError
 from weft.events import StepEvent
 from weft.models import Batch
@@ -55,7 +55,7 @@ class ManualStep:
         step: int,
         seed: int,
         batch_size: int,
-        like: type[Any],
+        like: BatchShape,
         calls: Calls,
         guard: Guard,
     ) -> None:
@@ -96,7 +96,7 @@ class ManualStep:
             moved, state = take_microbatch(batch, context, self._device, self._seed, self._step)
             self._taken += 1
             with self._forwards.microbatch(state):
-                yield restored(moved, self._like)
+                yield self._like.restored(moved)
 
     def total(self, value: Tensor | float) -> StepTotal:
         """Return a number of this rank's share (a count of tokens), summed over the global batch.  Call on every rank.

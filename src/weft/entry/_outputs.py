@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weft.comm import Mesh
 from weft.entry._agreement import gather_texts
+from weft.entry._batch_shape import samples_in
 from weft.errors import DataError, RecipeError
 from weft.models import logits_of
 
@@ -51,7 +52,7 @@ class GatheredOutputs:
 
     def look(self, outputs: Any, batch: Any) -> None:
         """Take a microbatch.  Raises `DataError` where samples do not lie along dim 0."""
-        self.take(self._select(outputs, batch), len(_first(batch)))
+        self.take(self._select(outputs, batch), samples_in(batch))
 
     def take(self, found: Any, size: int | None = None) -> None:
         """Take what was selected of a microbatch of `size` samples; None: as many as its first field has rows."""
@@ -145,12 +146,6 @@ def _check_alike(of_ranks: Sequence[Mapping[str, Any] | None]) -> None:
 
 def _spelt(found: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}: {value}" for name, value in found.items())
-
-
-def _first(batch: Any) -> Tensor:
-    if isinstance(batch, Tensor):
-        return batch
-    return next(iter(batch.values() if isinstance(batch, Mapping) else batch))
 
 
 def _taken_apart(found: Any) -> tuple[str, dict[str, Any]]:

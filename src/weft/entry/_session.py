@@ -20,6 +20,7 @@ from weft.comm import Mesh, group_store
 from weft.entry._agreement import check_same_facts, check_same_on_all_ranks
 from weft.entry._arguments import check_inputs, check_prepared, check_session, run_folder_of
 from weft.entry._auto import describe_user_model, look_at_user_model, machine_for
+from weft.entry._batch_shape import taken_apart
 from weft.entry._calls import Calls
 from weft.entry._dtypes import casts_inputs, check_dtypes
 from weft.entry._first_looks import FirstLooks, look_first
@@ -31,7 +32,7 @@ from weft.entry._recording import SessionRuns
 from weft.entry._rounds import RoundsOfSession
 from weft.entry._settings import PlanSettings
 from weft.entry._state import TrainState
-from weft.entry._user_batches import BatchStream, UserBatch, fields_of, infer_inputs, without_labels
+from weft.entry._user_batches import BatchStream, UserBatch, infer_inputs, shape_of, without_labels
 from weft.entry._user_loss import LossOfUser
 from weft.entry._user_optimizer import group_indices
 from weft.errors import DataError, RecipeError
@@ -313,7 +314,7 @@ class Session:
             check_same_facts(facts_of_prepared(model, optimizer, stream, max_grad_norm), self.device)
             recipe = self._recipe(model, stream.batch_size, max_grad_norm)
             example = self._example(loader)
-            blueprint = self._blueprint(model, inputs, split, cut, vocabulary_head, fields_of(example))
+            blueprint = self._blueprint(model, inputs, split, cut, vocabulary_head, example)
             return self._begin(recipe, blueprint, optimizer, loader, loss, example)
 
     def _begin(
@@ -348,8 +349,8 @@ class Session:
             groups=groups,
             stream=loader,
             loss=loss,
-            like=type(example),
-            hint=without_labels(model, fields_of(example), blueprint.inputs),
+            like=shape_of(example),
+            hint=without_labels(model, shape_of(example), blueprint.inputs),
             recorded=self._runs.open(self._prepared, plan),
             calls=self._calls,
             rounds=self._rounds,
@@ -409,11 +410,12 @@ class Session:
         split: Sequence[SplitRule] | Mapping[str, Any],
         cut: CutTable | None,
         vocabulary_head: str | None,
-        example: Mapping[str, torch.Tensor],
+        batch: UserBatch,
     ) -> Blueprint:
+        example, shape = taken_apart(batch)
         if inputs is not None:
-            check_inputs(inputs, model, example)
-        inputs = inputs or infer_inputs(model, example)
+            check_inputs(inputs, model, shape)
+        inputs = inputs or infer_inputs(model, shape)
         own = (
             [SplitRule(match=match, kind=kind) for match, kind in split.items()]
             if isinstance(split, Mapping)
@@ -433,6 +435,7 @@ class Session:
             **tables.of_tables,
             module=model,
             inputs=inputs,
+            beside=shape.part,
             loss=_unset_loss,  # TrainState puts the user's own in its place
             initialise=None,
             example=lambda number: {
@@ -452,7 +455,7 @@ class Session:
         reasons: Mapping[str, str] = {}
         plan, note = self._plan, ""
         if plan is None:
-            known.like = type(example)
+            known.like = shape_of(example)
             description = describe_user_model(replace(blueprint, loss=known), recipe)
             choice = choose_plan(
                 recipe,

@@ -20,6 +20,7 @@ from weft.engine import StepReporter, begin_training
 from weft.entry._agreement import check_same_batches, check_same_facts, take_weights_of_rank_0
 from weft.entry._arguments import check_draw, saved_path_of, whole_or_none
 from weft.entry._attached import Attached
+from weft.entry._batch_shape import BatchShape, taken_apart
 from weft.entry._batch_shares import BatchShares
 from weft.entry._calls import Calls
 from weft.entry._copied_state import CopiedState
@@ -70,11 +71,10 @@ class TrainState:
         rounds: RoundsOfSession,
         guard: Guard,
         number: int = 1,
-        like: type[Any] = dict,
+        like: BatchShape,
         hint: str = "",
     ) -> None:
-        self.plan = plan
-        self._calls = calls
+        self.plan, self._calls = plan, calls
         self._name = "state" if number == 1 else f"(model {number}) state"
         self._guard = guard
         self.optimizer = optimizer
@@ -88,7 +88,7 @@ class TrainState:
         self._draws = SampleDraws(recipe.run.seed)
         self._left: LeftGradients | None = None
         self._facts: dict[str, str] = {}
-        blueprint = replace(blueprint, loss=self._loss)
+        blueprint = replace(blueprint, loss=self._loss, beside=self._loss.part)
         self._shares = BatchShares(plan, mesh.data_index, self._batch_size, blueprint)
         self._share = self._shares.usual
         take_weights_of_rank_0(blueprint.module, mesh.device, mesh["world"].group)
@@ -213,7 +213,7 @@ class TrainState:
                 step=self._steps,
                 seed=self._recipe.run.seed,
                 batch_size=self._share.size,
-                like=type(batch),
+                like=self._loss.like,
                 calls=self._calls,
                 guard=self._guard,
             )
@@ -450,11 +450,11 @@ class TrainState:
     def _taken(self, batch: UserBatch) -> list[Batch]:
         """The microbatches of a share that a step takes."""
         batch = trainable(batch)
-        fields = fields_of(batch)
+        fields, shape = taken_apart(batch)
         if self._yielded is not None:
             self._yielded.check(fields)
         self._seen.take(fields)
-        self._share, self._loss.like = self._shares.find(fields), type(batch)
+        self._share, self._loss.like = self._shares.find(fields), self._shares.with_spare(fields, shape)
         self._facts = self._settings()  # now: in the midst of a step a loss may switch what they speak of
         return self._shares.microbatches(fields, self._samples(batch))
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from weft.entry._batch_shape import BatchShape, taken_apart
 from weft.entry._calm import on_trial
 from weft.entry._trial_copies import Kept, TrialCopy
-from weft.entry._user_batches import UserBatch, fields_of
+from weft.entry._user_batches import UserBatch
 from weft.entry._user_loss import LossOfUser
 from weft.models import Batch, Blueprint
 from weft.parallel import compute_dtype_of, model_inputs
@@ -52,7 +53,7 @@ class Trials:
 
     blueprint: Blueprint
     loss: Callable[..., Any]
-    like: type[Any]
+    like: BatchShape
     fields: Batch
     part: int
     """Samples of each of the two parts."""
@@ -138,10 +139,11 @@ def trials_of(blueprint: Blueprint, loss: Callable[..., Any], example: UserBatch
     device = next((parameter.device for parameter in blueprint.module.parameters()), torch.device("cpu"))
     if device.type == "meta":
         return None
-    fields = {name: value[: 2 * part].to(device) for name, value in fields_of(example).items()}
+    whole, shape = taken_apart(example)
+    fields = {name: value[: 2 * part].to(device) for name, value in whole.items()}
     number = next(iter(fields.values())).shape[0]
     fields["sample_ids"] = torch.arange(number, device=device)
-    return Trials(blueprint, loss, type(example), fields, part) if number == 2 * part else None
+    return Trials(blueprint, loss, shape, fields, part) if number == 2 * part else None
 
 
 def part_of(plan: Plan | None) -> int:

@@ -24,52 +24,33 @@ from torch.utils.data import (
 )
 
 from weft.data import Permutation
+from weft.entry._batch_shape import ROWS, BatchShape, taken_apart
 from weft.errors import DataError, RecipeError
 
-FILLER = "is_filler"
-"""Field of a microbatch that a rank runs for the others' sake, and that does not count."""
-OF_WEFT = ("sample_ids", FILLER)
-"""Fields of a microbatch that are none of the user's."""
 UserBatch = Tensor | Mapping[str, Any] | Sequence[Any]
 
 
 def fields_of(batch: UserBatch) -> dict[str, Tensor]:
-    """Return the tensors of a batch by name: mappings by key, sequences by position ("0", "1", …), a tensor as "0".
+    """Return the tensors of a batch by name: mappings by key, sequences by position ("0", "1", …), a tensor as "0",
+    inner ones as "image.boxes"; what is no tensor as row numbers (`weft.entry._batch_shape`).
 
     Raises:
-        DataError: an entry is no tensor, or the entries disagree about the number of samples.
+        DataError: it has no samples, or its entries disagree about their number.
     """
-    if isinstance(batch, Tensor):
-        fields: dict[str, Any] = {"0": batch}
-    elif isinstance(batch, Mapping):
-        fields = dict(batch)
-    elif isinstance(cast(object, batch), Sequence):
-        fields = {str(position): value for position, value in enumerate(batch)}
-    else:
-        raise DataError(f"the batch is a {type(batch).__name__}. Give a tensor, or a dictionary or list of tensors.")
-    if not fields:
-        raise DataError("the batch is empty. Give a tensor, or a dictionary or list of tensors.")
-    for name, value in fields.items():
-        if not isinstance(value, Tensor) or value.ndim == 0:
-            raise DataError(
-                f"entry {name} of the batch is a {type(value).__name__}, and only tensors with samples along dim 0"
-                " can be shared out over ranks. Give the loader a collate_fn that stacks it, or leave it out."
-            )
-    sizes = {name: value.shape[0] for name, value in fields.items()}
-    if len(set(sizes.values())) != 1:
-        raise DataError(
-            f"the batch's entries hold different numbers of samples: {sizes}. Samples must lie along dim 0 of all."
-        )
-    return cast(dict[str, Tensor], fields)
+    return taken_apart(batch)[0]
+
+
+def shape_of(batch: UserBatch) -> BatchShape:
+    """Return how a batch is put together, and what it holds beside its tensors."""
+    return taken_apart(batch)[1]
 
 
 def trainable(batch: UserBatch) -> UserBatch:
     """Return a batch whose tensors were made under `torch.inference_mode` as copies that can be kept for a backward."""
-    fields = fields_of(batch)
+    fields, shape = taken_apart(batch)
     if not any(value.is_inference() for value in fields.values()):
         return batch
-    copies = {name: value.clone() if value.is_inference() else value for name, value in fields.items()}
-    return restored(copies, type(batch))
+    return shape.restored({name: value.clone() if value.is_inference() else value for name, value in fields.items()})
 
 
 def digest_of(fields: Mapping[str, Tensor]) -> str:
@@ -81,17 +62,7 @@ def digest_of(fields: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def restored(fields: Mapping[str, Tensor], like: type[Any]) -> Any:
-    """Return the fields in the shape the user knows: a mapping, a sequence or a tensor."""
-    own = {name: value for name, value in fields.items() if name not in OF_WEFT}
-    if issubclass(like, Tensor):
-        return own["0"]
-    if issubclass(like, Mapping):
-        return own
-    return [own[str(position)] for position in range(len(own))]
-
-
-def infer_inputs(model: nn.Module, example: Mapping[str, Tensor]) -> dict[str, str]:
+def infer_inputs(model: nn.Module, shape: BatchShape) -> dict[str, str]:
     """Return keyword of the model's forward → field of the batch.
 
     Fields that bear the names of arguments go to these; of a tuple the first entry goes to the first argument.  Labels
@@ -102,32 +73,32 @@ def infer_inputs(model: nn.Module, example: Mapping[str, Tensor]) -> dict[str, s
     """
     parameters = inspect.signature(model.forward).parameters.values()
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if "0" in example and named:
+    if shape.has("0") and named:
         return {named[0]: "0"}
-    wants_labels = needs_labels(model, example)
-    matching = {name: name for name in named if name in example and (name != "labels" or wants_labels)}
+    wants_labels = needs_labels(model, shape)
+    matching = {name: name for name in named if shape.has(name) and (name != "labels" or wants_labels)}
     if not matching:
         raise RecipeError(
-            f"none of the batch's fields ({', '.join(example)}) is an argument of"
+            f"none of the batch's fields ({', '.join(shape.names)}) is an argument of"
             f" {type(model).__name__}.forward({', '.join(named)}). Say which goes where:"
-            f' session.prepare(…, inputs={{"{named[0] if named else "x"}": "{next(iter(example))}"}}).'
+            f' session.prepare(…, inputs={{"{named[0] if named else "x"}": "{next(iter(shape.names))}"}}).'
         )
     return matching
 
 
-def needs_labels(model: nn.Module, example: Mapping[str, Tensor]) -> bool:
+def needs_labels(model: nn.Module, example: BatchShape) -> bool:
     """Whether the forward takes labels and cannot do without: it has no default for them, or makes the decoder's inputs
     of them, as encoder-decoder models of Transformers do."""
     labels = inspect.signature(model.forward).parameters.get("labels")
-    if labels is None or "labels" not in example:
+    if labels is None or not example.has("labels"):
         return False
     makes_inputs = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return labels.default is inspect.Parameter.empty or (makes_inputs and "decoder_input_ids" not in example)
+    return labels.default is inspect.Parameter.empty or (makes_inputs and not example.has("decoder_input_ids"))
 
 
-def without_labels(model: nn.Module, example: Mapping[str, Tensor], inputs: Mapping[str, str]) -> str:
+def without_labels(model: nn.Module, example: BatchShape, inputs: Mapping[str, str]) -> str:
     """What is to be said of a loss that a model did not compute, because it was given no labels; empty where it was."""
-    takes = "labels" in inspect.signature(model.forward).parameters and "labels" in example
+    takes = "labels" in inspect.signature(model.forward).parameters and example.has("labels")
     if not takes or "labels" in inputs:
         return ""
     given = ", ".join(f'"{name}": "{field}"' for name, field in {**inputs, "labels": "labels"}.items())
@@ -202,8 +173,8 @@ class BatchStream:
         if is_all or not self._collates_whole:
             return self._collated(range(first + start, first + stop), first)
         # What the function makes of one sample depends on the others, so every rank collates all and takes its rows.
-        whole = self._collated(range(first, first + self.batch_size), first)
-        return restored({name: value[start:stop] for name, value in fields_of(whole).items()}, type(whole))
+        fields, shape = taken_apart(self._collated(range(first, first + self.batch_size), first))
+        return shape.restored({name: value[start:stop] for name, value in fields.items()})
 
     def _collated(self, positions: range, key: int) -> Any:
         samples: list[Any] = []
@@ -225,6 +196,8 @@ class BatchStream:
             return True
         for name, value in share.items():
             other = whole[name][start:stop]
+            if name == ROWS:  # rows are counted from the first of each; what stands in them is compared
+                value, other = value[:, 1], other[:, 1]
             common = tuple(slice(min(sizes)) for sizes in zip(value.shape, other.shape, strict=False))
             if value.ndim != other.ndim or len(value) != len(other) or not torch.equal(value[common], other[common]):
                 return True

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from weft.entry._user_batches import FILLER, restored
+from weft.entry._batch_shape import FILLER, BatchShape, taken_apart
 from weft.errors import RecipeError
 from weft.models import Batch
 from weft.models.auxiliary import AuxiliaryLoss, auxiliary_of
@@ -26,7 +26,7 @@ class LossOfUser:
         self._loss = loss
         self._told = False
         self.per_sample: bool = getattr(loss, "per_sample", True)
-        self.like: type[Any] = dict
+        self.like: BatchShape = taken_apart({"x": torch.empty(1)})[1]
         self.auxiliary = {name: self._of_user(term) for name, term in auxiliary_of(loss).items()}
         self._look: Callable[[Any, Any], None] | None = None
         self._counts = True
@@ -45,16 +45,20 @@ class LossOfUser:
         finally:
             self._look, self._counts = None, True
 
+    def part(self, name: str, batch: Batch) -> Any:
+        """Return an entry of the batch that the model is given, and that is no tensor by itself."""
+        return self.like.part(name, batch)
+
     def show(self, outputs: Any, batch: Batch) -> bool:
         """Show what this rank's own samples gave, before the samples of others are gathered; return whether the loss is
         to be computed."""
         if self._look is not None:
-            self._look(outputs, restored(batch, self.like))
+            self._look(outputs, self.like.restored(batch))
         return self._counts
 
     def _of_user(self, term: AuxiliaryLoss) -> AuxiliaryLoss:
         def sums(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-            return term.sums(outputs, restored(batch, self.like))
+            return term.sums(outputs, self.like.restored(batch))
 
         return replace(term, sums=sums)
 
@@ -70,7 +74,9 @@ class LossOfUser:
         return found
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        own = restored(batch, self.like)
+        if isinstance(batch, GatheredBatch) and self.like.has_rows:
+            raise RecipeError(_NO_ROWS)
+        own = self.like.restored(batch)
         if self._look is not None and not isinstance(batch, GatheredBatch):
             self._look(outputs, own)
         if not self._counts:
@@ -127,3 +133,8 @@ def _refuse_no_sum(value: object) -> None:
 
 
 _CONTRACT = "Return (sum, count): a tensor with the sum over the samples, and how many there are; or their mean alone."
+_NO_ROWS = (
+    "the loss is of the whole batch, whose samples data ranks gather, and the batch holds texts or tensors of several"
+    " sizes, which are no tensor with a row for each sample and stay where the loader put them. Give the loss tensors"
+    " (encode the texts in collate_fn), or use one data rank."
+)

@@ -71,6 +71,8 @@ class Blueprint(Tables):
     """Kind of model, for messages: `decoder`, `llama`; empty: the class says it."""
     inputs: Mapping[str, str]
     """Keyword of the model's forward → field of the batch."""
+    beside: Callable[[str, Batch], Any] | None = None
+    """`beside(name, batch)`: what else of a batch a forward may be given by `inputs`; None: there is nothing else."""
     casts_inputs: bool = True
     """Whether floating fields are cast to what the model computes in; else it is given them as they are."""
     position_input: str | None = None
@@ -130,6 +132,16 @@ class Blueprint(Tables):
     """Modules whose load and entropy a report of a step has; None: none."""
     keep_dtype: Sequence[str] = ()
     """Globs over buffers that keep their dtype in bf16 and fp16 (tables that lose their meaning when rounded)."""
+
+    def keywords(self, batch: Batch) -> dict[str, Any]:
+        """Keywords of the model's forward; fields that the batch lacks are left out."""
+        found: dict[str, Any] = {}
+        for keyword, name in self.inputs.items():
+            if name in batch:
+                found[keyword] = batch[name]
+            elif self.beside is not None and (value := self.beside(name, batch)) is not None:
+                found[keyword] = value
+        return found
 
     @property
     def has_batch_norm(self) -> bool:

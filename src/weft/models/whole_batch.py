@@ -238,7 +238,7 @@ class _Look:
         module = copy_on_meta(blueprint.module).train(blueprint.module.training)
         fields = {name: self._field(name, like) for name, like in self._example(samples).items()}
         fields.setdefault("sample_ids", torch.arange(samples))
-        inputs = {keyword: fields[name] for keyword, name in blueprint.inputs.items() if name in fields}
+        inputs = blueprint.keywords(fields)
         blocks = [0]
         _count_blocks(module, blueprint, blocks)
         with StandInMode(""), _Noting(products or {}, self._operand, blocks) as noting:

@@ -135,7 +135,7 @@ def _traced(
         loss = on_trial(blueprint.loss)
         fields = {name: _field(blueprint, name, like) for name, like in example(samples).items()}
         fields.setdefault("sample_ids", torch.arange(samples))
-        inputs = {keyword: fields[name] for keyword, name in blueprint.inputs.items() if name in fields}
+        inputs = blueprint.keywords(fields)
         with ExitStack() as stack:
             recorder.alone(stack)
             recorder.hook(module, ignored, stack)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from weft.comm import Mesh
 from weft.models import Batch, Blueprint, Loss
@@ -122,15 +123,17 @@ def move_batch(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-def model_inputs(blueprint: Blueprint, batch: Batch, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def model_inputs(blueprint: Blueprint, batch: Batch, dtype: torch.dtype | None) -> dict[str, Any]:
     """Keywords of the model's forward; fields that the batch lacks are left out, and where `blueprint.casts_inputs`,
     floating ones are cast to `dtype`."""
-    dtype = dtype if blueprint.casts_inputs else None
-    found = {keyword: batch[name] for keyword, name in blueprint.inputs.items() if name in batch}
-    return {
-        keyword: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        for keyword, tensor in found.items()
-    }
+    found = blueprint.keywords(batch)
+    if dtype is None or not blueprint.casts_inputs:
+        return found
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return {keyword: tree_map(cast, value) for keyword, value in found.items()}
 
 
 def compute_dtype_of(module: nn.Module) -> torch.dtype | None:

@@ -205,7 +205,10 @@ class PipelineRunner:
     def _taken(self, batch: Batch, part: ModelPart, step: _Step) -> tuple[Batch, MicrobatchState]:
         """The microbatch on the device: all of it where the loss is, elsewhere what the model reads."""
         wanted = {"sample_ids", "tokens", "document_ids", *self._blueprint.inputs.values()}
-        fields = batch if part.is_last else {name: tensor for name, tensor in batch.items() if name in wanted}
+        composed = any(name not in batch for name in self._blueprint.inputs.values())  # of several fields
+        fields = (
+            batch if part.is_last or composed else {name: tensor for name, tensor in batch.items() if name in wanted}
+        )
         return take_microbatch(fields, part.context, self._device, step.seed, step.step)
 
 

@@ -30,7 +30,7 @@ def copied_call(function: Any, memo: dict[int, Any]) -> Any:
     if isinstance(function, types.MethodType):
         return types.MethodType(function.__func__, _copied(function.__self__, memo))
     if not isinstance(function, types.FunctionType):
-        return _copied_object(function, memo)
+        return _copied_callable(function, memo)
     around = {**function.__globals__}
     around |= _copied_each({name: around[name] for name in data_around(function)}, memo)
     cells = tuple(types.CellType() for _ in function.__closure__ or ())
@@ -80,7 +80,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return value
 
 
-def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
+def _copied_callable(value: Any, memo: dict[int, Any]) -> Any:
     """A callable object; one of Weft's own holds the user's, and is not copied deeper than that."""
     if not type(value).__module__.startswith("weft.") or not hasattr(value, "__dict__"):
         return _copied(value, memo)

@@ -13,6 +13,7 @@ import torch
 from test_session_kept import InOrder, check_equal, in_order, whole_weights
 from test_session_traps import BATCH, build, loss_fn, prepared, session_of
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from pool import RankPool
 from weft.errors import RecipeError
@@ -168,3 +169,30 @@ def test_copies_and_files_have_nothing_of_weft(tmp_path: Path) -> None:
         file.seek(0)
         assert set(torch.load(file, weights_only=True)) == set(model.state_dict())
     assert {type(each) for each in model.parameters()} == {nn.Parameter}
+
+
+def averaged(kind: str, folder: str) -> None:
+    plan = plan_of(kind, torch.distributed.get_world_size())
+    split = {"0": "column", "2": "row"} if kind == "tensor" else ()
+    model = build().float() if "bf16" in kind else build()
+    average = AveragedModel(model)
+    with session_of(folder, plan, permit=(plan.compute.precision,)) as session:
+        state = prepared(session, model, InOrder(), batch_size=BATCH, split=split)
+        for batch in state.batches(3):
+            state.step(batch)
+            average.update_parameters(state.model)
+
+
+@pytest.mark.parametrize("kind", ["zero 3", "tensor"])
+def test_an_average_of_before_prepare_is_refused_in_a_sentence(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    with pytest.raises(
+        RecipeError, match=r"update_parameters was given parameters of the model after session\.prepare"
+    ):
+        ranks.run(2, averaged, kind, str(tmp_path))
+
+
+def test_an_average_of_before_prepare_is_kept_or_refused_in_bf16(ranks: RankPool, tmp_path: Path) -> None:
+    try:
+        ranks.run(1, averaged, "bf16", str(tmp_path))
+    except RecipeError as error:
+        assert "which this plan holds in bf16" in str(error)  # noqa: PT017

@@ -31,6 +31,7 @@ from weft.entry._prepared_facts import facts_of_prepared
 from weft.entry._recording import SessionRuns
 from weft.entry._rounds import RoundsOfSession
 from weft.entry._settings import PlanSettings
+from weft.entry._share_errors import explain_share
 from weft.entry._state import TrainState
 from weft.entry._user_batches import BatchStream, UserBatch, infer_inputs, shape_of, without_labels
 from weft.entry._user_loss import LossOfUser
@@ -241,7 +242,8 @@ class Session:
             for state in self._states.values():
                 state.let_go()
             self._runs.fail(error)
-            explained = self._calls.explained(error)
+            models = [(state.model, state.plan) for state in self._states.values()]
+            explained = self._calls.explained(error) or explain_share(error, models)
             self._calls.close(error)
             self._runs.tell_failure()
             if explained is not None:

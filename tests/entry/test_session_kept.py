@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pool import RankPool
-from weft.checkpoint import _format
+from weft.checkpoint import StoredCheckpoint
 from weft.errors import CheckpointError, RecipeError
 
 STEPS, SAVED_AFTER = 8, 5
@@ -255,11 +255,11 @@ def test_a_save_of_before_is_loaded(tmp_path: Path) -> None:
 
 
 def _as_before(manifest: Path) -> None:
-    page = _format.read_manifest(manifest.parent)
+    page = StoredCheckpoint(manifest.parent).manifest
     state = {name: value for name, value in page.state.items() if name != "optimizer_keeps"}
     state["optimizer"] = [
         {name: value for name, value in group.items() if isinstance(value, int | float | str)}
         for group in state["optimizer"]  # type: ignore[union-attr]
     ]
     manifest.write_text(replace(page, state=state).to_text())
-    assert "betas" not in _format.read_manifest(manifest.parent).state["optimizer"][0]  # type: ignore[index,operator]
+    assert "betas" not in StoredCheckpoint(manifest.parent).manifest.state["optimizer"][0]  # type: ignore[index,operator]

@@ -39,7 +39,7 @@ _WITHOUT_STATE = (
 _GatherTexts = Callable[[str], Sequence[str]]
 
 
-class Run(NamedTuple):
+class HeldRun(NamedTuple):
     """A run of a parameter that this rank updates, as the optimizer has it."""
 
     shard: Shard
@@ -65,7 +65,7 @@ class Run(NamedTuple):
 class KeptStates:
     """What one optimizer keeps on this rank."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, runs: Sequence[Run]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, runs: Sequence[HeldRun]) -> None:
         self._optimizer, self._runs = optimizer, runs
         self._kind = type(optimizer).__name__
         self._incoming: dict[int, dict[str, Tensor]] | None = None
@@ -152,7 +152,7 @@ class KeptStates:
         own = self._form(states, "own", tensors)
         return {"groups": groups, "attributes": attributes, "own_states": own}, tensors
 
-    def _parameter_form(self, run: Run, tensors: dict[str, Tensor]) -> Json:
+    def _parameter_form(self, run: HeldRun, tensors: dict[str, Tensor]) -> Json:
         """The form of all that is kept for a parameter and is no tensor, None where there is nothing; `tensors` takes
         those that it names."""
         found: dict[str, Any] = {}
@@ -192,7 +192,7 @@ class KeptStates:
             " as one of these."
         )
 
-    def _piece(self, run: Run, key: str, value: Tensor) -> Piece:
+    def _piece(self, run: HeldRun, key: str, value: Tensor) -> Piece:
         layout = run.segment.layout
         if value.shape == run.view.shape:
             shape, split, start, counts = layout.shape, layout.split, run.segment.start, run.shard.counts
@@ -260,7 +260,7 @@ class KeptStates:
             raise CheckpointError(f"{stored.folder} lacks {lost[0]}, which its manifest names. Load an earlier one.")
         self._others = {name: torch.zeros(stored.shape(name), dtype=stored.dtype(name)) for name in sorted(named)}
 
-    def _room(self, stored: StoredCheckpoint, run: Run, key: str) -> Tensor:
+    def _room(self, stored: StoredCheckpoint, run: HeldRun, key: str) -> Tensor:
         name = f"{_STATES}{key}/{run.name}"
         shape, dtype = stored.shape(name), stored.dtype(name)
         if shape == run.segment.layout.shape:
@@ -272,7 +272,7 @@ class KeptStates:
             )
         return torch.zeros(shape, dtype=dtype, device=self._device_of(run, key))
 
-    def _device_of(self, run: Run, key: str) -> torch.device:
+    def _device_of(self, run: HeldRun, key: str) -> torch.device:
         """As torch's own `load_state_dict` has it: counts of steps stay with the host."""
         group = self._optimizer.param_groups[run.shard.group]
         on_host = key == "step" and not group.get("capturable") and not group.get("fused")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from weft.engine.optimizers import ShardOptimizer
 from weft.entry._guards import Guard
 from weft.entry._json_forms import tensors_in
-from weft.entry._kept_states import KeptStates, Run, keys_of, own_attributes
+from weft.entry._kept_states import HeldRun, KeptStates, keys_of, own_attributes
 from weft.errors import PlanError, RecipeError
 from weft.parallel import Piece, Segment, Shard
 
@@ -111,7 +111,7 @@ class UserOptimizer(ShardOptimizer):
             )
         self._optimizer = optimizer
         self._guard = guard
-        self._runs: list[Run] = []
+        self._runs: list[HeldRun] = []
         for shard in shards:
             for segment in shard.segments:
                 view = shard.master[segment.offset : segment.offset + segment.length]
@@ -119,7 +119,7 @@ class UserOptimizer(ShardOptimizer):
                     _require_whole(segment, type(optimizer).__name__)
                 if whole or not segment.local_shape:  # a state of such a parameter is told from a count by its shape
                     view = view.view(segment.local_shape)
-                self._runs.append(Run(shard, segment, view))
+                self._runs.append(HeldRun(shard, segment, view))
         place = {name: index for index, name in enumerate(order)}
         self._runs.sort(key=lambda run: (place[run.name], run.segment.start))  # as the optimizer had its parameters
         for index, group in enumerate(optimizer.param_groups):

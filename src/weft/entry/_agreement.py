@@ -18,6 +18,10 @@ LEFT = "what forwards have made of "
 """Beginning of the names of facts about state that no optimizer updates."""
 
 
+UNKNOWN = "unknown"
+"""What a rank says of a fact that it cannot tell: no other rank differs from it."""
+
+
 def check_same_on_all_ranks(recipe: Recipe, plan: Plan) -> None:
     """Compare recipe and plan over the default group.  Call on every rank; nothing is asked of a single one.
 
@@ -51,7 +55,8 @@ def check_same_facts(facts: Mapping[str, str], device: torch.device, group: dist
     for name in dict.fromkeys(name for one in facts_of_ranks for name in one):
         values: dict[str, list[int]] = {}
         for rank, one in enumerate(facts_of_ranks):
-            values.setdefault(one.get(name, "nothing"), []).append(rank)
+            if (value := one.get(name, "nothing")) != UNKNOWN:
+                values.setdefault(value, []).append(rank)
         if len(values) > 1:
             raise differs(name, values)
 

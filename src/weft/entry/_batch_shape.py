@@ -329,25 +329,26 @@ def _numbered(beside: Sequence[Any], size: int) -> Tensor:
     whole = xxhash.xxh3_64()
     for leaf in beside:
         if isinstance(leaf, _Whole):
-            _add(whole, leaf.value)
+            add_to_digest(whole, leaf.value)
     found: list[list[int]] = []
     lists = [leaf for leaf in beside if isinstance(leaf, _Rows)]
     for row in range(size):
         digest = whole.copy()
         for each in lists:
-            _add(digest, each.values[row])
+            add_to_digest(digest, each.values[row])
         found.append([row, digest.intdigest() >> 12])
     return torch.tensor(found, dtype=torch.int64).reshape(size, 2)
 
 
-def _add(digest: Any, value: Any) -> None:
+def add_to_digest(digest: Any, value: Any) -> None:
+    """Let a digest of xxhash depend on a value: tensors, arrays, texts, numbers, and containers of them."""
     if isinstance(value, Tensor):
         digest.update(f"{tuple(value.shape)} {value.dtype}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     elif (entries := _entries_of(value)) is not None:
         for key, each in entries.items():
             digest.update(str(key).encode())
-            _add(digest, each)
+            add_to_digest(digest, each)
     elif isinstance(value, np.ndarray):
         digest.update(f"{value.shape} {value.dtype}".encode())
         digest.update(np.ascontiguousarray(value).tobytes())

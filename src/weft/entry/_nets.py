@@ -15,3 +15,5 @@ class Nets:
     """Samples of a batch that a forward or a loss lets meet are looked for."""
     edits: bool = True
     """What a loop writes into the weights between steps is looked for."""
+    data: bool = True
+    """Subsets and a few samples of the data are compared over the ranks."""

@@ -30,6 +30,7 @@ from weft.entry._nets import Nets
 from weft.entry._prepared_facts import facts_of_prepared
 from weft.entry._recording import SessionRuns
 from weft.entry._rounds import RoundsOfSession
+from weft.entry._same_data import facts_of_data
 from weft.entry._settings import PlanSettings
 from weft.entry._share_errors import explain_share
 from weft.entry._state import TrainState
@@ -313,7 +314,8 @@ class Session:
             stream.warn_of_workers()
             self._refuse_taken(model)
             refuse_given(model, vocabulary_head, "before prepare")
-            check_same_facts(facts_of_prepared(model, optimizer, stream, max_grad_norm), self.device)
+            data = facts_of_data(stream, self._seed) if self.nets.data and self.world_size > 1 else {}
+            check_same_facts({**facts_of_prepared(model, optimizer, stream, max_grad_norm), **data}, self.device)
             recipe = self._recipe(model, stream.batch_size, max_grad_norm)
             example = self._example(loader)
             blueprint = self._blueprint(model, inputs, split, cut, vocabulary_head, example)

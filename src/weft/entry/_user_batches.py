@@ -137,6 +137,11 @@ class BatchStream:
         self._refuse_what_is_not_read()
 
     @property
+    def dataset(self) -> Any | None:
+        """The data set of a loader that is read by index; None for a loader that only iterates."""
+        return self._dataset
+
+    @property
     def num_samples(self) -> int | None:
         """Samples per pass; None for a loader that only iterates."""
         if self._dataset is None:
@@ -180,9 +185,9 @@ class BatchStream:
         samples: list[Any] = []
         loader = cast(DataLoader[Any], self._loader)
         for position, index in zip(positions, self._indices(positions), strict=True):
-            with _seeded(self._seed, position):
+            with seeded(self._seed, position):
                 samples.append(cast(Any, self._dataset)[index])
-        with _seeded(self._seed, key):
+        with seeded(self._seed, key):
             return loader.collate_fn(samples)
 
     def _looks_at_the_whole(self, first: int, start: int, stop: int) -> bool:
@@ -273,7 +278,7 @@ class BatchStream:
 
 
 @contextmanager
-def _seeded(seed: int, position: int) -> Generator[None]:
+def seeded(seed: int, position: int) -> Generator[None]:
     """Seed the generators that augmentation draws from by the sample's place in the stream, and put them back: so a
     sample looks the same on every rank and after every resume."""
     key = (seed * 1_000_003 + position) % 2**63
@@ -329,7 +334,7 @@ def _batch_size(loader: Iterable[Any], given: int | None) -> int:
         return sampled
     sampler = getattr(loader, "batch_sampler", None)
     if sampler is not None and _length(sampler) and iter(sampler) is not sampler:
-        with _seeded(0, 0):  # what it draws is drawn again when it is gone through
+        with seeded(0, 0):  # what it draws is drawn again when it is gone through
             return max(len(indices) for indices in sampler)
     raise DataError(
         f"{type(loader).__name__} does not say its batch_size, which is the global batch that all ranks share."

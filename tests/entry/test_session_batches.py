@@ -192,3 +192,35 @@ def test_batches_of_any_shape_train_as_in_plain_pytorch(
 def test_what_cannot_be_shared_out_is_refused(batch: Any, match: str) -> None:
     with pytest.raises(DataError, match=match):
         taken_apart(batch)
+
+
+class Short:
+    """Batches of 51 rows, where the largest would have 52."""
+
+    batch_size = 52
+
+    def __iter__(self) -> Iterator[Any]:
+        x = torch.ones(51, 6, dtype=torch.float64)
+        yield [x, x[:, :4]]
+
+
+def sizes_of_shares(folder: str) -> int:
+    model = nn.Linear(6, 4).double()
+    plan = Plan(
+        mesh=MeshPlan(replicate=2),
+        microbatch=MicrobatchPlan(size=26, per_step=1),
+        compute=ComputePlan(precision="fp64"),
+    )
+    with weft.session(plan=plan, permit=("fp64",), folder=folder, quiet=True) as session:
+
+        def loss(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+            return (outputs - batch[1]).square().sum(), len(outputs)
+
+        state = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), Short(), loss=loss)
+        batch = next(state.batches())
+        state.step(batch)
+        return len(batch[0])
+
+
+def test_51_rows_on_two_ranks_are_26_and_25(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(2, sizes_of_shares, str(tmp_path)) == [26, 25]

@@ -1,7 +1,8 @@
 """A rank's share of a global batch of any size, and the microbatches that it is cut into.
 
 A loader whose batches differ in size (length buckets, token budgets, a short last one) is shared out in the proportions
-of the plan: of n samples the data rank with shares m of M takes n·m/M, rounded.  A full batch is cut as the plan says.
+of the plan: of n samples the data rank with shares m of M takes n·m/M, rounded so that the first ranks have the larger
+ones: 51 over two are 26 and 25.  A full batch is cut as the plan says.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class BatchShares:
         """
         counts, micro = self._plan.microbatch.shares(self._plan.mesh.data), self._plan.microbatch.size
         total = sum(counts)
-        bounds = [size * sum(counts[:rank]) // total for rank in range(len(counts) + 1)]
+        bounds = [-(-size * sum(counts[:rank]) // total) for rank in range(len(counts) + 1)]
         start, stop = bounds[self._index], bounds[self._index + 1]
         if size == self._batch_size:
             return BatchShare(size, start, stop, tuple((at, at + micro) for at in range(0, stop - start, micro)))

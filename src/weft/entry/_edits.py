@@ -23,7 +23,6 @@ class _Watched:
     parameter: nn.Parameter
     is_cut: bool
     """Whether ranks of the tensor axis have parts of it."""
-    version: int
 
 
 @final
@@ -35,12 +34,13 @@ class Edits:
     def __init__(self, parts: Sequence[ModelPart], stores: StoreSet, plan: Plan) -> None:
         self._stores, self._plan = stores, plan
         self._watched = [
-            _Watched(part.layout[name].name, each, "tensor" in part.layout[name].split_axes, each._version)
+            _Watched(part.layout[name].name, each, "tensor" in part.layout[name].split_axes)
             for part in parts
             for name, each in part.module.named_parameters()
         ]
         self._shards = stores.shards
-        self._masters = [shard.master._version for shard in self._shards]
+        self._tensors = [*(each.parameter for each in self._watched), *(shard.master for shard in self._shards)]
+        self._versions = _versions(self._tensors)
         self._touched = False
         self._looks = self._edits = 0
         self._is_inside = False
@@ -86,35 +86,36 @@ class Edits:
         """
         self._is_inside = True
         self._looks += 1
-        edited = [each for each in self._watched if each.parameter._version != each.version]
         has_copies = any(shard.weights is not None for shard in self._shards)
-        if any(shard.master._version != version for shard, version in zip(self._shards, self._masters, strict=True)):
+        changed = self._changed()
+        edited = [each for each, is_new in zip(self._watched, changed, strict=False) if is_new]
+        if any(changed[len(self._watched) :]):
             self._take_optimizers(edited, has_copies=has_copies)
         elif has_copies and (edited or self._touched or _is_due(self._looks)):
             for shard in self._shards:
                 shard.take_over()
         if edited:
             self._note_edited(edited)
-        self._note_versions()
 
     def note(self, *, gathered: bool = False) -> None:
         """Weft has done what it had to do: what is written from now on is somebody else's.  Unless what is `gathered`
         is still needed, ZeRO-3's weights are shards from now on."""
         if not gathered:
             self.release()
-        self._note_versions()
-        self._is_inside = False
+        self._versions = _versions(self._tensors)
+        self._touched = self._is_inside = False
 
     def release(self) -> None:
         """Let a write reach what trains, and not weights that were gathered to compute with."""
         if self._plan.data_parallel.shards_weights:
             self._stores.release()
 
-    def _note_versions(self) -> None:
-        for each in self._watched:
-            each.version = each.parameter._version
-        self._masters = [shard.master._version for shard in self._shards]
-        self._touched = False
+    def _changed(self) -> list[bool]:
+        """Whether each of the tensors was written to, as far as versions tell; empty: none was."""
+        versions = _versions(self._tensors)
+        if versions == self._versions:
+            return []
+        return [mine != known for mine, known in zip(versions, self._versions, strict=True)]
 
     def take_facts(self) -> dict[str, str]:
         """Return what must be equal on all ranks of edits since this was asked last."""
@@ -154,6 +155,10 @@ class Edits:
         said = [f"{each.name}{_digest(each.parameter) if is_same else ''}" for each in edited]
         if mesh.pipeline == 1:
             self._facts["what the loop has written into the weights"] = ", ".join(said)
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [each._version for each in tensors]
 
 
 def _is_due(number: int) -> bool:

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 import weft
 from pool import RankPool
-from weft.entry._batch_shape import taken_apart
 from weft.errors import DataError
 from weft.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 
@@ -189,9 +188,13 @@ def test_batches_of_any_shape_train_as_in_plain_pytorch(
         (torch.tensor(1.0), "without samples along dim 0"),
     ],
 )
-def test_what_cannot_be_shared_out_is_refused(batch: Any, match: str) -> None:
-    with pytest.raises(DataError, match=match):
-        taken_apart(batch)
+def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, batch: Any, match: str) -> None:
+    model = build()
+    loader = Iterated(lambda samples: batch)
+    with weft.session(plan=plan_of("one"), permit=("fp64",), folder=tmp_path, quiet=True) as session:
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        with pytest.raises(DataError, match=match):
+            session.prepare(model, optimizer, loader, loss=loss_fn)
 
 
 class Short:

@@ -28,7 +28,6 @@ from weft.parallel.buckets import BucketMember
 from weft.parallel.data import BucketStore
 from weft.parallel.draws import Draws, apply_keyed_draws, draws_of, is_alone, keyed_loss
 from weft.parallel.materialise import materialise
-from weft.parallel.padded_encoders import run_encoders_by_layers
 from weft.parallel.precision import NARROW, Dtypes
 from weft.parallel.randomness import apply_keyed_dropout
 from weft.parallel.technique import Build, TechniqueRuntime, techniques_of
@@ -147,9 +146,7 @@ def parallelize(
         technique.join(parts)
         for part in parts:
             technique.wrap(part)
-    if plan.mesh.tensor > 1 or plan.mesh.pipeline > 1:
-        for part in parts:
-            run_encoders_by_layers(part.module)
+    _run_encoders(parts, plan)
     codec = next((codec for each in techniques if (codec := each.codec()) is not None), None)
     stores = _create_stores(build, techniques, summing, parts, group_parameters, cuts, codec)
     if gathers_ahead:
@@ -168,6 +165,15 @@ def parallelize(
         techniques=techniques,
         routing=_watch_routers(parts, blueprint, mesh),
     )
+
+
+def _run_encoders(parts: Sequence[ModelPart], plan: Plan) -> None:
+    """Let torch's encoders run on what a rank holds of them."""
+    if plan.mesh.tensor > 1 or plan.mesh.pipeline > 1:
+        from weft.parallel.padded_encoders import run_encoders_by_layers  # loaded where ranks hold parts of a model
+
+        for part in parts:
+            run_encoders_by_layers(part.module)
 
 
 def _key_draws(part: ModelPart, build: Build) -> None:

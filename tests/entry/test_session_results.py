@@ -269,7 +269,8 @@ def test_what_differs_between_ranks_is_named(ranks: RankPool, tmp_path: Path) ->
 
 
 def parts_of_logits(kind: str, folder: str) -> None:
-    with weft.session(plan_for(kind), permit=("fp64",), folder=folder, quiet=True) as session:
+    # Nobody trains here: by this loss, which knows nothing of parts of logits, no proof would hold.
+    with weft.session(plan_for(kind), permit=("fp64",), folder=folder, prove="never", quiet=True) as session:
         model = Net().double()
         model.head = nn.Linear(16, 4).double()
         state = session.prepare(

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from pathlib import Path
+from typing import Literal
 
 from weft.cli._options import Overrides, PlanFile, RecipeFile
 from weft.cli._read import read_choice
@@ -22,6 +23,7 @@ def train(
     run_folder: Path | None = None,
     resume: str | None = None,
     trials: bool = True,
+    prove: Literal["auto", "always", "never"] = "auto",
 ) -> int:
     """Train a recipe.
 
@@ -36,6 +38,9 @@ def train(
     trials
         With `auto`, let a few steps decide between plans that look equally fast, where the run is long enough, and
         whether a step finds memory, where that is in doubt.
+    prove
+        Compare two steps under the plan with plain PyTorch before the run: `auto` where that takes no longer than 10 s
+        or 5 % of the run, and once for the same recipe, plan and versions.
     """
     from weft.launch import RankInfo
     from weft.launch.launcher import open_fork_server
@@ -62,6 +67,7 @@ def train(
             reasons=choice.reasons,
             try_memory=choice.is_tight,
             note=choice.note,
+            prove=prove,
             fork_server=fork_server,
         )
     if result.stopped_early:

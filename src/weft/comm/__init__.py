@@ -12,6 +12,8 @@ from weft.comm._device import all_gather_single as all_gather_single
 from weft.comm._device import backend_for as backend_for
 from weft.comm._device import device_for_rank as device_for_rank
 from weft.comm._device import forget_meshes as forget_meshes
+from weft.comm._device import forget_peak_memory as forget_peak_memory
+from weft.comm._device import free_memory_bytes as free_memory_bytes
 from weft.comm._device import group_store as group_store
 from weft.comm._device import memory_bytes as memory_bytes
 from weft.comm._device import peak_memory_bytes as peak_memory_bytes
@@ -36,6 +38,5 @@ from weft.comm._reduce import start_reduce_scatter as start_reduce_scatter
 from weft.comm._reduce import traced_as as traced_as
 from weft.comm._release import release_groups as release_groups
 from weft.comm._rendezvous import rendezvous as rendezvous
-from weft.comm.watch import TraceCallback as TraceCallback
 from weft.comm.watch import TraceEvent as TraceEvent
 from weft.comm.watched_group import hold as hold

@@ -6,9 +6,13 @@ Accelerators are spoken to through `torch.accelerator`.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import resource
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -111,6 +115,17 @@ def memory_bytes(device: torch.device) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory that this process may still take: of an accelerator, of the machine on the CPU (without /proc, no end)."""
+    if device.type != "cpu":
+        return torch.accelerator.get_memory_info(device)[0]
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return sys.maxsize
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Most memory this rank ever held (on the CPU of the whole process, so it includes the interpreter and torch)."""
     if device.type != "cpu":
@@ -119,6 +134,20 @@ def peak_memory_bytes(device: torch.device) -> int:
     if sys.platform == "darwin":
         return peak
     return max(peak * 1024, memory_bytes(device))  # the kernel updates the peak late
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory_bytes` count from now on: what was freed goes back to the system first."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(device)
+        return
+    if sys.platform.startswith("linux"):
+        with suppress(OSError, AttributeError):  # another C library, or a kernel that keeps it to itself
+            ctypes.CDLL(None).malloc_trim(0)
+            # 5 resets the peak (proc(5), /proc/pid/clear_refs).
+            Path("/proc/self/clear_refs").write_text("5")
 
 
 def all_gather_single(

@@ -9,7 +9,8 @@ can start.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -88,6 +89,7 @@ class Stepper:
         self._buffers = tuple(buffers)
         self._before: list[Tensor] = []
         self._routing = routing
+        self._show_gradients: Callable[[float], None] | None = None
         self.num_skipped = 0
         """Steps whose update was left out, since the start of the run."""
 
@@ -138,6 +140,16 @@ class Stepper:
             buffer.copy_(kept)
         self._before = []
 
+    @contextmanager
+    def gradients_shown(self, look: Callable[[float], None]) -> Generator[None]:
+        """Call `look(factor)` within, in every step whose gradients are reduced and not applied yet: what the shards
+        hold, times the factor, is the gradient of the mean loss before clipping."""
+        self._show_gradients = look
+        try:
+            yield
+        finally:
+            self._show_gradients = None
+
     @property
     def _scale(self) -> float:
         return self._loss_scale.scale if self._loss_scale is not None else 1.0
@@ -170,6 +182,8 @@ class Stepper:
         with self._recorder.span("optimizer"):
             if finite and agreed.counts[self._replica] > 0:
                 clip = self._clip(norms[self._replica])
+                if self._show_gradients is not None:
+                    self._show_gradients(factors[self._replica])
                 self._update(learning_rate, factors[self._replica] * clip, agreed.unused > 0)
                 self._before = []
             else:

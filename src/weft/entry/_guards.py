@@ -106,6 +106,11 @@ class Guard:
             left.check()
         self._loss_parameters.begin()
 
+    @property
+    def loss_parameters(self) -> LossParameters:
+        """What looks after parameters that the loss holds."""
+        return self._loss_parameters
+
     def after_step(self, model: nn.Module, event: StepEvent) -> LeftGradients:
         """Return what a step has left in the model's gradients.  Call on every rank."""
         self._loss_parameters.end(event)
@@ -115,6 +120,21 @@ class Guard:
     @property
     def is_inside(self) -> bool:
         return self._depth > 0
+
+    def watch(self, model: ParallelModel, before: Mapping[str, nn.Parameter], recipe: Recipe, *, gathers: bool) -> None:
+        """Begin to refuse what does nothing or does harm from now on.
+
+        Args:
+            before: parameters that the model had before its plan.
+            gathers: whether weights are gathered for each forward.
+        """
+        parts = [part.module for part in model.parts]
+        retire(before, *parts)
+        trained = [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]
+        self.watch_gradients(() if gathers else trained, parts[:1] if gathers else ())
+        self.watch_state(parts[0], model.plan)
+        self.watch_norms(parts, model.blueprint, model.plan, recipe)
+        self.watch_edits(model)
 
     def watch_edits(self, model: ParallelModel) -> None:
         """Have what a loop writes into the weights taken over, or refused, before anything else is done."""

@@ -1,12 +1,15 @@
-"""What must be equal on all ranks when they prepare a model."""
+"""What ranks are given when they prepare a model: what must be equal on all, and the loader's first batch."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from weft.entry._user_batches import BatchStream
+from weft.entry._user_batches import BatchStream, UserBatch
 from weft.entry._user_optimizer import settings_of
+from weft.errors import DataError
 
 
 def facts_of_prepared(
@@ -25,3 +28,22 @@ def facts_of_prepared(
         f"{kind}.{name}": f"{tuple(p.shape)}, {p.dtype}, {p.requires_grad}" for name, p in model.named_parameters()
     }
     return facts | settings_of(optimizer)
+
+
+def first_batch_of(loader: Iterable[UserBatch]) -> UserBatch:
+    """Return a loader's first batch; no generator moves.
+
+    Raises:
+        DataError: it is an iterator, or yields no batch.
+    """
+    with torch.random.fork_rng(devices=[]):  # a loader's iterator draws a seed
+        is_iterator = iter(loader) is loader
+        first = None if is_iterator else next(iter(loader), None)
+    if is_iterator:
+        raise DataError(
+            f"the loader is an iterator ({type(loader).__name__}), which can be gone through only once. Give an"
+            " iterable: a DataLoader, a list of batches, or an object whose __iter__ starts anew."
+        )
+    if first is None:
+        raise DataError("the loader yields no batch. Give it data, or a smaller batch size.")
+    return first

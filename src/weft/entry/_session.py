@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from weft.blueprint import look_for_blocks
 from weft.comm import Mesh, group_store
+from weft.engine.proof import Prove
 from weft.entry._agreement import check_same_facts, check_same_on_all_ranks
 from weft.entry._arguments import check_inputs, check_prepared, check_session, run_folder_of
 from weft.entry._auto import describe_user_model, look_at_user_model, machine_for
@@ -27,7 +28,8 @@ from weft.entry._first_looks import FirstLooks, look_first
 from weft.entry._guards import Guard, refuse_wrapped
 from weft.entry._loss_parameters import LossParameters
 from weft.entry._nets import Nets
-from weft.entry._prepared_facts import facts_of_prepared
+from weft.entry._prepared_facts import facts_of_prepared, first_batch_of
+from weft.entry._proof import SessionProof, check_prove
 from weft.entry._recording import SessionRuns
 from weft.entry._rounds import RoundsOfSession
 from weft.entry._same_data import facts_of_data
@@ -37,7 +39,7 @@ from weft.entry._state import TrainState
 from weft.entry._user_batches import BatchStream, UserBatch, infer_inputs, shape_of, without_labels
 from weft.entry._user_loss import LossOfUser
 from weft.entry._user_optimizer import group_indices
-from weft.errors import DataError, RecipeError
+from weft.errors import RecipeError
 from weft.events import OnEvent, Track
 from weft.launch import Distributed, RankFailure, RankInfo, initialise_distributed
 from weft.models import Blueprint, CutTable, SplitRule, tables_of
@@ -70,6 +72,7 @@ def session(
     on_event: OnEvent | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     collective_timeout_seconds: float | None = None,
+    prove: Prove = "auto",
     quiet: bool = False,
 ) -> Generator[Session]:
     """Join this process to its job (torchrun, `weft launch`, or alone in plain Python) and leave it at the end.
@@ -102,7 +105,10 @@ def session(
         device: of this job's ranks.
         collective_timeout_seconds: how long ranks wait for one another; by default the plan's own
             (`compute.collective_timeout_seconds`), 600 s under `auto`.
-        quiet: do not print the plan.
+        prove: compare two steps of every prepared model under its plan with plain PyTorch on one process, before the
+            first real one: `auto` where it takes no longer than 10 s, and once for the same code, plan and versions;
+            `always`; or `never`.
+        quiet: do not print the plan and the proof.
 
     Raises:
         WeftError: the plan cannot be read, or the ranks cannot be joined.
@@ -147,6 +153,7 @@ def session(
                 track=track,
                 on_event=on_event,
             ),
+            prove=check_prove(prove),
             quiet=quiet,
         )
         stack.callback(session.close_runs)
@@ -171,6 +178,7 @@ class Session:
         seed: int,
         permit: PermitRecipe,
         runs: SessionRuns,
+        prove: Prove,
         quiet: bool,
     ) -> None:
         self.rank = distributed.rank
@@ -183,6 +191,7 @@ class Session:
         self._seed = seed
         self._permit = permit
         self._runs = runs
+        self._prove: Prove = prove
         self._quiet = quiet
         self.nets = Nets()
         """What is looked for; tests switch nets off, before `prepare`."""
@@ -317,9 +326,9 @@ class Session:
             data = facts_of_data(stream, self._seed) if self.nets.data and self.world_size > 1 else {}
             check_same_facts({**facts_of_prepared(model, optimizer, stream, max_grad_norm), **data}, self.device)
             recipe = self._recipe(model, stream.batch_size, max_grad_norm)
-            example = self._example(loader)
+            example = first_batch_of(loader)
             blueprint = self._blueprint(model, inputs, split, cut, vocabulary_head, example)
-            return self._begin(recipe, blueprint, optimizer, loader, loss, example)
+            return self._begin(recipe, blueprint, optimizer, loader, stream, loss, example)
 
     def _begin(
         self,
@@ -327,6 +336,7 @@ class Session:
         blueprint: Blueprint,
         optimizer: torch.optim.Optimizer,
         loader: Iterable[UserBatch],
+        stream: BatchStream,
         loss: UserLoss,
         example: UserBatch,
     ) -> TrainState:
@@ -335,12 +345,14 @@ class Session:
         if self._plan is not None:  # what is chosen here shares out data alone
             look_for_blocks(blueprint, self._plan)
         looks = look_first(blueprint, loss, example, self._plan, self.nets, self.device)
-        loss = looks.declared(loss)
+        given_loss, loss = loss, looks.declared(loss)
         plan = self._choose(recipe, blueprint, loss, example, looks)
         groups = group_indices(optimizer, model)
         check_dtypes(model, optimizer, plan)
-        self._own(model)
         mesh = self._mesh(plan)
+        given = (self._prove, self._quiet, recipe, plan, blueprint, mesh)
+        proof = SessionProof.of(*given, optimizer=optimizer, loss=given_loss, stream=stream, example=example)
+        self._own(model)
         self._prepared += 1
         nominal = float(recipe.batch.global_batch_size * (blueprint.sequence_length or 1))
         held = LossParameters(loss, self._owned, plan, mesh, nominal_count=nominal)
@@ -360,6 +372,7 @@ class Session:
             rounds=self._rounds,
             guard=Guard(model, held, watches_edits=self.nets.edits),
             number=self._prepared,
+            proof=proof,
         )
         self._optimizers.add(optimizer)
         self._own(state.model)
@@ -393,19 +406,6 @@ class Session:
             permit=self._permit,
         )
         return replace(base, optimizer=replace(base.optimizer, max_grad_norm=max_grad_norm))
-
-    def _example(self, loader: Iterable[UserBatch]) -> UserBatch:
-        with torch.random.fork_rng(devices=[]):  # a loader's iterator draws a seed
-            is_iterator = iter(loader) is loader
-            first = None if is_iterator else next(iter(loader), None)
-        if is_iterator:
-            raise DataError(
-                f"the loader is an iterator ({type(loader).__name__}), which can be gone through only once. Give an"
-                " iterable: a DataLoader, a list of batches, or an object whose __iter__ starts anew."
-            )
-        if first is None:
-            raise DataError("the loader yields no batch. Give it data, or a smaller batch size.")
-        return first
 
     def _blueprint(
         self,

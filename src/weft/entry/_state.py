@@ -27,7 +27,7 @@ from weft.entry._copied_state import CopiedState
 from weft.entry._epochs import Epochs
 from weft.entry._evaluation import Evaluation
 from weft.entry._export import export_model
-from weft.entry._guards import Guard, LeftGradients, frozen, retire
+from weft.entry._guards import Guard, LeftGradients, frozen
 from weft.entry._loader_passes import LoaderPasses
 from weft.entry._loop_draws import Yielded
 from weft.entry._metrics import Metrics
@@ -50,6 +50,7 @@ from weft.record import Recorder
 
 if TYPE_CHECKING:
     from weft.entry._manual import ManualStep
+    from weft.entry._proof import SessionProof
 
 
 class TrainState:
@@ -73,21 +74,20 @@ class TrainState:
         number: int = 1,
         like: BatchShape,
         hint: str = "",
+        proof: SessionProof | None = None,
     ) -> None:
         self.plan, self._calls = plan, calls
         self._name = "state" if number == 1 else f"(model {number}) state"
         self._guard = guard
         self.optimizer = optimizer
         self._mesh = mesh
-        self._recipe = recipe
-        self._batch_size = recipe.batch.global_batch_size
+        self._recipe, self._batch_size = recipe, recipe.batch.global_batch_size
         self._stream = BatchStream(stream, recipe.run.seed, self._check_equal, self._batch_size)
-        self._loss = LossOfUser(loss)
-        self._loss.like, self._loss.hint = like, hint
+        self._loss = LossOfUser(loss, like, hint)
         self._yielded: Yielded | None = None
         self._draws = SampleDraws(recipe.run.seed)
         self._left: LeftGradients | None = None
-        self._facts: dict[str, str] = {}
+        self._facts = dict[str, str]()
         blueprint = replace(blueprint, loss=self._loss, beside=self._loss.part)
         self._shares = BatchShares(plan, mesh.data_index, self._batch_size, blueprint)
         self._share = self._shares.usual
@@ -109,25 +109,21 @@ class TrainState:
         )
         self._recorder = Recorder()
         self._training = begin_training(recipe, self._parallel, self._optimizer, None, self._recorder)
+        if proof is not None:
+            proof.check(self._training, self._guard, self._recorder, self._loss)
         self._rounds = rounds.of(self._training, self._name)
         self._run = recorded.run
         self._reporter = StepReporter(self._run, self._recorder, self._parallel)
         self._reporter.start(0, None)
-        self._steps = 0
-        self._attached = Attached()
+        self._steps, self._attached = 0, Attached()
         self._seen = SeenBatches(shared_by_all=plan.mesh.data == 1 and plan.mesh.world_size > 1)
         self._passes = LoaderPasses(self._stream, self._seen)
         self._frozen = [name for name, value in blueprint.module.named_parameters() if not value.requires_grad]
         self._checkpointer = Checkpointer(recorded.folder.checkpoints, Peers.of_group(mesh["world"]))
         self._saves = Saves(self._checkpointer, self._training, self._optimizer, self._attached, mesh)
-        retire(before, *(part.module for part in self._parallel.parts))
-        gathers = plan.data_parallel.shards_weights and mesh.size("shard") > 1
-        trained = [p for part in self._parallel.parts for p in part.module.parameters() if p.requires_grad]
-        self._guard.watch_gradients(() if gathers else trained, [self.model] if gathers else ())
         self._copied = CopiedState(self._parallel)
-        self._guard.watch_state(self.model, plan)
-        self._guard.watch_norms([part.module for part in self._parallel.parts], blueprint, plan, recipe)
-        self._guard.watch_edits(self._parallel)
+        gathers = plan.data_parallel.shards_weights and mesh.size("shard") > 1
+        self._guard.watch(self._parallel, before, recipe, gathers=gathers)
         calls.watch_exchanges(self.model, self._name, mesh, gathers=gathers, batch_norm=blueprint.has_batch_norm)
 
     @property

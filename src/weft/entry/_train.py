@@ -22,10 +22,12 @@ from weft.data import PreparedData, data_shape
 from weft.data.preparation import ConsoleProgress, prepare_data, silent
 from weft.document import typed
 from weft.engine import TrainingOutcome
+from weft.engine.proof import Prove
 from weft.entry._agreement import check_same_on_all_ranks
 from weft.entry._auto import describe_blueprint, machine_for
 from weft.entry._export import processor_files
 from weft.entry._fit import MeasurePeak, fit_microbatch, measure_peak_in_job, measure_peak_in_processes
+from weft.entry._proof import check_prove
 from weft.entry._recipe_looks import refuse_by_first_looks
 from weft.entry._recording import create_folder, folder_of_rank_0, run_name
 from weft.entry._trials import decide_by_trials
@@ -63,6 +65,7 @@ def train(
     note: str = "",
     trials: bool = True,
     try_memory: bool | None = None,
+    prove: Prove = "auto",
     quiet: bool = False,
     fork_server: ForkServer | None = None,
 ) -> RunResult:
@@ -85,6 +88,9 @@ def train(
         try_memory: let every rank take a step by itself before the run, and make the microbatches smaller, and more
             of them, until it finds memory.  By default where `auto` has chosen a plan that is predicted to fill more
             than four fifths of it.
+        prove: compare two steps of a few samples under the plan with plain PyTorch on one process, before the run:
+            `auto` where that takes no longer than 10 s or 5 % of the run, and once for the same code, recipe, plan and
+            versions; `always`; or `never`.
         quiet: print nothing.
         fork_server: process that forks the ranks, where several runs share one (`weft.launch.launcher.ForkServer`); by
             default one that ends with this call.  Under torchrun or `weft launch` the ranks are there already, and none
@@ -103,8 +109,9 @@ def train(
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     if processes is not None and type(processes) is not int:
         raise PlanError(f"processes = {processes!r} is no number of processes. Give a whole number from 1 on.")
+    prove = check_prove(prove)
     with open_fork_server(fork_server) as warm:
-        job = _checked(recipe, plan, processes, reasons or {}, note, trials, try_memory, quiet, warm)
+        job = _checked(recipe, plan, processes, reasons or {}, note, trials, try_memory, prove, quiet, warm)
         if RankInfo.from_environment() is not None:
             return job.run_as_rank(name, folder, resume)
         return job.run_as_parent(name, folder, resume)
@@ -118,6 +125,7 @@ def _checked(
     note: str,
     trials: bool,
     try_memory: bool | None,
+    prove: Prove,
     quiet: bool,
     fork_server: ForkServer | None,
 ) -> _Job:
@@ -151,7 +159,7 @@ def _checked(
             " try_memory out, or use a model whose inputs Weft knows (a reference, or a Hugging Face model)."
         )
     tight = tight if try_memory is None else try_memory
-    return _Job(recipe, plan, blueprint, facts, machine.cluster, reasons, note, tight, quiet, fork_server)
+    return _Job(recipe, plan, blueprint, facts, machine.cluster, reasons, note, tight, prove, quiet, fork_server)
 
 
 def _keep_quiet(line: str) -> None:
@@ -170,6 +178,7 @@ class _Job:
     reasons: Mapping[str, str]
     note: str
     try_memory: bool
+    prove: Prove
     quiet: bool
     fork_server: ForkServer | None
 
@@ -187,6 +196,7 @@ class _Job:
                     "folder": str(run.path),
                     "prepared": prepared.to_json(),
                     "resume": None if resume is None else "latest",
+                    "prove": self.prove,
                     "quiet": self.quiet,
                 },
                 self.plan.mesh.world_size,
@@ -219,6 +229,7 @@ class _Job:
                     distributed.rank_info,
                     prepared,
                     resume=None if resume is None else "latest",
+                    prove=self.prove,
                     quiet=self.quiet,
                 )
             result = self._finalise(run, outcome, export=first)

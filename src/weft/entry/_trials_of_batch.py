@@ -125,7 +125,7 @@ class Trials:
 
 
 _MOST_FLOPS = 5e11
-"""Of a look at a model that lies in this host's memory, which takes about 10 s."""
+"""Largest look at a model in this host's memory, which takes about 10 s."""
 
 
 def is_costly(trials: Trials) -> bool:

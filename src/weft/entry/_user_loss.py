@@ -22,16 +22,26 @@ from weft.models.whole_batch import GatheredBatch
 class LossOfUser:
     """The user's loss by Weft's contract; a plain scalar is taken as a mean over samples, which is said once."""
 
-    def __init__(self, loss: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, loss: Callable[[Any, Any], Any], like: BatchShape | None = None, hint: str = "") -> None:
+        """`like`: shape of the loader's batches; `hint`: what to say where the loss of the model's outputs is None."""
         self._loss = loss
         self._told = False
         self.per_sample: bool = getattr(loss, "per_sample", True)
-        self.like: BatchShape = taken_apart({"x": torch.empty(1)})[1]
+        self.like: BatchShape = like or taken_apart({"x": torch.empty(1)})[1]
         self.auxiliary = {name: self._of_user(term) for name, term in auxiliary_of(loss).items()}
         self._look: Callable[[Any, Any], None] | None = None
         self._counts = True
-        self.hint = ""
-        """What to say where the loss of the model's outputs is None."""
+        self._hint = hint
+
+    @contextmanager
+    def on_trial(self, like: BatchShape) -> Generator[None]:
+        """Take batches of this shape within, and give no warning: the first step after gives it."""
+        before = self._told, self.like
+        self._told, self.like = True, like
+        try:
+            yield
+        finally:
+            self._told, self.like = before
 
     @contextmanager
     def watched(self, look: Callable[[Any, Any], None], *, counts: bool) -> Generator[None]:
@@ -66,11 +76,11 @@ class LossOfUser:
         try:
             found = self._loss(outputs, own)
         except TypeError as problem:
-            if self.hint and getattr(outputs, "loss", outputs) is None:
-                raise RecipeError(f"the loss raised TypeError: {problem}.{self.hint}") from problem
+            if self._hint and getattr(outputs, "loss", outputs) is None:
+                raise RecipeError(f"the loss raised TypeError: {problem}.{self._hint}") from problem
             raise
         if found is None:
-            raise RecipeError(f"the loss returned None.{self.hint or ' ' + _CONTRACT}")
+            raise RecipeError(f"the loss returned None.{self._hint or ' ' + _CONTRACT}")
         return found
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -6,22 +6,21 @@ nothing with the engine but the model, the samples, the learning rate and the in
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from weft.engine.proof import optimizer_of, set_rates, whole_module
 from weft.models import Batch, Blueprint
 from weft.numerics._comparison import TrialResult
-from weft.numerics._plain_optimizers import plain_optimizer
 from weft.numerics._trial import Inside, one_process
 from weft.numerics._trial_data import TrialData
 from weft.numerics._wide import KeptWide
-from weft.parallel import ModelLayout, ParameterLayout, keyed_alone, materialise
+from weft.parallel import keyed_alone
 from weft.plan import Plan
-from weft.recipe import Recipe, group_parameters, learning_rate
+from weft.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +51,7 @@ class PlainLoop:
         norms: list[float] = []
         gradients: dict[str, Tensor] = {}
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        optimizer = self._optimizer(trained)
+        optimizer = optimizer_of(self.recipe, trained)
         run = keyed_alone(module, blueprint, self.recipe.run.seed)
         for step in range(self.steps):
             (batch,) = data.microbatches(step)
@@ -75,21 +74,8 @@ class PlainLoop:
         limit = self.recipe.optimizer.max_grad_norm
         return float(nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit))
 
-    def _optimizer(self, trained: Mapping[str, Tensor]) -> torch.optim.Optimizer:
-        settings = self.recipe.optimizer
-        groups = [
-            {
-                "params": [trained[name] for name in group.names],
-                "weight_decay": group.settings.weight_decay,
-                "lr_scale": group.settings.learning_rate_scale,
-            }
-            for group in group_parameters(settings, {name: tensor.shape for name, tensor in trained.items()})
-        ]
-        return plain_optimizer(settings, groups)
-
     def _step(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(self.recipe, step) * group["lr_scale"]
+        set_rates(self.recipe, optimizer, step)
         optimizer.step()
 
 
@@ -113,11 +99,7 @@ def comparable(result: TrialResult, steps: int) -> TrialResult:
 
 def _module(blueprint: Blueprint, initial: Mapping[str, Tensor]) -> nn.Module:
     """The whole model in fp64 with the given weights, in training mode."""
-    module = copy.deepcopy(blueprint.module)
-    layout = ModelLayout()
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        layout.entries[name] = ParameterLayout(name=name, shape=tensor.shape)
-    materialise(module, blueprint, layout, 0, torch.device("cpu"), torch.float64)
+    module = whole_module(blueprint, 0, torch.device("cpu"), torch.float64)
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     with torch.no_grad():
         for name, tensor in initial.items():

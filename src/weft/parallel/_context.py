@@ -13,6 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from weft.parallel.elsewhere import Elsewhere
     from weft.parallel.local_tokens import LocalTokens, TokenSharing
+    from weft.parallel.quiet import DrawLedger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,9 @@ class StepContext:
     """How ranks share out the tokens of a batch; None: each has whole samples."""
     elsewhere: Elsewhere | None = None
     """Where what blocks keep for backward waits; None: it stays on the device."""
+
+    ledger: DrawLedger | None = None
+    """Takes note of draws, which are left out meanwhile; None: they are made."""
 
     @contextmanager
     def entered(self, state: MicrobatchState | None) -> Generator[None]:

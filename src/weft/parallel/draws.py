@@ -34,6 +34,7 @@ from weft.parallel._draw_net import is_draw
 from weft.parallel._draw_trace import LOSS, DrawLayout, Draws, find_draws, noise_shape
 from weft.parallel._draw_values import keyed_value
 from weft.parallel._noise import Elements, Numbers
+from weft.parallel.quiet import still_value
 from weft.parallel.randomness import KeyedDropout, sample_words
 from weft.plan import Plan
 
@@ -167,6 +168,10 @@ class _Keyed(TorchDispatchMode):
             raise PlanError(_CHECKPOINTED.format(self._name or "the model's forward", op))
         number = self._counts.get(op, 0)
         self._counts[op] = number + 1
+        if (ledger := self._context.ledger) is not None:
+            ledger.note(f"{self._name}\0{op}\0{number}", self._context)
+            value = still_value(func, args, given)
+            return func(*args, **given) if value is None else value
         shape = noise_shape(func, args, _shapes_of(func, args, given))
         layout = self._layout(op, number, shape)
         value = None

@@ -86,6 +86,9 @@ class KeyedDropout(nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return input
+        if self.context.ledger is not None:
+            self.context.ledger.note(self.key, self.context)
+            return input
         if isinstance(input, PendingScores):
             return input.dropped_by(self)
         if self.context.current is None and self.view is None:

@@ -56,6 +56,12 @@ class Recorder:
             self._own_ns[index] = 0
         return {"step_seconds": wall / 1e9, **sums, "other_seconds": max(rest, 0) / 1e9}
 
+    def forget(self) -> None:
+        """Leave out of the next sums what was done since the last ones.  Call it with no span open."""
+        self.end_step()
+        self.collectives.end_step()
+        self.collectives.take_launched()
+
     def latest(self) -> list[tuple[str, int, int]]:
         """Return the kept spans, oldest first, as (name, start, duration), in nanoseconds of `perf_counter_ns`."""
         return [(self._names[index], start, duration) for index, start, duration in self._kept.rows()]

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,22 +17,26 @@ from weft.data import PreparedData, data_shape, open_data
 from weft.document import plain
 from weft.engine import Trainer, TrainingOutcome, create_training
 from weft.errors import CollectiveError
-from weft.events import LogSink, MetricsSink, Run, RunFolder, Sink, TerminalSink, WarningSink, loggers_to
+from weft.events import LogSink, MessageEvent, MetricsSink, Run, RunFolder, Sink, TerminalSink, WarningSink, loggers_to
 from weft.launch import Distributed, RankInfo, initialise_distributed
 from weft.plan import Plan, check_plan, load_plan
 from weft.recipe import Recipe, load_recipe
 from weft.record import Recorder
 from weft.worker._facts import facts_of_blueprint
 
+if TYPE_CHECKING:
+    from weft.engine.proof import Prove
+
 
 def run_rank(
-    rank_info: RankInfo, *, folder: str, prepared: str, resume: str | None, quiet: bool
+    rank_info: RankInfo, *, folder: str, prepared: str, resume: str | None, prove: Prove, quiet: bool
 ) -> dict[str, Any] | None:
     """Train on one rank and return rank 0's `TrainingOutcome`, as JSON.  `prepared` is `PreparedData` as JSON; `resume`
     names a checkpoint or a run, or is `latest` for this run's own newest."""
     run = RunFolder.open(Path(folder))
     recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
-    outcome = train_rank(recipe, plan, run, rank_info, PreparedData.from_json(prepared), resume=resume, quiet=quiet)
+    data = PreparedData.from_json(prepared)
+    outcome = train_rank(recipe, plan, run, rank_info, data, resume=resume, prove=prove, quiet=quiet)
     return plain(outcome) if rank_info.rank == 0 else None
 
 
@@ -72,6 +76,7 @@ def train_rank(
     prepared: PreparedData,
     *,
     resume: str | None,
+    prove: Prove = "never",
     quiet: bool,
 ) -> TrainingOutcome:
     """Train on this rank.  Call on every rank of the plan's world."""
@@ -85,7 +90,7 @@ def train_rank(
         if distributed.rank == 0:
             distributed.rank_info.name_run_folder(run.path)
         events = stack.enter_context(_events_of(run, recipe, distributed.rank, quiet))
-        training = training_of(recipe, plan, distributed, run, prepared, events)
+        training = training_of(recipe, plan, distributed, run, prepared, events, prove=prove)
         with training as trainer, _own_groups():
             if resume is not None:
                 trainer.resume(None if resume == "latest" else Path(resume))
@@ -100,6 +105,8 @@ def training_of(
     folder: RunFolder,
     prepared: PreparedData,
     events: Run,
+    *,
+    prove: Prove = "never",
 ) -> Generator[Trainer]:
     """Build this rank's share of a training under a plan; at the end leave its groups and let go of the model.
 
@@ -110,6 +117,8 @@ def training_of(
     mesh = Mesh(plan.mesh, distributed.device, timeout_seconds=plan.compute.timeout_seconds)
     blueprint = build_blueprint(recipe, plan)
     check_plan(plan, recipe, facts_of_blueprint(blueprint, recipe), distributed.world_size)
+    if prove != "never":
+        _prove(recipe, plan, mesh, folder, prepared, events, prove)
     recorder = Recorder()
     training = create_training(recipe, plan, blueprint, mesh, recorder, folder.path)
     data = open_data(
@@ -128,3 +137,14 @@ def training_of(
         data.close()
     training.close()
     mesh.leave()
+
+
+def _prove(
+    recipe: Recipe, plan: Plan, mesh: Mesh, folder: RunFolder, prepared: PreparedData, events: Run, prove: Prove
+) -> None:
+    from weft.worker._proof import RecipeProof  # loaded where a run proves itself
+
+    proof = RecipeProof(recipe=recipe, plan=plan, mesh=mesh, prepared=prepared, prove=prove, folder=folder.path)
+    line = proof.run()
+    if mesh.rank == 0:
+        events.emit(MessageEvent(text=line, source=__name__))

@@ -20,6 +20,7 @@ from weft.models.dropping import attend_dropping, attend_in_window
 from weft.parallel import MicrobatchState, StepContext
 from weft.parallel.local_tokens import LocalTokens
 from weft.parallel.randomness import KeyedDropout
+from weft.techniques.compute.compiling import number_calls
 from weft.techniques.context.attention import VisitedAttention, sharing
 from weft.techniques.context.exchange import GatherExchange
 from weft.techniques.context.operators import make_known
@@ -87,6 +88,7 @@ def compare(case: str) -> dict[str, Any]:
     plain, compiled = build(case, context), build(case, context)
     compiled.load_state_dict(copy.deepcopy(plain.state_dict()))
     for block in compiled:
+        number_calls(block)
         block.compile(backend="aot_eager")
     apart, most = case == "documents", 0.0
     for step in range(5 if case == "lengths" else 3):

@@ -57,6 +57,7 @@ def test_adds_what_one_process_adds(
     with context.entered(state):
         wanted = attend_scored(query, key, value, bias, dropout, causal=causal, window=window, scale=SCALE)
         wanted.backward(gradient)
+        state.calls.restart()
         dropped = DroppedAttention.of(dropout, HEADS, LENGTH)
     form = AttentionForm(causal=causal, scale=SCALE, window=window, bias=bias, dropped=dropped)
     attends = [scheme_of(scheme, rank, ranks, exchanging) for rank in range(ranks)]
@@ -152,6 +153,7 @@ def test_drops_beside_sinks_as_one_process(more: str, window: int | None, monkey
             query, key, value, None, dropout, causal=True, window=window, scale=SCALE, softcap=softcap, sinks=sinks
         )  # fmt: skip
         wanted.backward(gradient)
+        state.calls.restart()
         dropped = DroppedAttention.of(dropout, HEADS, LENGTH)
     own = None if sinks is None else sinks.detach().clone().requires_grad_()
     form = AttentionForm(causal=True, scale=SCALE, window=window, softcap=softcap, sinks=own, dropped=dropped)
@@ -193,6 +195,7 @@ def test_every_part_of_what_a_function_drops_is_that_of_the_whole(rate: float, f
     state = MicrobatchState(step=5, seed=7, sample_ids=torch.tensor([4, 9]), sequence_length=LENGTH)
     with context.entered(state):
         kept = keyed(lambda: F.dropout(ones, rate), "attention", draws, view, context)()
+        state.calls.restart()
         draw = keyed(lambda: claimed(rate, context, view), "attention", draws, view, context)().draw
     assert 0 < int((kept == 0).sum()) < kept.numel()
     kept = kept.view(SAMPLES, HEADS, LENGTH, LENGTH)

@@ -24,6 +24,7 @@ def test_every_part_of_the_mask_is_that_of_the_whole(probability: float) -> None
     dropout = KeyedDropout(probability, "attention", context)
     with context.entered(state()):
         whole, scale = dropout.mask(torch.empty(SAMPLES, HEADS, LENGTH, LENGTH))
+    with context.entered(state()):
         dropped = DroppedAttention.of(dropout, HEADS, LENGTH)
     assert dropped is not None
     assert dropped.scale == scale

@@ -75,6 +75,7 @@ def test_drops_what_one_process_drops(
     with context.entered(state):
         wanted = attend_dropping(leaves[0], leaves[1], leaves[2], None, dropout, causal=causal, scale=SCALE)
         wanted.backward(gradient)
+        state.calls.restart()
         dropped = DroppedAttention.of(dropout, heads, length)
     form = AttentionForm(causal=causal, scale=SCALE, dropped=dropped)
     attends = [scheme_of(scheme, rank, ranks, exchanging) for rank in range(ranks)]

@@ -236,6 +236,7 @@ def test_a_tensor_rank_draws_its_part_of_the_whole(dim: int):
     state = MicrobatchState(seed=1, step=2, sample_ids=torch.arange(4), sequence_length=None)
 
     def drawn(x: Tensor, view: GroupView) -> Tensor:
+        state.calls.restart()
         with context.entered(state):
             return keyed(lambda x: F.dropout(x, 0.4), "a", found, view, context)(x)
 

@@ -69,7 +69,7 @@ def build(blueprint: Blueprint, plan: Plan) -> Built:
     apply_fused_loss(part, blueprint, plan, mesh, layout, context)
     materialise(part, blueprint, layout, SEED, torch.device("cpu"), DTYPES[plan.compute.precision])
     apply_recompute(part, blueprint, plan, context)
-    apply_compile(part, blueprint, plan, backend="eager")  # traced by Dynamo, without the minutes of Inductor
+    apply_compile(part, blueprint, plan, context, backend="eager")  # traced by Dynamo, without the minutes of Inductor
     part.train()
     return Built(part, blueprint, plan, mesh, context, layout)
 

@@ -90,7 +90,7 @@ def test_split_backward_refuses_compiled_blocks():
         compute=ComputePlan(compile=True),
     )
     with pytest.raises(PlanError, match="does not go with schedule"):
-        apply_compile(blueprint.module, blueprint, plan)
+        apply_compile(blueprint.module, blueprint, plan, parity.StepContext())
 
 
 class Writes(torch.nn.Module):

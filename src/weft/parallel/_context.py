@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from weft.parallel._call_numbers import CallNumbers
+
 if TYPE_CHECKING:
     from weft.parallel.elsewhere import Elsewhere
     from weft.parallel.local_tokens import LocalTokens, TokenSharing
@@ -30,9 +32,12 @@ class MicrobatchState:
     """What this rank has of samples that several ranks share; None: whole samples."""
     moment: Tensor = field(init=False)
     """Seed and step, int64 on the CPU: compiled code takes a tensor as it comes, and is compiled anew for an int."""
+    calls: CallNumbers = field(init=False)
+    """How often the forward has called each module that draws."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "moment", torch.tensor((self.seed, self.step), device="cpu"))
+        object.__setattr__(self, "calls", CallNumbers())
 
 
 @dataclass(slots=True)

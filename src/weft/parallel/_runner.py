@@ -209,6 +209,7 @@ class SequentialRunner:
             return (loss or self._blueprint.loss)(self._outputs(moved, state), moved)
 
     def _outputs(self, batch: Batch, state: MicrobatchState) -> Any:
+        state.calls.restart()
         with self._part.context.entered(state):
             return self._part.module(**model_inputs(self._blueprint, batch, self._dtype))
 

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView, Mesh, collectives_for, hold, new_flat, nothing_to_wait_for, start_all_reduce
 from weft.comm.shared_memory import shared_memory_group
+from weft.errors import PlanError
 from weft.parallel._ahead import await_needs, needs_of
 from weft.parallel._shard import Piece, Shard
 from weft.parallel.buckets import Bucket, BucketMember, LiveBucket, compose_buckets
@@ -290,7 +291,10 @@ class BucketStore:
         live = self._live[index]
         self._used.add(live.bucket.members[position].layout.name)
         self._adopt(live, position)
-        if live.bucket.key.part not in self._armed or live.launched:
+        if live.bucket.key.part not in self._armed:
+            return
+        if live.launched:
+            _check_alone(live.bucket, position)
             return
         live.pending.discard(position)
         if not live.pending:
@@ -489,3 +493,17 @@ class BucketStore:
                 if shared_memory_group(live.bucket.key.reducing.group) is not None:
                     live.shard.gradient = None
                     self._forget(live)
+
+
+def _check_alone(bucket: Bucket, position: int) -> None:
+    """Refuse a gradient that comes after its bucket was sent: the part of it that is late would be lost.
+
+    Raises:
+        PlanError: the bucket has gone to other ranks.
+    """
+    if bucket.key.reducing.group is not None:
+        raise PlanError(
+            f"{bucket.members[position].layout.name} gets its gradient in several parts in one backward, and the first"
+            " was taken for all of it and sent to other ranks. torch.utils.checkpoint(use_reentrant=True) does so for"
+            " a module that is called more than once: use use_reentrant=False."
+        )

@@ -1,10 +1,9 @@
 """Draws that a model or its loss makes by functions (`F.dropout`, `torch.rand`, dropout inside attention), keyed.
 
 A module that draws, as a trace of the whole model shows, runs its forward under a mode that gives every random operator
-numbers keyed by (seed, step, sample, module, number of the draw in a call of the module, element of the whole
-activation): the same under every plan, and on one process.  Called twice in a forward, it draws the same twice, as
-`KeyedDropout` does.  Draws that have no dim of samples are keyed by (seed, step, module, element): all samples of a
-step share them, as they do where one process takes the whole batch at once.
+numbers keyed by (seed, step, sample, module, number of its call, number of the draw in it, element of the whole
+activation): the same under every plan, and on one process.  Draws that have no dim of samples have no sample in their
+key: all samples of a step share them, as they do where one process takes the whole batch at once.
 
 The mode sees ATen's operators, so what runs under it costs a few microseconds more per operator; modules that draw
 nothing run without it.  Attention with dropout is computed in the form of matrix products: it holds all scores, and a
@@ -29,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from weft.comm import GroupView, Mesh, shard_bounds
 from weft.errors import PlanError
 from weft.models import Batch, Blueprint, Loss
+from weft.parallel._call_numbers import numbered
 from weft.parallel._context import MicrobatchState, StepContext
 from weft.parallel._draw_net import is_draw
 from weft.parallel._draw_trace import LOSS, DrawLayout, Draws, find_draws, noise_shape
@@ -157,6 +157,7 @@ class _Keyed(TorchDispatchMode):
     def __init__(self, name: str, draws: Draws, view: GroupView, context: StepContext, state: MicrobatchState) -> None:
         super().__init__()
         self._name, self._draws, self._view, self._context, self._state = name, draws, view, context, state
+        self._call = state.calls.take(name)
         self._counts: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -178,7 +179,7 @@ class _Keyed(TorchDispatchMode):
         if layout is not None:
             operand = next((leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)), None)
             device = torch.device(given.get("device") or "cpu") if operand is None else operand.device
-            elements = self._elements(layout, shape, f"{self._name}\0{op}\0{number}", device)
+            elements = self._elements(layout, shape, self._key(op, number), device)
             value = keyed_value(func, args, given, elements, lambda made: _arranged(made, layout))
         if value is None and self._context.is_alone:
             return func(*args, **given)
@@ -192,8 +193,11 @@ class _Keyed(TorchDispatchMode):
             number = self._counts.get(op, 0)
             if known := self._draws.layouts.get((self._name, op, number), []):
                 self._counts[op] = number + 1
-                return (f"{self._name}\0{op}\0{number}", known[0]) if len(known) == 1 else None
+                return (self._key(op, number), known[0]) if len(known) == 1 else None
         return None
+
+    def _key(self, op: str, number: int) -> str:
+        return numbered(f"{self._name}\0{op}\0{number}", self._call)
 
     def _layout(self, op: str, number: int, shape: torch.Size) -> DrawLayout | None:
         """The layout that fits; several calls of one module may differ in shape."""

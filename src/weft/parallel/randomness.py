@@ -1,4 +1,5 @@
-"""Dropout whose masks depend on (seed, step, sample, layer, element), never on rank, microbatch or device.
+"""Dropout whose masks depend on (seed, step, sample, layer, number of its call, element), never on rank, microbatch or
+device.
 
 The mask of an element is a hash of these, so every plan drops the same elements: a microbatch draws what its samples
 would draw in any other, a tensor or sequence shard its own part of the whole mask, a recomputed forward the mask of the
@@ -24,6 +25,7 @@ from weft.comm import GroupView, Mesh, shard_bounds
 from weft.errors import PlanError
 from weft.models import Blueprint
 from weft.models.dropping import PendingScores
+from weft.parallel._call_numbers import numbered
 from weft.parallel._context import MicrobatchState, StepContext
 from weft.parallel.grid import PartGrid
 from weft.parallel.region import sequence_region
@@ -63,8 +65,8 @@ class KeyedDropout(nn.Dropout):
     """Dropout keyed by sample; takes activations with samples along dim 0 (a multiple of them, where tokens are
     flattened).
 
-    One module draws one mask per microbatch: called twice in a forward, it drops the same elements twice.  In
-    evaluation, or with p = 0, it is the identity.  Outside a step (a frozen model inside another one's loss) it draws
+    Each call in a forward draws anew, and a recomputed one what it drew at first.  In evaluation, or with p = 0, it is
+    the identity.  Outside a step (a frozen model inside another one's loss) it draws
     from torch's generator, which is seeded by step and data rank.
     """
 
@@ -75,6 +77,8 @@ class KeyedDropout(nn.Dropout):
         # As a tensor of few lengths: compiled code would ask for the very name, and be compiled for every block.
         self.encoded = torch.tensor([*encoded, *bytes(-len(encoded) % _NAME_BYTES)], dtype=torch.uint8, device="cpu")
         self.context = context
+        self.compiled_calls = 0
+        """Calls so far of the compiled code that runs now; `compiling.py` begins it anew with each run."""
         self.channels = whole_features
         """Whether to drop whole channels, as `nn.Dropout2d` does: one draw for (sample, dim 1)."""
         self.cut_dim: int | None = None
@@ -117,6 +121,13 @@ class KeyedDropout(nn.Dropout):
             " process with the whole batch in one microbatch."
         )
 
+    def call_number(self) -> int:
+        """Return the number of the call that draws now; to be asked once in each."""
+        if torch.compiler.is_compiling():  # which may note nothing of what it does outside of its graph
+            self.compiled_calls += 1
+            return self.compiled_calls - 1
+        return self.context.require().calls.take(self.key)
+
     @torch.no_grad()
     def mask(self, x: Tensor) -> tuple[Tensor, float]:
         """Return which elements of `x` are kept (bool, shape of `x`), and the factor of those."""
@@ -129,11 +140,10 @@ class KeyedDropout(nn.Dropout):
         rows = 1 if self.channels else x.numel() // max(samples * width, 1)
         row_offset, column_offset = self._offsets(x, state, width)
         make = torch.ops.weft.keyed_mask if torch.compiler.is_compiling() else keyed_mask
+        keys = state.sample_ids, state.moment, self.encoded, self.call_number()
 
         def keep_of(rows: int, row_offset: int) -> Tensor:
-            return make(
-                state.sample_ids, state.moment, self.encoded, dropped, rows, row_offset, width, column_offset, x.device
-            )
+            return make(*keys, dropped, rows, row_offset, width, column_offset, x.device)
 
         if state.tokens is not None:
             held = state.tokens.held
@@ -165,6 +175,7 @@ def keyed_mask(
     sample_ids: Tensor,
     moment: Tensor,
     name: Tensor,
+    call: int,
     dropped: int,
     rows: int,
     row_offset: int,
@@ -173,9 +184,9 @@ def keyed_mask(
     device: torch.device,
 ) -> Tensor:
     """Return what is kept of `rows` rows per sample and `width` columns, bool, (samples × rows, width); of `RESOLUTION`
-    elements `dropped` are not.  `moment`: seed and step; `name`: the layer's, in UTF-8."""
-    seed, step = moment.tolist()
-    words = sample_words(bytes(name.tolist()).rstrip(b"\0").decode(), seed, step, sample_ids)
+    elements `dropped` are not.  `moment`: seed and step; `name`: the layer's, in UTF-8; `call`: number of its
+    call."""
+    words = layer_words(sample_ids, moment, name, call)
     positions = torch.arange(row_offset, row_offset + rows, device=device)
     row_words = (mix(words[:, None] + positions * GOLDEN) >> 32).to(torch.int32).flatten()
     pairs = torch.arange(column_offset // 2, (column_offset + width + 1) // 2, device=device)
@@ -189,6 +200,7 @@ def _like_keyed_mask(
     sample_ids: Tensor,
     moment: Tensor,
     name: Tensor,
+    call: int,
     dropped: int,
     rows: int,
     row_offset: int,
@@ -203,6 +215,13 @@ def _like_keyed_mask(
 # graphs would cut a block in two.
 torch.library.custom_op("weft::keyed_mask", keyed_mask, mutates_args=())
 torch.library.register_fake("weft::keyed_mask", _like_keyed_mask)
+
+
+def layer_words(sample_ids: Tensor, moment: Tensor, name: Tensor, call: int) -> Tensor:
+    """Return the draw of each sample for a call of a layer, int64 (samples,).  `moment`: seed and step; `name`: the
+    layer's, in UTF-8."""
+    seed, step = moment.tolist()
+    return sample_words(numbered(bytes(name.tolist()).rstrip(b"\0").decode(), call), seed, step, sample_ids)
 
 
 def sample_words(key: str, seed: int, step: int, sample_ids: Tensor) -> Tensor:

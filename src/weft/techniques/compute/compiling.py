@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +11,13 @@ from torch import nn
 
 from weft.errors import PlanError
 from weft.models import Blueprint
-from weft.parallel import is_own
+from weft.parallel import KeyedDropout, StepContext, is_own
 from weft.plan import Plan
 
 
-def apply_compile(part: nn.Module, blueprint: Blueprint, plan: Plan, *, backend: str = "inductor") -> None:
+def apply_compile(
+    part: nn.Module, blueprint: Blueprint, plan: Plan, context: StepContext, *, backend: str = "inductor"
+) -> None:
     """Compile the blocks of `part` when `plan.compute.compile` says so; without a cut table the whole part.
 
     Compilation happens at the first forward.  Do it last of all that changes a block's forward, and before
@@ -32,13 +36,47 @@ def apply_compile(part: nn.Module, blueprint: Blueprint, plan: Plan, *, backend:
             " compile = false."
         )
     names = [] if blueprint.cut is None else [name for name in blueprint.cut.blocks if is_own(part, blueprint, name)]
-    if plan.memory.recompute != "none":
-        # Recomputation puts the microbatch's keys into the context and takes them out again, which Dynamo calls an
-        # unsafe side effect: it would run the block eagerly.  Nothing is lost where backward does not repeat it: what
-        # reads the keys has them as inputs of its graph.
+    compiled = {name: part.get_submodule(name) for name in names or [""]}
+    dropouts = {name: _dropouts(module) for name, module in compiled.items()}
+    if plan.memory.recompute != "none" or any(dropouts.values()):
+        # Dropouts count their calls, and recomputation puts the microbatch's keys into the context and takes them out
+        # again, which Dynamo calls an unsafe side effect: it would run the block eagerly.  Nothing is lost where
+        # backward does not repeat it: what reads the keys has them as inputs of its graph.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # pyright: ignore[reportPrivateUsage]
-    for module in [part.get_submodule(name) for name in names] or [part]:
+    for name, module in compiled.items():
+        number_calls(module)
         module.compile(backend=backend, options=_options(plan) if backend == "inductor" else None)
+        if dropouts[name]:
+            whole: Any = module
+            whole._compiled_call_impl = partial(_called_once, name, context, module, whole._compiled_call_impl)
+
+
+def number_calls(module: nn.Module) -> None:
+    """Let the dropouts of a module number their calls from 0 in each run of its forward: compiled code knows nothing of
+    earlier ones."""
+    if dropouts := _dropouts(module):
+        module.forward = partial(_counting_anew, dropouts, module.forward)
+
+
+def _dropouts(module: nn.Module) -> tuple[KeyedDropout, ...]:
+    return tuple(inner for inner in module.modules() if isinstance(inner, KeyedDropout) and inner.p > 0)
+
+
+def _counting_anew(dropouts: Sequence[KeyedDropout], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    for dropout in dropouts:
+        dropout.compiled_calls = 0
+    return forward(*args, **kwargs)
+
+
+def _called_once(
+    name: str, context: StepContext, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if module.training and context.current is not None and context.current.calls.take(f"block {name}") > 0:
+        raise PlanError(
+            f"plan.compute.compile = true, but {name or 'the model'} is called more than once in a forward, and it"
+            " drops elements: compiled code would drop the same ones in each call. Use compile = false."
+        )
+    return call(*args, **kwargs)
 
 
 def _options(plan: Plan) -> dict[str, Any]:

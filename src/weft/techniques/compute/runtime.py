@@ -17,7 +17,7 @@ class CompiledBlocks(TechniqueRuntime):
         self._build = build
 
     def wrap(self, part: ModelPart) -> None:
-        apply_compile(part.module, self._build.blueprint, self._build.plan)
+        apply_compile(part.module, self._build.blueprint, self._build.plan, self._build.context)
 
 
 def create(build: Build) -> TechniqueRuntime:

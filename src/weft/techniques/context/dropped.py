@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from weft.parallel.randomness import GOLDEN, RESOLUTION, KeyedDropout, hashed_mask, mix, sample_words
+from weft.parallel.randomness import GOLDEN, RESOLUTION, KeyedDropout, hashed_mask, layer_words, mix
 
 if TYPE_CHECKING:
     from weft.parallel.token_draws import PairDraw
@@ -52,7 +52,7 @@ class DroppedAttention:
             return None
         state = dropout.context.require()
         make = torch.ops.weft.layer_words if torch.compiler.is_compiling() else layer_words
-        words = make(state.sample_ids, state.moment, dropout.encoded)
+        words = make(state.sample_ids, state.moment, dropout.encoded, dropout.call_number())
         is_cut = dropout.view is not None and dropout.cut_dim == 1
         first = dropout.view.index * heads if is_cut and dropout.view is not None else 0
         return cls(words, min(max(round(dropout.p * RESOLUTION), 1), RESOLUTION), first, length)
@@ -98,10 +98,3 @@ class DroppedAttention:
         column_words = (mix(pairs * GOLDEN) >> 32).to(torch.int32)
         keep = hashed_mask(row_words, column_words, self.count - RESOLUTION // 2)
         return keep[:, start % 2 : start % 2 + stop - start]
-
-
-def layer_words(sample_ids: Tensor, moment: Tensor, name: Tensor) -> Tensor:
-    """Return the draw of each sample for a layer, int64 (samples,).  `moment`: seed and step; `name`: the layer's, in
-    UTF-8."""
-    seed, step = moment.tolist()
-    return sample_words(bytes(name.tolist()).rstrip(b"\0").decode(), seed, step, sample_ids)

@@ -18,8 +18,9 @@ from torch.distributed import distributed_c10d
 
 from weft.comm import GroupView
 from weft.parallel.local_tokens import LocalTokens
+from weft.parallel.randomness import layer_words
 from weft.techniques.context.attention import attend_to_all, gradients_of_all
-from weft.techniques.context.dropped import DroppedAttention, layer_words
+from weft.techniques.context.dropped import DroppedAttention
 from weft.techniques.context.exchange import GatherExchange, RingExchange
 from weft.techniques.context.form import AttentionForm
 from weft.techniques.context.partial import Partial
@@ -153,7 +154,7 @@ def _exchange_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None
     return torch.ops.weft.exchanged(gradient, ctx.taken, ctx.given, ctx.group), None, None, None
 
 
-def _like_words(sample_ids: Tensor, moment: Tensor, name: Tensor) -> Tensor:
+def _like_words(sample_ids: Tensor, moment: Tensor, name: Tensor, call: int) -> Tensor:
     return torch.empty_like(sample_ids)
 
 

@@ -46,6 +46,10 @@ class CallNumbers:
         self._called: defaultdict[str, int] = defaultdict(int)
         self._within: WeakKeyDictionary[Any, _Noted] = WeakKeyDictionary()
 
+    def __reduce__(self) -> tuple[type[CallNumbers], tuple[()]]:
+        """A copy of a state begins anew: checkpoints are of the process and the graph in which they are."""
+        return CallNumbers, ()
+
     def restart(self) -> None:
         """Begin anew, for another forward of the same microbatch."""
         self._called.clear()

@@ -8,11 +8,14 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 _SET_DEATH_SIGNAL = 1
 _SET_CHILD_SUBREAPER = 36
+_EXITING = 0x4
 
 
 def state_of(pid: int) -> str:
@@ -22,6 +25,15 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process has been killed or has exited, though it may still hold files: a large one takes seconds."""
+    try:
+        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return state in ("Z", "X") or bool(int(numbers[5]) & _EXITING)
 
 
 def is_stopped(pid: int) -> bool:
@@ -53,3 +65,29 @@ def adopt_orphans() -> None:
     """Make this process the parent of whatever its descendants leave behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+def machine_name() -> str:
+    """Host, boot of its kernel, and the space that its process ids are counted in (a container has its own), with `/`
+    between them; what the system does not say is left out."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return "/".join(parts)
+
+
+def start_of(pid: int) -> str | None:
+    """When a process of this machine started, in the kernel's ticks: with its id this names it.  `unknown` where the
+    system does not say; None where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        pass
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        return "unknown"
+    return "unknown"

@@ -73,7 +73,7 @@ def test_the_folder_holds_everything(home: Path, trained: Done) -> None:
     names = {path.name for path in run.iterdir()}
     assert names == {
         *("recipe.toml", "plan.toml", "tokenizer.json", "metrics.jsonl", "checkpoints", "export"),
-        *("rank-0.log", "rank-1.log"),
+        *("rank-0.log", "rank-1.log", "owner.json"),
     }
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"latest", "step-000040", "step-000060"}
     assert list(metrics(run)) == list(range(1, 61))
@@ -200,6 +200,34 @@ def test_second_ctrl_c_stops_at_once(home: Path) -> None:
     assert done.status == 130, done.text
     assert done.lines[-1] == "stopped by Ctrl-C; what was saved before is kept."
     assert "stopped   at step" not in done.text, "it must not wait for the step, which takes seconds"
+
+
+def test_a_run_is_not_resumed_while_it_runs_and_at_once_after_a_kill(home: Path) -> None:
+    command = (*TRAIN, *LONG, "--set", "recipe.run.save_every=2", "--run-folder", "runs/held")
+    resume = (*TRAIN, *LONG, "--set", "recipe.run.save_every=2", "--resume", "runs/held")
+    seconds: list[Done] = []
+
+    def resume_then_kill(act: Act) -> None:
+        seconds.append(watch(resume, home))
+        act.send(signal.SIGKILL)
+
+    first = watch(command, home, until="step    6 ", act=resume_then_kill)
+    assert first.status == -signal.SIGKILL, first.text
+    (second,) = seconds
+    assert second.status == 2, second.text
+    assert re.search(
+        r"runs/held is in use by process \d+ on host \S+ \(user .*, since .*: weft train recipe\.toml .*\)\."
+        r" Wait until that has ended, stop it \(kill \d+\), or give another folder\.",
+        " ".join(second.lines),
+    ), second.text
+    lines = map(json.loads, (home / "runs" / "held" / "metrics.jsonl").read_text().splitlines())
+    steps = [line["step"] for line in lines if line["kind"] == "step"]
+    assert steps == list(range(1, len(steps) + 1)), "the second wrote nothing into the metrics of the first"
+    third = watch(resume, home, until="step ", act=lambda act: act.send(signal.SIGINT))
+    assert third.status == 130, third.text
+    assert re.search(
+        r"runs/held was left by process \d+ .*, which has ended: this run takes the folder over", third.text
+    )
 
 
 def test_killed_rank_is_named_and_nothing_stays(home: Path) -> None:

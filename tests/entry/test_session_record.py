@@ -80,7 +80,7 @@ def test_a_resumed_session_goes_on_in_its_folder_and_each_model_has_one(ranks: A
 def test_without_a_record_only_saves_are_left(ranks: Any, tmp_path: Path) -> None:
     ranks.run(2, loop, None, str(tmp_path), "", False)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["session"]
-    assert [path.name for path in (tmp_path / "runs" / "session").iterdir()] == ["checkpoints"]
+    assert {path.name for path in (tmp_path / "runs" / "session").iterdir()} == {"checkpoints", "owner.json"}
 
 
 def test_the_error_that_a_rank_leaves_with_is_in_its_log(ranks: Any, tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from weft.checkpoint._peers import Peers
 from weft.checkpoint._read import StoredCheckpoint
 from weft.checkpoint._write import check_ranks, write_rank
 from weft.document import JsonObject
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, WeftError
+from weft.events import Owned
 from weft.parallel import Piece
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Checkpointer:
         keep: int = 2,
         file_bytes: int = 1 << 30,
         provenance: Mapping[str, str] | None = None,
+        owned: Owned | None = None,
     ) -> None:
         """Say where checkpoints lie.  Nothing is touched yet.
 
@@ -64,6 +66,8 @@ class Checkpointer:
             keep: newest checkpoints to keep.
             file_bytes: bytes of tensors in one file, at most.
             provenance: written into each manifest: run, digests of recipe and plan, versions of the code.
+            owned: asked on rank 0 before a save begins and before it takes its name, whether the folder is still this
+                run's.  Then saves of an earlier run are added to only after one of them was loaded.
         """
         if keep < 1:
             raise CheckpointError(f"keep = {keep} would remove every checkpoint. Keep at least 1.")
@@ -72,11 +76,18 @@ class Checkpointer:
         self.keep = keep
         self.file_bytes = file_bytes
         self.provenance = {"torch": torch.__version__, **(provenance or {})}
+        self._owned = owned
+        self._goes_on = owned is None
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint with a sound manifest as this rank sees the folder.  No other rank is asked."""
         complete = _folder.complete_checkpoints(self.folder)
         return complete[0].path if complete else None
+
+    def earlier(self) -> Path | None:
+        """Return the newest save of an earlier run, which this one has not loaded and would remove; None where it may
+        save.  No other rank is asked."""
+        return None if self._goes_on else self.latest()
 
     def save(self, step: int, pieces: Sequence[Piece], state: Mapping[str, Json] | None = None) -> Path:
         """Save all ranks' pieces and rank 0's `state`, then remove old checkpoints.  Call on every rank.
@@ -95,6 +106,7 @@ class Checkpointer:
         try:
             with self._together(step):
                 if first:
+                    self._check_owned()
                     _folder.remove_leftovers(self.folder)
                     _folder.create_partial(self.folder, step, token)
             with self._together(step):
@@ -106,6 +118,7 @@ class Checkpointer:
             if first and partial.exists():
                 _folder.remove_partial(partial)
             raise
+        self._goes_on = True
         if first:
             self._tidy(step, token)
         return self.folder / _folder.step_name(step)
@@ -137,7 +150,18 @@ class Checkpointer:
                     if piece.let_go is not None:
                         piece.let_go()
             carry_over(stored, pieces, self.peers)
+        self._goes_on = self._goes_on or stored.folder.resolve().parent == self.folder.resolve()
         return dict(stored.manifest.state)
+
+    def _check_owned(self) -> None:
+        """Refuse a folder that is another's, or holds what this run neither saved nor loaded."""
+        if self._owned is not None:
+            self._owned.check()
+        if (earlier := self.earlier()) is not None:
+            raise CheckpointError(
+                f"{self.folder} holds saves of an earlier run (the newest: {earlier.name}), and this run began anew: it"
+                " would remove them. Load one before the first step to go on with it, or give another folder."
+            )
 
     def _commit(self, partial: Path, step: int, token: str, state: Mapping[str, Json]) -> None:
         complete = _folder.complete_checkpoints(self.folder)
@@ -151,6 +175,8 @@ class Checkpointer:
             indexes=check_ranks(partial, self.peers.world),
         )
         write_text(partial / MANIFEST, manifest.to_text())
+        if self._owned is not None:
+            self._owned.check()
         _folder.commit(self.folder, partial, step, token)
 
     def _tidy(self, step: int, token: str) -> None:
@@ -171,7 +197,7 @@ class Checkpointer:
             yield
         except OSError as error:
             problem = self._no_room(error)
-        except CheckpointError as error:
+        except WeftError as error:
             problem, sound = str(error), False
         except Exception as error:
             problem, defect, sound = f"{type(error).__name__}: {error}", error, False

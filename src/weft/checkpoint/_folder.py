@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import shutil
-import socket
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from weft.checkpoint._files import sync_folder, write_text
 from weft.checkpoint._format import MANIFEST, Manifest, read_manifest
 from weft.document import JsonObject, read_plain_file
 from weft.errors import CheckpointError
+from weft.process import machine_name, start_of
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def create_partial(folder: Path, step: int, token: str) -> Path:
     """Make the folder that a save writes into, with a note of whose it is.  Raises `OSError`."""
     partial = partial_path(folder, step, token)
     partial.mkdir(parents=True)
-    owner = {"machine": _machine(), "pid": os.getpid(), "started": _started(os.getpid())}
+    owner = {"machine": machine_name(), "pid": os.getpid(), "started": start_of(os.getpid())}
     write_text(partial / _OWNER, json.dumps(owner))
     return partial
 
@@ -161,31 +161,7 @@ def _is_orphan(partial: Path) -> bool:
         pid, machine = owner.count("pid", least=1, most=(1 << 31) - 1), owner.text("machine")
     except CheckpointError:
         return False
-    return machine == _machine() and _started(pid) != owner.values.get("started")
-
-
-def _machine() -> str:
-    """Name this boot of this host and the space its process ids are counted in (a container has its own)."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return "/".join(parts)
-
-
-def _started(pid: int) -> str | None:
-    """Return when a process started, in the kernel's ticks; None when there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        pass
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        return "unknown"
-    return "unknown"
+    return machine == machine_name() and start_of(pid) != owner.values.get("started")
 
 
 @contextlib.contextmanager

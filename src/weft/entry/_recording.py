@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -15,14 +16,30 @@ import torch
 import torch.distributed as dist
 
 import weft.errors
+from weft.checkpoint import Checkpointer, Peers
+from weft.comm import Mesh
 from weft.entry._agreement import gather_texts
 from weft.errors import LaunchError, WeftError
-from weft.events import LogSink, MetricsSink, OnEvent, Run, RunFolder, ScalarSink, Sink, Track, loggers_to
+from weft.events import (
+    FolderLock,
+    LogSink,
+    MetricsSink,
+    OnEvent,
+    OwnerSink,
+    Run,
+    RunFolder,
+    ScalarSink,
+    Sink,
+    Track,
+    loggers_to,
+)
 from weft.launch import RankInfo
 from weft.plan import Plan, dump_plan
 
 if TYPE_CHECKING:
     from weft.entry._callbacks import Callback
+
+logger = logging.getLogger(__name__)
 
 
 def run_name(recipe: Path) -> str:
@@ -79,12 +96,18 @@ class ModelRun:
 
     folder: RunFolder
     run: Run
+    lock: FolderLock
+
+    def checkpointer(self, mesh: Mesh) -> Checkpointer:
+        """What saves there, where the folder is this session's.  Call on every rank."""
+        return Checkpointer(self.folder.checkpoints, Peers.of_group(mesh["world"]), owned=self.lock)
 
 
 class SessionRuns:
     """A session's folder, laid out as that of `weft train`, with one below it for each model after the first.
 
-    It is made when the first model is prepared.  Without `record` nothing is written here.
+    It is made, and locked, when the first model is prepared.  Without `record` nothing is written here: the first save
+    locks it.
     """
 
     def __init__(
@@ -103,6 +126,8 @@ class SessionRuns:
         self._rank = rank_info.rank
         self._record = record
         self._folder: RunFolder | None = None
+        self._lock: FolderLock | None = None
+        self._note = ""
         self._runs: list[Run] = []
         self._stack = ExitStack()
 
@@ -110,10 +135,11 @@ class SessionRuns:
         """Begin the record of the session's model `number`, from 1.  Call on every rank.
 
         Raises:
-            LaunchError: on every rank; the folder cannot be made.
+            LaunchError: on every rank; the folder cannot be made, or is another's.
         """
         own = folder_of_rank_0(lambda: self._create(number, plan))
         self._folder = self._folder if self._folder is not None else own
+        lock = self._lock_of(self._folder, plan)
         sinks: list[Sink] = []
         if self._record:
             with suppress(OSError):  # of other hosts, where they share no files; the log counts what it loses
@@ -122,13 +148,25 @@ class SessionRuns:
         if self._record and self._rank == 0:
             sinks.append(MetricsSink(own.metrics))
             self._rank_info.name_run_folder(self._folder.path)
+        if self._rank == 0:
+            sinks.append(OwnerSink(lock))
         if self._track is not None and self._rank == 0:
             sinks.append(ScalarSink(self._track, prefix=f"model-{number}/" if number > 1 else ""))
         run = self._stack.enter_context(Run(self._rank, sinks))
         if number == 1:
             self._stack.enter_context(loggers_to(run, all_of_process=False))
+        if self._note:
+            logger.warning("%s", self._note)
+            self._note = ""
         self._runs.append(run)
-        return ModelRun(own, self._called(run, number))
+        return ModelRun(own, self._called(run, number), lock)
+
+    def _lock_of(self, folder: RunFolder, plan: Plan) -> FolderLock:
+        """The lock of the session's folder, which only rank 0 takes."""
+        if self._lock is None:
+            self._lock = FolderLock(folder.path, silent_seconds=2 * plan.compute.timeout_seconds)
+            self._stack.callback(self._lock.release)
+        return self._lock
 
     def _called(self, run: Run, number: int) -> Run:
         """A run whose events the user's function hears, where there is one."""
@@ -165,6 +203,8 @@ class SessionRuns:
             folder_name = self._folder.path / f"model-{number}"
         script = Path(sys.argv[0])
         own = create_folder(run_name(script) if script.suffix == ".py" else "session", folder_name)
+        if self._folder is None:
+            self._note = self._lock_of(own, plan).acquire()
         try:
             own.plan.write_text(dump_plan(plan))
         except OSError as error:

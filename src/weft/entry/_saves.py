@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, cast, final
@@ -18,6 +19,8 @@ from weft.entry._user_optimizer import UserOptimizer, settings_of
 from weft.errors import CheckpointError
 from weft.parallel import Piece
 
+logger = logging.getLogger(__name__)
+
 
 @final
 class Saves:
@@ -32,10 +35,22 @@ class Saves:
         mesh: Mesh,
     ) -> None:
         self._checkpointer = checkpointer
+        self.peers = checkpointer.peers
         self._training = training
         self._kept = optimizer.kept
         self._attached = attached
         self._mesh = mesh
+
+    def warn_of_earlier(self, steps: int) -> None:
+        """Say after the first step that a save will be refused, where the folder is an earlier run's."""
+        if steps == 1 and self.peers.rank == 0 and (earlier := self._checkpointer.earlier()) is not None:
+            logger.warning(
+                "%s holds saves of an earlier run (the newest: %s), and this session began anew: state.save() will be"
+                " refused. Call state.load() before the first step to go on with it, or give weft.session another"
+                " folder.",
+                earlier.parent,
+                earlier.name,
+            )
 
     def write(self, steps: int, place: Mapping[str, Json], optimizer: torch.optim.Optimizer) -> Path:
         """Save model, optimizer, what is attached and the `place` in the data.

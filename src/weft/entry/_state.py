@@ -14,7 +14,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
-from weft.checkpoint import Checkpointer, Json, Peers
+from weft.checkpoint import Json
 from weft.comm import Mesh
 from weft.engine import StepReporter, begin_training
 from weft.entry._agreement import check_same_batches, check_same_facts, take_weights_of_rank_0
@@ -119,8 +119,7 @@ class TrainState:
         self._seen = SeenBatches(shared_by_all=plan.mesh.data == 1 and plan.mesh.world_size > 1)
         self._passes = LoaderPasses(self._stream, self._seen)
         self._frozen = [name for name, value in blueprint.module.named_parameters() if not value.requires_grad]
-        self._checkpointer = Checkpointer(recorded.folder.checkpoints, Peers.of_group(mesh["world"]))
-        self._saves = Saves(self._checkpointer, self._training, self._optimizer, self._attached, mesh)
+        self._saves = Saves(recorded.checkpointer(mesh), self._training, self._optimizer, self._attached, mesh)
         self._copied = CopiedState(self._parallel)
         gathers = plan.data_parallel.shards_weights and mesh.size("shard") > 1
         self._guard.watch(self._parallel, before, recipe, gathers=gathers)
@@ -370,7 +369,7 @@ class TrainState:
         Raises:
             CheckpointError: on every rank; the folder is not empty or cannot be written.
         """
-        called, peers = self._calls.call(f"{self._name}.export()", meets=True), self._checkpointer.peers
+        called, peers = self._calls.call(f"{self._name}.export()", meets=True), self._saves.peers
         with called, self._guard.inside():
             self._rounds.warn("export")
             return export_model(self._training.weights(), self._blueprint, self._steps, folder, peers)
@@ -464,6 +463,7 @@ class TrainState:
 
     def _note(self, event: StepEvent) -> None:
         self._steps += 1
+        self._saves.warn_of_earlier(self._steps)
         self._left = self._guard.after_step(self.model, event)
         self._shares.took_step(self._share)
         self._reporter.step(event, samples=self._share.size)

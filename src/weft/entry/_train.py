@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from weft.entry._recipe_looks import refuse_by_first_looks
 from weft.entry._recording import create_folder, folder_of_rank_0, run_name
 from weft.entry._trials import decide_by_trials
 from weft.errors import CheckpointError, LaunchError, PlanError, RecipeError, WeftError
-from weft.events import RunFolder, format_duration, format_loss
+from weft.events import FolderLock, RunFolder, format_duration, format_loss
 from weft.launch import RankInfo, initialise_distributed
 from weft.launch.launcher import ForkServer, launch_function, open_fork_server
 from weft.models import Blueprint
@@ -185,15 +185,39 @@ class _Job:
     def run_as_parent(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
         """Prepare, launch the ranks, and export what they trained."""
         earlier = _check_folder(folder, resume)
-        self._fit_memory(partial(measure_peak_in_processes, fork_server=self.fork_server))
-        prepared = self._prepare()
-        run = earlier or create_folder(name, folder)
+        with ExitStack() as stack:
+            lock = self._locked(earlier, stack) if earlier is not None else None
+            self._fit_memory(partial(measure_peak_in_processes, fork_server=self.fork_server))
+            prepared = self._prepare()
+            run = earlier or create_folder(name, folder)
+            lock = lock or self._locked(run, stack, is_new=True)
+            return self._launched(run, lock, prepared, resume)
+
+    def _locked(self, run: RunFolder, stack: ExitStack, *, is_new: bool = False) -> FolderLock:
+        """Make this process the owner of the run's folder.
+
+        Raises:
+            LaunchError: another is.
+        """
+        lock = stack.enter_context(FolderLock(run.path, silent_seconds=2 * self.plan.compute.timeout_seconds))
+        if note := lock.acquire():
+            self.note = f"{self.note}; {note}" if self.note else note
+        if is_new and lock.token is not None and lock.token.owner.token > 1:
+            raise LaunchError(f"another run has just begun in {run.path}. Give a new folder.")
+        return lock
+
+    def _launched(
+        self, run: RunFolder, lock: FolderLock, prepared: PreparedData, resume: str | Path | None
+    ) -> RunResult:
+        """Launch the ranks, and export what they trained."""
+        assert lock.token is not None
         with self._kept_with_run(run, prepared):
             self._announce(run, prepared)
             outcomes = launch_function(
                 "weft.worker:run_rank",
                 {
                     "folder": str(run.path),
+                    "owner": lock.token.to_json(),
                     "prepared": prepared.to_json(),
                     "resume": None if resume is None else "latest",
                     "prove": self.prove,
@@ -218,9 +242,11 @@ class _Job:
             first = distributed.rank == 0
             self.quiet = self.quiet or not first
             prepared = self._prepare()
-            run = folder_of_rank_0(lambda: _check_folder(folder, resume) or create_folder(name, folder))
-            with self._kept_with_run(run, prepared) if first else nullcontext():
+            with ExitStack() as stack:
+                locks: list[FolderLock] = []
+                run = folder_of_rank_0(lambda: self._own_folder(name, folder, resume, stack, locks))
                 if first:
+                    stack.enter_context(self._kept_with_run(run, prepared))
                     self._announce(run, prepared)
                 outcome = train_rank(
                     self.recipe,
@@ -228,14 +254,29 @@ class _Job:
                     run,
                     distributed.rank_info,
                     prepared,
+                    token=locks[0].token if locks else None,
                     resume=None if resume is None else "latest",
                     prove=self.prove,
                     quiet=self.quiet,
                 )
-            result = self._finalise(run, outcome, export=first)
-            if dist.is_initialized():
-                dist.barrier()
-            return result
+                result = self._finalise(run, outcome, export=first)
+                if dist.is_initialized():
+                    dist.barrier()
+                return result
+
+    def _own_folder(
+        self,
+        name: str,
+        folder: str | Path | None,
+        resume: str | Path | None,
+        stack: ExitStack,
+        locks: list[FolderLock],
+    ) -> RunFolder:
+        """The run's folder, of which this process, rank 0, becomes the owner until the stack is left."""
+        earlier = _check_folder(folder, resume)
+        run = earlier or create_folder(name, folder)
+        locks.append(self._locked(run, stack, is_new=earlier is None))
+        return run
 
     def _fit_memory(self, measure_peak: MeasurePeak) -> None:
         log = _keep_quiet if self.quiet else print

@@ -20,6 +20,10 @@ from weft.events._logs import LogSink as LogSink
 from weft.events._logs import loggers_to as loggers_to
 from weft.events._metrics import MetricsSink as MetricsSink
 from weft.events._metrics import MetricsWriter as MetricsWriter
+from weft.events._owner import FolderLock as FolderLock
+from weft.events._owner import FolderToken as FolderToken
+from weft.events._owner import Owned as Owned
+from weft.events._owner import OwnerSink as OwnerSink
 from weft.events._run import Emitted as Emitted
 from weft.events._run import Run as Run
 from weft.events._run import Sink as Sink

@@ -17,7 +17,19 @@ from weft.data import PreparedData, data_shape, open_data
 from weft.document import plain
 from weft.engine import Trainer, TrainingOutcome, create_training
 from weft.errors import CollectiveError
-from weft.events import LogSink, MessageEvent, MetricsSink, Run, RunFolder, Sink, TerminalSink, WarningSink, loggers_to
+from weft.events import (
+    FolderToken,
+    LogSink,
+    MessageEvent,
+    MetricsSink,
+    OwnerSink,
+    Run,
+    RunFolder,
+    Sink,
+    TerminalSink,
+    WarningSink,
+    loggers_to,
+)
 from weft.launch import Distributed, RankInfo, initialise_distributed
 from weft.plan import Plan, check_plan, load_plan
 from weft.recipe import Recipe, load_recipe
@@ -29,14 +41,22 @@ if TYPE_CHECKING:
 
 
 def run_rank(
-    rank_info: RankInfo, *, folder: str, prepared: str, resume: str | None, prove: Prove, quiet: bool
+    rank_info: RankInfo,
+    *,
+    folder: str,
+    owner: dict[str, Any],
+    prepared: str,
+    resume: str | None,
+    prove: Prove,
+    quiet: bool,
 ) -> dict[str, Any] | None:
-    """Train on one rank and return rank 0's `TrainingOutcome`, as JSON.  `prepared` is `PreparedData` as JSON; `resume`
-    names a checkpoint or a run, or is `latest` for this run's own newest."""
+    """Train on one rank and return rank 0's `TrainingOutcome`, as JSON.  `owner` is that of the folder, and `prepared`
+    is `PreparedData`, as JSON; `resume` names a checkpoint or a run, or is `latest` for this run's own newest."""
     run = RunFolder.open(Path(folder))
     recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
+    token = FolderToken.of_json(run.path, owner)
     data = PreparedData.from_json(prepared)
-    outcome = train_rank(recipe, plan, run, rank_info, data, resume=resume, prove=prove, quiet=quiet)
+    outcome = train_rank(recipe, plan, run, rank_info, data, token=token, resume=resume, prove=prove, quiet=quiet)
     return plain(outcome) if rank_info.rank == 0 else None
 
 
@@ -75,11 +95,12 @@ def train_rank(
     rank_info: RankInfo | None,
     prepared: PreparedData,
     *,
+    token: FolderToken | None,
     resume: str | None,
     prove: Prove = "never",
     quiet: bool,
 ) -> TrainingOutcome:
-    """Train on this rank.  Call on every rank of the plan's world."""
+    """Train on this rank.  Call on every rank of the plan's world; rank 0 has the token of the folder's owner."""
     torch.set_num_threads(plan.compute.num_threads)
     with ExitStack() as stack:
         timeout_seconds = plan.compute.timeout_seconds
@@ -90,7 +111,9 @@ def train_rank(
         if distributed.rank == 0:
             distributed.rank_info.name_run_folder(run.path)
         events = stack.enter_context(_events_of(run, recipe, distributed.rank, quiet))
-        training = training_of(recipe, plan, distributed, run, prepared, events, prove=prove)
+        if token is not None and distributed.rank == 0:
+            events.attach(OwnerSink(token))
+        training = training_of(recipe, plan, distributed, run, prepared, events, prove=prove, token=token)
         with training as trainer, _own_groups():
             if resume is not None:
                 trainer.resume(None if resume == "latest" else Path(resume))
@@ -107,6 +130,7 @@ def training_of(
     events: Run,
     *,
     prove: Prove = "never",
+    token: FolderToken | None = None,
 ) -> Generator[Trainer]:
     """Build this rank's share of a training under a plan; at the end leave its groups and let go of the model.
 
@@ -130,7 +154,7 @@ def training_of(
         prepared=prepared,
     )
     provenance = {"recipe": recipe.digest, "plan": plan.digest, "run": folder.path.name}
-    checkpointer = Checkpointer(folder.checkpoints, Peers.of_group(mesh["world"]), provenance=provenance)
+    checkpointer = Checkpointer(folder.checkpoints, Peers.of_group(mesh["world"]), provenance=provenance, owned=token)
     try:
         yield Trainer(recipe, training, data, mesh, recorder, checkpointer=checkpointer, run=events)
     finally:

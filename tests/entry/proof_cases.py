@@ -157,6 +157,17 @@ class Timed(Net):
         return super().forward(x + (self.times - 1.7e9).to(x.dtype))
 
 
+class Waves(Net):
+    """A complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(CLASSES, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) * self.turn).abs()
+
+
 @dataclass(frozen=True)
 class Case:
     make: Callable[[], nn.Module] = Net
@@ -174,6 +185,7 @@ SILENT = {
     "weights in the loss": Case(loss=penalised),
     "parameters of the loss": Case(loss=lambda net: Weighted()),
     "fp64 buffer": Case(Timed),
+    "complex parameter": Case(Waves),
 }
 
 

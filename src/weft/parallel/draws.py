@@ -170,7 +170,7 @@ class _Keyed(TorchDispatchMode):
         number = self._counts.get(op, 0)
         self._counts[op] = number + 1
         if (ledger := self._context.ledger) is not None:
-            ledger.note(f"{self._name}\0{op}\0{number}", self._context)
+            ledger.note(self._key(op, number), self._context)
             value = still_value(func, args, given)
             return func(*args, **given) if value is None else value
         shape = noise_shape(func, args, _shapes_of(func, args, given))

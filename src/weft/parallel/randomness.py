@@ -91,7 +91,8 @@ class KeyedDropout(nn.Dropout):
         if not self.training or self.p == 0.0:
             return input
         if self.context.ledger is not None:
-            self.context.ledger.note(self.key, self.context)
+            if self.context.current is not None:
+                self.context.ledger.note(f"{self.key}\0{self.call_number()}", self.context)
             return input
         if isinstance(input, PendingScores):
             return input.dropped_by(self)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm import Mesh
-from weft.engine.proof._plain import Outcome
+from weft.engine.proof._plain import Outcome, distance_of
 from weft.engine.proof._planned import StepsOfRank
 from weft.parallel import Piece
 
@@ -160,13 +160,12 @@ def _loss_distances(mine: Sequence[float], losses: Sequence[float]) -> Tensor:
 
 def _squared_distance(whole: Tensor, piece: Piece) -> float:
     """Squared distance of a rank's piece from plain PyTorch's; without bound where its place is another."""
+    if whole.is_complex() and not piece.tensor.is_complex():
+        whole = torch.view_as_real(whole)  # as stores keep complex parameters
     if tuple(piece.shape) != tuple(whole.shape):
         return math.inf
     own = piece.split.slice(whole).reshape(-1)[piece.start : piece.start + piece.tensor.numel()]
-    if own.is_complex() != piece.tensor.is_complex():
-        return math.inf
-    wide = torch.complex128 if own.is_complex() else torch.float64
-    squared = float((own.to(piece.tensor.device, wide) - piece.tensor.to(wide)).abs().square().sum())
+    squared = distance_of(own.to(piece.tensor), piece.tensor) ** 2
     return squared if math.isfinite(squared) else math.inf
 
 
@@ -177,7 +176,7 @@ def _handed_round(outcome: Outcome | None, mesh: Mesh) -> tuple[list[_Known], li
     text = ""
     if outcome is not None:
         rows = [
-            (name, list(tensor.shape), str(tensor.dtype), _norm(tensor), outcome.noise.get(name, 0.0))
+            (name, list(tensor.shape), str(tensor.dtype), distance_of(tensor), outcome.noise.get(name, 0.0))
             for name, tensor in outcome.tensors.items()
         ]
         text = json.dumps([rows, outcome.losses, outcome.noise_of_losses])
@@ -230,8 +229,3 @@ def _joined(
         dist.all_reduce(sums, group=group)
     found, size = largest.cpu(), worst.numel()
     return found[:size].view_as(worst), sums.cpu(), found[size : size + len(losses)], bool(found[-1])
-
-
-def _norm(tensor: Tensor) -> float:
-    wide = torch.complex128 if tensor.is_complex() else torch.float64
-    return float(tensor.to(wide).norm())

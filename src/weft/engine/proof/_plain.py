@@ -132,11 +132,12 @@ class PlainSteps:
                     ' all (prove = "always" takes its time)'
                 )
 
-        with generators_kept(self.device), quiet([self.model], look=look), unheard():
+        with generators_kept(self.device), unheard():
             for step in range(STEPS):
                 self.optimizer.zero_grad()
-                objective, mean = self.objective()
-                objective.backward()
+                with quiet([self.model], look=look):
+                    objective, mean = self.objective()
+                    objective.backward()
                 if not math.isfinite(mean):
                     raise ArithmeticError(f"the loss of step {step + 1} is {mean}")
                 outcome.losses.append(mean)
@@ -233,9 +234,14 @@ def _measure_noise(outcome: Outcome, moved: Outcome) -> None:
     for name, tensor in outcome.tensors.items():
         other = moved.tensors.get(name)
         if other is not None and other.shape == tensor.shape:
-            outcome.noise[name] = float((_wide(tensor) - _wide(other)).norm())
+            outcome.noise[name] = distance_of(tensor, other)
     outcome.noise_of_losses = [abs(a - b) for a, b in zip(outcome.losses, moved.losses, strict=True)]
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+def distance_of(one: Tensor, other: Tensor | None = None) -> float:
+    """Norm of a tensor, or of the difference of two, summed in fp64."""
+    if not (one.is_floating_point() or one.is_complex()):
+        one, other = one.double(), None if other is None else other.double()
+    # Subtracted in their own dtype, where numbers that lie close lose nothing, and without copies in fp64.
+    delta = one if other is None else one - other
+    return float(torch.linalg.vector_norm(delta, dtype=torch.complex128 if delta.is_complex() else torch.float64))

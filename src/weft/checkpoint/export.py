@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -113,16 +114,29 @@ def export_checkpoint(
     weights = StoredWeights(open_checkpoint(checkpoint), use_average=use_average)
     if blueprint is not None:
         _check_names(weights, blueprint, checkpoint)
+    with new_export(folder) as partial:
+        mapped = weights if blueprint is None or blueprint.export is None else Renamed(weights, blueprint.export)
+        file = "model.safetensors" if blueprint is None else blueprint.export_files[1]
+        _write_weights(partial, file, mapped, dtype, file_bytes)
+        _write_companions(partial, blueprint, tokenizer, processors, dtype)
+    return folder
+
+
+@contextmanager
+def new_export(folder: Path) -> Generator[Path]:
+    """Give a folder to write into, which takes the name of the one that is asked for when all is written; else nothing
+    is left of it.  Call on one process.
+
+    Raises:
+        CheckpointError: the folder is not writable or not empty.
+    """
     if folder.exists() and any(folder.iterdir()):
         raise CheckpointError(f"{folder} is not empty. Export into a new folder.")
     partial = folder.with_name(f"{folder.name}.partial-{secrets.token_hex(8)}")
     try:
         partial.mkdir(parents=True)
         try:
-            mapped = weights if blueprint is None or blueprint.export is None else Renamed(weights, blueprint.export)
-            file = "model.safetensors" if blueprint is None else blueprint.export_files[1]
-            _write_weights(partial, file, mapped, dtype, file_bytes)
-            _write_companions(partial, blueprint, tokenizer, processors, dtype)
+            yield partial
             sync_folder(partial)
             if folder.exists():
                 folder.rmdir()
@@ -132,7 +146,6 @@ def export_checkpoint(
             raise
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error.strerror or error} ({error.filename}).") from None
-    return folder
 
 
 def _check_names(weights: StoredWeights, blueprint: Blueprint, checkpoint: Path) -> None:

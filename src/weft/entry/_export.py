@@ -13,11 +13,13 @@ import torch
 from weft.checkpoint import Checkpointer, Peers
 from weft.checkpoint.export import export_checkpoint
 from weft.data.preparation import path_of
+from weft.entry._export_adapters import export_adapters, has_adapters
 from weft.entry._guards import MovedParameter
 from weft.errors import CheckpointError, LaunchError
 from weft.events import RunFolder
 from weft.models import Blueprint, build_model
 from weft.parallel import Piece
+from weft.plan import Plan
 from weft.recipe import Recipe, load_recipe
 from weft.recipe.hf_folder import read_hf_processors
 
@@ -63,8 +65,11 @@ def export(
     )
 
 
-def export_model(pieces: Sequence[Piece], blueprint: Blueprint, steps: int, given: object, peers: Peers) -> Path:
-    """Write a model that ranks hold in pieces as `transformers` loads it.  Call on every rank; all must see the folder.
+def export_model(
+    pieces: Sequence[Piece], blueprint: Blueprint, steps: int, given: object, peers: Peers, plan: Plan
+) -> Path:
+    """Write a model that ranks hold in pieces as `transformers` loads it, or its adapters as `peft` does.  Call on
+    every rank; all must see the folder.
 
     Raises:
         CheckpointError: on every rank; the folder is not empty or cannot be written.
@@ -77,7 +82,7 @@ def export_model(pieces: Sequence[Piece], blueprint: Blueprint, steps: int, give
     stored = Checkpointer(partial, peers).save(steps, pieces)
     if peers.rank == 0:
         try:
-            export_checkpoint(stored, with_config_of(blueprint), folder)
+            _export_saved(stored, blueprint, folder, plan)
         except CheckpointError as error:
             problem = str(error)
         shutil.rmtree(partial, ignore_errors=True)
@@ -85,6 +90,14 @@ def export_model(pieces: Sequence[Piece], blueprint: Blueprint, steps: int, give
     if problem is not None:
         raise CheckpointError(problem)
     return folder
+
+
+def _export_saved(stored: Path, blueprint: Blueprint, folder: Path, plan: Plan) -> None:
+    """Write what all ranks have saved; on one process."""
+    if has_adapters(blueprint.module):
+        export_adapters(stored, blueprint.module, folder, is_whole=plan.mesh.pipeline == 1)
+    else:
+        export_checkpoint(stored, with_config_of(blueprint), folder)
 
 
 def _complex_in(blueprint: Blueprint) -> str | None:

@@ -364,7 +364,7 @@ class TrainState:
 
     def export(self, folder: str | Path) -> Path:
         """Write the whole model as `transformers` loads it (safetensors, and `config.json` where it has one), under any
-        plan.  Call on every rank; all must see the folder.
+        plan; of a model with adapters, these alone, as `peft` loads them.  Call on every rank; all must see the folder.
 
         Raises:
             CheckpointError: on every rank; the folder is not empty or cannot be written.
@@ -372,7 +372,7 @@ class TrainState:
         called, peers = self._calls.call(f"{self._name}.export()", meets=True), self._saves.peers
         with called, self._guard.inside():
             self._rounds.warn("export")
-            return export_model(self._training.weights(), self._blueprint, self._steps, folder, peers)
+            return export_model(self._training.weights(), self._blueprint, self._steps, folder, peers, self.plan)
 
     def load(self, path: str | Path | None = None) -> int:
         """Load the newest save of this session's folder, or the one given, and return its number of steps.

@@ -29,10 +29,6 @@ PACKS = {f"chosen-{place}": CHOSEN[place : place + PACK] for place in range(0, l
 }
 KNOWN: dict[str, str] = {
     **dict.fromkeys(
-        ("dropout called twice", "an encoder called twice (SimCSE)", "dropout in a loop over one layer"),
-        "two calls of one module",
-    ),
-    **dict.fromkeys(
         (
             *("gradient penalty of features", "gradient penalty of inputs", "curvature of the logits"),
             "penalty of the gradients of weights",

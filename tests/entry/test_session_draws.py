@@ -89,6 +89,19 @@ class Forgetful(nn.Module):
         return nn.functional.dropout(self.inner(rows), 0.3, self.training)
 
 
+class Sourced(nn.Module):
+    """Draws with a generator of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.source = inner, torch.Generator().manual_seed(3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = self.inner(rows)
+        noise = torch.randn(rows.shape, generator=self.source, dtype=rows.dtype)
+        return rows + 0.1 * noise + 0.1 * torch.zeros_like(rows).normal_(generator=self.source)
+
+
 def noisy_loss(outputs: Tensor, batch: list[Tensor]) -> tuple[Tensor, int]:
     return (outputs - batch[1] - 0.1 * torch.randn_like(outputs)).square().sum(), len(outputs)
 
@@ -97,7 +110,7 @@ def loop(plan: Plan, folder: str, what: str) -> list[float]:
     """Losses of a loop that draws in one way or another."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
-    model = Forgetful(model) if what == "dropout" else model
+    model = Forgetful(model) if what == "dropout" else Sourced(model) if what == "source" else model
     loader = DataLoader(Rows(what == "dataset"), batch_size=BATCH, shuffle=True)
     losses: list[float] = []
     with weft.session(plan=plan, permit=("fp64",), folder=folder, quiet=True) as session:
@@ -127,7 +140,7 @@ def loop(plan: Plan, folder: str, what: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("what", ["dataset", "normalised", "elsewhere", "keyed", "dropout"])
+@pytest.mark.parametrize("what", ["dataset", "normalised", "elsewhere", "keyed", "dropout", "source"])
 def test_what_a_loop_may_draw(ranks: RankPool, tmp_path, what):
     alone = ranks.run(1, loop, plan_for(1, BATCH), str(tmp_path / "1"), what)[0]
     for losses in ranks.run(2, loop, plan_for(2), str(tmp_path / "2"), what):

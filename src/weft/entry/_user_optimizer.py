@@ -106,8 +106,8 @@ class UserOptimizer(ShardOptimizer):
         for name in (shard.segments[0].layout.name for shard in shards if shard.sparse):
             raise RecipeError(
                 f"{name} belongs to an nn.Embedding with sparse=True, whose gradient is rows and not a tensor that a"
-                " torch optimizer over shards can take. Build the embedding with sparse=False, or train from a"
-                " recipe, where optimizer.sparse_rule updates such tables."
+                " torch optimizer over shards can take. Build the embedding with sparse=False, or train by"
+                " `weft train`, whose optimizer.sparse_rule updates such tables."
             )
         self._optimizer = optimizer
         self._guard = guard

@@ -290,7 +290,7 @@ def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
     operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if operands:
         return torch.broadcast_tensors(*operands)[0] if func.overloadpacket.__name__ == "normal" else operands[0]
-    moved = {name: value for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
+    moved = {name: None if name == "generator" else value for name, value in kwargs.items() if name != "pin_memory"}
     return func(*args, **(moved | {"device": torch.device("meta")}))
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.models.derivatives import is_differentiated
+
 Runs = list[int] | Tensor
 """Lengths of the runs, or their ends as the kernel takes them: int32, on the device."""
 
@@ -59,6 +61,10 @@ class _RunByRun(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         rows, matrices = ctx.saved_tensors
         grad = grads[0].contiguous()
+        if is_differentiated():
+            pairs = [(slice(*run), matrix) for run, matrix in zip(_borders(ctx.runs), matrices.unbind(), strict=True)]
+            by_matrix = [grad[run].t() @ rows[run] for run, _ in pairs]
+            return torch.cat([grad[run] @ matrix for run, matrix in pairs]), torch.stack(by_matrix), None
         grad_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
         grad_matrices = torch.empty_like(matrices) if ctx.needs_input_grad[1] else None
         for index, (start, end) in enumerate(_borders(ctx.runs)):

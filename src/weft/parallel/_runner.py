@@ -16,6 +16,7 @@ from weft.models import Batch, Blueprint, Loss
 from weft.parallel._context import MicrobatchState, StepContext
 from weft.parallel._draw_net import without_draws
 from weft.parallel._part import ModelPart
+from weft.parallel.autograd import no_view
 
 if TYPE_CHECKING:
     from weft.parallel.local_tokens import LocalTokens
@@ -119,8 +120,12 @@ def take_microbatch(
 
 
 def move_batch(batch: Batch, device: torch.device) -> Batch:
-    """Move all fields to the device without waiting for the copies."""
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    """Move all fields to the device without waiting for the copies.
+
+    None is a view: a model may return what it is given, as the tensor by which a loss differentiates, and `fully_shard`
+    takes no views from a module.
+    """
+    return {name: no_view(tensor.to(device, non_blocking=True)) for name, tensor in batch.items()}
 
 
 def model_inputs(blueprint: Blueprint, batch: Batch, dtype: torch.dtype | None) -> dict[str, Any]:

@@ -7,14 +7,17 @@ and Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198 (along the sequenc
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from weft.comm import GroupView, all_gather_shards, all_reduce, reduce_scatter_shards, shard_of
+from weft.models.derivatives import is_differentiated
 
-# torch's stubs leave Function.apply untyped; the functions below are the typed way in.
+# torch's stubs leave Function.apply untyped; the functions below are the typed way in.  A backward that is
+# differentiated itself is made of the functions here, whose gradients are those of one another; else it is the bare
+# collective, which costs no node and which compilers follow.
 
 
 class _Copy(torch.autograd.Function):
@@ -25,6 +28,8 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        if is_differentiated():
+            return reduce_from_group(grads[0], ctx.view), None
         # Autograd may share the gradient with others: reduce a copy.
         return all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.view), None
 
@@ -32,12 +37,13 @@ class _Copy(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, view: GroupView) -> Tensor:
+        ctx.view = view
         # Not in place: selective recomputation may hold `x`, and would sum it twice.
         return all_reduce(x.clone(memory_format=torch.contiguous_format), view)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+        return copy_to_group(grads[0], ctx.view) if is_differentiated() else grads[0], None
 
 
 class _GatherFeatures(torch.autograd.Function):
@@ -50,53 +56,70 @@ class _GatherFeatures(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        parts = grads[0].unflatten(-1, (ctx.blocks, grads[0].shape[-1] // ctx.blocks))
-        return shard_of(parts, ctx.view, parts.dim() - 1).flatten(-2), None, None
+        if is_differentiated():
+            return cast(Tensor, _CutFeatures.apply(grads[0], ctx.view, ctx.blocks)), None, None
+        return _features_of(grads[0], ctx.view, ctx.blocks), None, None
+
+
+class _CutFeatures(torch.autograd.Function):
+    """This rank's features of what all ranks hold alike, block by block; grad: gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, view: GroupView, blocks: int) -> Tensor:
+        ctx.view, ctx.blocks = view, blocks
+        return _features_of(x, view, blocks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return gather_features(grads[0], ctx.view, ctx.blocks), None, None
+
+
+def _features_of(x: Tensor, view: GroupView, blocks: int) -> Tensor:
+    parts = x.unflatten(-1, (blocks, x.shape[-1] // blocks))
+    return shard_of(parts, view, parts.dim() - 1).flatten(-2)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, view: GroupView, length: int, sum_grad: bool) -> Tensor:
-        ctx.view, ctx.sum_grad = view, sum_grad
-        return all_gather_shards(x, view, 1, length)
+    def forward(ctx: Any, x: Tensor, view: GroupView, dim: int, length: int, sum_grad: bool) -> Tensor:
+        ctx.view, ctx.dim, ctx.sum_grad = view, dim, sum_grad
+        return all_gather_shards(x, view, dim, length)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        cut = reduce_scatter_shards if ctx.sum_grad else shard_of
-        return cut(grads[0], ctx.view, 1), None, None, None
-
-
-class _GatherSamples(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, view: GroupView, dim: int) -> Tensor:
-        ctx.view, ctx.dim = view, dim
-        return all_gather_shards(x, view, dim, x.shape[dim] * view.size)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter_shards(grads[0], ctx.view, ctx.dim), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        if is_differentiated():
+            cut = _ReduceScatter if ctx.sum_grad else _Scatter
+            return cast(Tensor, cut.apply(grads[0], ctx.view, ctx.dim)), None, None, None, None
+        own = (reduce_scatter_shards if ctx.sum_grad else shard_of)(grads[0], ctx.view, ctx.dim)
+        return own, None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, view: GroupView) -> Tensor:
-        ctx.view, ctx.length = view, x.shape[1]
-        return reduce_scatter_shards(x, view, 1)
+    def forward(ctx: Any, x: Tensor, view: GroupView, dim: int) -> Tensor:
+        ctx.view, ctx.dim, ctx.length = view, dim, x.shape[dim]
+        return reduce_scatter_shards(x, view, dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_gather_shards(grads[0], ctx.view, 1, ctx.length), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(ctx, grads[0], sum_grad=True), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, view: GroupView) -> Tensor:
-        ctx.view, ctx.length = view, x.shape[1]
-        return shard_of(x, view, 1)
+    def forward(ctx: Any, x: Tensor, view: GroupView, dim: int) -> Tensor:
+        ctx.view, ctx.dim, ctx.length = view, dim, x.shape[dim]
+        return shard_of(x, view, dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_gather_shards(grads[0], ctx.view, 1, ctx.length), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(ctx, grads[0], sum_grad=False), None, None
+
+
+def _gathered(ctx: Any, gradient: Tensor, *, sum_grad: bool) -> Tensor:
+    if is_differentiated():
+        return cast(Tensor, _Gather.apply(gradient, ctx.view, ctx.dim, ctx.length, sum_grad))
+    return all_gather_shards(gradient, ctx.view, ctx.dim, ctx.length)
 
 
 def copy_to_group(x: Tensor, view: GroupView) -> Tensor:
@@ -129,7 +152,7 @@ def gather_sequence(x: Tensor, view: GroupView, length: int, *, sum_grad: bool) 
     grad: this rank's shard of the sum over the group (`sum_grad`: each rank used the whole for its own share of what
     follows), or of its own gradient (all ranks compute the same from the whole).
     """
-    return _Gather.apply(x, view, length, sum_grad)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
+    return _Gather.apply(x, view, 1, length, sum_grad)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
 
 
 def gather_samples(x: Tensor, view: GroupView, dim: int) -> Tensor:
@@ -137,14 +160,15 @@ def gather_samples(x: Tensor, view: GroupView, dim: int) -> Tensor:
 
     grad: this rank's samples of the sum over the group (what each rank makes of the whole counts for its share).
     """
-    return _GatherSamples.apply(x, view, dim)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
+    length = x.shape[dim] * view.size
+    return _Gather.apply(x, view, dim, length, True)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
 
 
 def reduce_scatter_sequence(x: Tensor, view: GroupView) -> Tensor:
     """Return this rank's shard along dim 1 of the sum over the group; grad: gathered."""
-    return _ReduceScatter.apply(x, view)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
+    return _ReduceScatter.apply(x, view, 1)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
 
 
 def scatter_sequence(x: Tensor, view: GroupView) -> Tensor:
     """Return this rank's shard along dim 1 of what all ranks hold alike; grad: gathered."""
-    return _Scatter.apply(x, view)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
+    return _Scatter.apply(x, view, 1)  # pyright: ignore[reportReturnType, reportUnknownMemberType]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from weft.comm import GroupView, Mesh, all_gather, all_reduce
+from weft.models.derivatives import once
 from weft.plan import BATCH_AXES
 
 
@@ -36,6 +37,10 @@ class _Normalise(torch.autograd.Function):
         return output.to(x.dtype), mean, variance, total
 
     @staticmethod
+    @once(
+        "batch normalisation over several data ranks or in 16 bits",
+        "Use one data rank and fp32, or a norm of each sample (LayerNorm, GroupNorm).",
+    )
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, mean, variance, total, weight = ctx.saved_tensors
         grad = grads[0].to(mean.dtype)

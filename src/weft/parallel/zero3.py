@@ -24,6 +24,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -35,6 +36,7 @@ from torch.utils._pytree import tree_map
 
 from weft.comm import GroupView, Mesh, start_all_reduce
 from weft.models import Blueprint
+from weft.models.derivatives import is_differentiated
 from weft.models.stored import StoredTensor, stored_tensors
 from weft.parallel._layout import NestedSplit, ParameterLayout, Split
 from weft.parallel._part import ModelPart
@@ -77,7 +79,7 @@ def apply_zero3(
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=gradient_dtype, cast_forward_inputs=False)
     cuts = {each: cut for name, each in part.module.named_parameters() if (cut := cut_of(part.layout[name], mesh))}
     for unit, over in _units(part, blocks, cuts):
-        unit.register_forward_hook(_return_no_views)
+        unit.register_forward_hook(partial(_returned, weakref.ref(part.module)))
         fully_shard(
             unit,
             mesh=mesh.device_mesh(*copies, over),
@@ -217,13 +219,32 @@ class _Rows:
         read_local(self.target, source, self.split, self.first)
 
 
-def _return_no_views(module: nn.Module, args: Any, output: Any) -> Any:
+def _returned(whole: weakref.ref[nn.Module], unit: nn.Module, args: Any, output: Any) -> Any:
     """What a unit returns, as `fully_shard` wants it: models slice their results, and hand on what they were given."""
+    hold = _HoldForAnother(whole)
 
     def convert(leaf: Any) -> Any:
-        return no_view(leaf) if isinstance(leaf, Tensor) else leaf
+        if not isinstance(leaf, Tensor):
+            return leaf
+        returned = no_view(leaf)
+        if returned.requires_grad:
+            returned.register_hook(hold)
+        return returned
 
     return tree_map(convert, output)
+
+
+@dataclass(frozen=True, slots=True)
+class _HoldForAnother:
+    """Of a backward that will be differentiated (a penalty on gradients): its weights must stay for the next backward,
+    which begins behind the forwards whose hooks would gather them again."""
+
+    whole: weakref.ref[nn.Module]
+
+    def __call__(self, gradient: Tensor) -> None:
+        whole = self.whole()
+        if is_differentiated() and isinstance(whole, FSDPModule):
+            whole.set_reshard_after_backward(False)  # until `on_backward` says again what the step's own one does
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView
 from weft.errors import PlanError
+from weft.models.derivatives import once
 from weft.models.dropping import AttentionTaker, attend_dropping, attend_in_window
 from weft.models.scored import DrawnDropout, attend_scored
 from weft.parallel import StepContext
@@ -59,6 +60,7 @@ class _SharedAttention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once("attention whose keys ranks share", "Use plan.mesh.context = 1.")
     def backward(ctx: Any, *grads: Tensor) -> Any:
         query, key, value, sinks, output, log_sum = ctx.saved_tensors
         gradient, whole = grads[0].contiguous(), Partial(output, log_sum)

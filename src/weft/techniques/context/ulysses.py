@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weft.comm import GroupView, runs_on_gloo
 from weft.errors import PlanError
+from weft.models.derivatives import once
 from weft.parallel.local_tokens import LocalTokens
 from weft.techniques.context.attention import Attend, VisitedAttention
 from weft.techniques.context.exchange import GatherExchange
@@ -40,6 +41,7 @@ class _Swap(torch.autograd.Function):
         return exchange_parts(flat, given, taken, view)
 
     @staticmethod
+    @once("the exchange of heads", "Use plan.mesh.context = 1.")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return exchange_parts(grads[0], ctx.taken, ctx.given, ctx.view), None, None, None
 

@@ -13,6 +13,8 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
+from weft.models.derivatives import once
+
 
 class Compute(Protocol):
     """This rank's experts."""
@@ -87,6 +89,7 @@ class _Leave(torch.autograd.Function):
         return journey.begin(leaving, is_outward=journey.is_outward)
 
     @staticmethod
+    @once("what ranks send to one another's experts", "Use plan.mesh.expert = 1.")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         journey: Journey = ctx.journey
         said = journey.end()
@@ -102,6 +105,7 @@ class _Arrive(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(arrived, arrived.shape)  # autograd must see another tensor than it gave
 
     @staticmethod
+    @once("what ranks send to one another's experts", "Use plan.mesh.expert = 1.")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         journey: Journey = ctx.journey
         leaving = journey.unsort(grads[0]) if journey.is_outward else grads[0]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from weft.comm import GroupView, Mesh, all_gather
 from weft.errors import PlanError
 from weft.models import IGNORED, Blueprint, logits_of
+from weft.models.derivatives import once
 from weft.parallel import ModelLayout, ModelPart, StepContext, is_own
 from weft.parallel.autograd import gather_features, no_view
 from weft.parallel.grid import PartGrid
@@ -153,6 +154,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once("the vocabulary loss that is fused with its head", "Use plan.memory.fused_loss = false.")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradients: _Gradients | None = ctx.gradients
         if gradients is None:
@@ -209,6 +211,7 @@ class _LocalCrossEntropy(torch.autograd.Function):
         return softmax.losses.masked_fill(~labelled, 0).sum()
 
     @staticmethod
+    @once("the loss of logits that tensor ranks share", "Use plan.mesh.tensor = 1.")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * grads[0].to(gradient.dtype), None, None, None

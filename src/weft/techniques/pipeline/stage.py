@@ -72,7 +72,7 @@ class Stage:
         with self.part.context.entered(state), self._given(received), _deferring(queue), undrawn:
             outputs = self.part.module(**model_inputs(self._blueprint, batch, self._dtype))
             if self.part.is_last:
-                loss_sum, count = self._blueprint.loss(outputs, batch)
+                loss_sum, count = self._loss(outputs, batch)
                 totals.add(loss_sum, count)
                 output = loss_sum * scale if training else loss_sum
             else:
@@ -124,6 +124,17 @@ class Stage:
                 self._border.begin(None)
             if self._entry is not None:
                 self._entry.value = None
+
+    def _loss(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        try:
+            return self._blueprint.loss(outputs, batch)
+        except RuntimeError as error:
+            if "differentiated Tensor" not in str(error):
+                raise
+            raise PlanError(
+                "the loss takes a gradient by a tensor that its outputs do not depend on within the last stage. Of the"
+                " graph each stage has a part: use plan.mesh.pipeline = 1."
+            ) from error
 
     def _activation(self, outputs: Any) -> Tensor:
         found = logits_of(outputs)

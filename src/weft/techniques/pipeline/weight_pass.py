@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from weft.models.derivatives import once
+
 
 class WeightPass:
     """What is left to do of one microbatch's backward through one stage."""
@@ -64,6 +66,10 @@ class _Deferred(torch.autograd.Function):
         return call.apply(source)
 
     @staticmethod
+    @once(
+        "a pipeline schedule that computes weight gradients in passes of their own",
+        'Use plan.pipeline_parallel.schedule = "1f1b".',
+    )
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (source,), call, gradient = ctx.saved_tensors, ctx.call, gradients[0]
         ctx.queue.put_off(call.weight, lambda: call.weight_gradient(gradient, source))

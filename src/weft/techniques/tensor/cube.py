@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from weft.comm import GroupView, Mesh, all_gather, reduce_scatter_shards
+from weft.models.derivatives import once
 from weft.parallel import Split
 from weft.parallel.grid import GridSplit
 from weft.techniques.tensor.grid import SampleShares, create_line
@@ -42,6 +43,7 @@ class _Sum(torch.autograd.Function):
         return reduce_scatter_shards(x, view, 0)
 
     @staticmethod
+    @once("a product over a cube of tensor ranks", 'Use plan.tensor_parallel.scheme = "1d".')
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return gather(grads[0], ctx.view, 0), None
 
@@ -53,6 +55,7 @@ class _Swap(torch.autograd.Function):
         return all_gather(x, view)[1 - view.index]
 
     @staticmethod
+    @once("a product over a cube of tensor ranks", 'Use plan.tensor_parallel.scheme = "1d".')
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return all_gather(grads[0], ctx.view)[1 - ctx.view.index], None
 
@@ -69,6 +72,7 @@ class _Lookup(torch.autograd.Function):
         return reduce_scatter_shards(look_up(ids, gather(weight, inputs, 1)), samples, 0)
 
     @staticmethod
+    @once("a product over a cube of tensor ranks", 'Use plan.tensor_parallel.scheme = "1d".')
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
         (ids,) = ctx.saved_tensors
         by_table = table_gradient(gather(grads[0], ctx.samples, 0), ids, ctx.num_rows)

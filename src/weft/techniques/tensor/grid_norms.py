@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm import GroupView, all_gather, all_reduce
+from weft.models.derivatives import once
 from weft.techniques.tensor.grid_roles import norm_formula
 from weft.techniques.tensor.grid_shape import Formula
 from weft.techniques.tensor.norm_trial import epsilon_of
@@ -33,6 +34,7 @@ class _Norm(torch.autograd.Function):
         return made if bias is None else made + bias
 
     @staticmethod
+    @once("a norm that tensor ranks of a grid compute together", 'Use plan.tensor_parallel.scheme = "1d".')
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         gradient, (by_x, by_weight, by_bias) = grads[0], ctx.needs_input_grad[:3]

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.comm import GroupView, all_gather_shards, reduce_scatter_shards
+from weft.models.derivatives import once
 from weft.parallel.autograd import no_view
 
 
@@ -61,6 +62,7 @@ class _Enter(torch.autograd.Function):
         return no_view(gather(x, view, dim))
 
     @staticmethod
+    @once("a product over a square of tensor ranks", 'Use plan.tensor_parallel.scheme = "1d".')
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return reduce_scatter_shards(grads[0], ctx.view, ctx.dim), None, None
 
@@ -72,6 +74,7 @@ class _Rows(torch.autograd.Function):
         return gather(weight, view, 1)
 
     @staticmethod
+    @once("a product over a square of tensor ranks", 'Use plan.tensor_parallel.scheme = "1d".')
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return reduce_scatter_shards(grads[0], ctx.view, 1), None
 
@@ -94,6 +97,7 @@ class _Product(torch.autograd.Function):
         return multiply(whole, gather(weight, column, inputs), bias, inputs)
 
     @staticmethod
+    @once("a product over a square of tensor ranks", 'Use plan.tensor_parallel.scheme = "1d".')
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         gradient, (by_whole, _, by_weight, by_bias) = grads[0], ctx.needs_input_grad[:4]
@@ -119,6 +123,7 @@ class _Lookup(torch.autograd.Function):
         return no_view(reduce_scatter_shards(look_up(ids, gather(weight, column, 1)), row, tokens.dim()))
 
     @staticmethod
+    @once("a product over a square of tensor ranks", 'Use plan.tensor_parallel.scheme = "1d".')
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
         (ids,) = ctx.saved_tensors
         whole = gather(grads[0], ctx.row, grads[0].dim() - 1)

@@ -57,5 +57,16 @@ def test_what_is_computed_between_its_modules_forbids_a_cut(between: Callable[[B
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_outputs_without_logits_forbid_a_cut() -> None:
+    class Named(Between):
+        def forward(self, tokens: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            return {"logits": super().forward(tokens)}
+
+    blueprint = own(lambda model, x: x)
+    blueprint.module = Named(lambda model, x: x)
+    with pytest.raises(PlanError, match=r"returns a dict, in which no stage knows the tensor .* Return the logits"):
+        verify_cut_table(blueprint, TABLE)
+
+
 def test_nothing_between_them_lets_it_be_cut() -> None:
     verify_cut_table(own(lambda model, x: x), TABLE)

@@ -38,7 +38,7 @@ def failure_of(error: Exception, plan: Plan) -> str:
     said = (str(error).splitlines() or [""])[0]
     return (
         f"plain PyTorch takes two steps on this model, and a step under this plan ({_axes(plan)}) raises"
-        f" {type(error).__name__}: {said}"
+        f" {type(error).__name__}: {said}. Change what raises it, or use a plan without {_axes(plan)}."
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,12 @@ def verify_cut_table(blueprint: Blueprint, table: CutTable) -> None:
         )
         return
     sent, *results = found
+    if other := [type(returned).__name__ for returned in results if not isinstance(returned, Tensor)]:
+        raise PlanError(
+            f"{kind} cannot be cut into stages by its table: its forward returns a {other[0]}, in which no stage knows"
+            " the tensor to send on. Return the logits, or a tuple or an object with them (outputs.logits), or use"
+            " plan.mesh.pipeline = 1."
+        )
     if any(returned.shape != sent.shape or not torch.equal(returned, sent) for returned in results):
         raise PlanError(
             f"{kind} cannot be cut into stages by its table: its forward changes the activation outside"
@@ -59,7 +66,7 @@ def verify_cut_table(blueprint: Blueprint, table: CutTable) -> None:
         )
 
 
-def _through_skeleton(blueprint: Blueprint, table: CutTable) -> tuple[Tensor, Tensor, Tensor] | None:
+def _through_skeleton(blueprint: Blueprint, table: CutTable) -> tuple[Tensor, Any, Any] | None:
     """What went in where the first block stands, and what came out of the model in evaluation and in training."""
     if blueprint.example is None:
         return None

@@ -18,7 +18,7 @@ SAID: list[tuple[str, Any]] = []
 
 
 def saw(what: str, value: object) -> None:
-    """Note what a forward has seen."""
+    """Note what a forward has seen; where draws are taken out (dropout keeps all), there is nothing to see."""
     SAID.append((what, value))
 
 

@@ -30,13 +30,6 @@ PACKS = {f"chosen-{place}": CHOSEN[place : place + PACK] for place in range(0, l
 KNOWN: dict[str, str] = {
     **dict.fromkeys(
         (
-            *("gradient penalty of features", "gradient penalty of inputs", "curvature of the logits"),
-            "penalty of the gradients of weights",
-        ),
-        "second derivatives",
-    ),
-    **dict.fromkeys(
-        (
             *("orthogonality of a block's weight", "L1 of all weights", "distance to where it began (L2-SP)"),
             *("norm of a weight without gradients", "weight decay by hand on matrices", "spectral penalty"),
             "a loss through a weight (prototypes are the head)",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
+from torch import nn
 
 from weft.comm import Mesh, forget_peak_memory
 from weft.engine import TrainingState
@@ -17,6 +19,7 @@ from weft.engine.proof import (
     Outcome,
     PlainSteps,
     Prove,
+    Snapshot,
     StepsOfRank,
     compare_ranks,
     difference_of,
@@ -56,6 +59,17 @@ def check_prove(prove: Any) -> Prove:
     return prove
 
 
+@contextmanager
+def variables_kept(model: nn.Module, loss: object) -> Generator[Callable[[], None]]:
+    """Put variables of files, of classes and around the loss, which forwards on trial may write, back at the end; what
+    is yielded does so at once."""
+    around = Snapshot(("model", model), ("loss", loss), enters_modules=False)
+    try:
+        yield around.put_back
+    finally:
+        around.put_back()
+
+
 class SessionProof:
     """The proof of one model.  Made before the model is touched; `check` follows when the plan is in place.
 
@@ -64,13 +78,24 @@ class SessionProof:
 
     @classmethod
     def of(
-        cls, prove: Prove, quiet: bool, recipe: Recipe, plan: Plan, blueprint: Blueprint, mesh: Mesh, **given: Any
+        cls,
+        prove: Prove,
+        quiet: bool,
+        recipe: Recipe,
+        plan: Plan,
+        blueprint: Blueprint,
+        mesh: Mesh,
+        put_back: Callable[[], None],
+        **given: Any,
     ) -> Self | None:
-        """Begin a proof, on every rank; None where none is wanted."""
+        """Begin a proof, on every rank; None where none is wanted.  `put_back`: of `variables_kept`."""
         if prove == "never":
             return None
+        put_back()
         limit = recipe.optimizer.max_grad_norm
-        return cls(prove, plan, blueprint, mesh, **given, max_gradient_norm=limit, quiet=quiet)
+        made = cls(prove, plan, blueprint, mesh, **given, max_gradient_norm=limit, quiet=quiet)
+        made._put_back = put_back
+        return made
 
     def __init__(
         self,
@@ -89,6 +114,7 @@ class SessionProof:
         self._prove, self._plan, self._mesh, self._quiet = prove, plan, mesh, quiet
         self._blueprint, self._model = blueprint, blueprint.module
         self._optimizer, self._loss = optimizer, loss
+        self._put_back: Callable[[], None] = lambda: None
         self._owners = {name: type(module).__name__ for name, module in self._model.named_modules()}
         self._max_gradient_norm = max_gradient_norm
         self._stream = stream
@@ -172,6 +198,7 @@ class SessionProof:
         if known["kept"] or known["reason"]:
             self._say(known["kept"] or f"proof     not proven: {known['reason']}")
             return
+        self._put_back()
         mine = self._planned(training, guard, loss)
         recorder.forget()
         verdict = compare_ranks(self._outcome, mine, self._mesh, self._plan.compute.precision)

@@ -29,7 +29,7 @@ from weft.entry._guards import Guard, refuse_wrapped
 from weft.entry._loss_parameters import LossParameters
 from weft.entry._nets import Nets
 from weft.entry._prepared_facts import facts_of_prepared, first_batch_of
-from weft.entry._proof import SessionProof, check_prove
+from weft.entry._proof import SessionProof, check_prove, variables_kept
 from weft.entry._recording import SessionRuns
 from weft.entry._rounds import RoundsOfSession
 from weft.entry._same_data import facts_of_data
@@ -187,16 +187,13 @@ class Session:
         self._distributed = distributed
         self._rank_info = rank_info
         self._plan, self._given = plan, given
-        self._timeout_seconds = timeout_seconds
-        self._seed = seed
-        self._permit = permit
-        self._runs = runs
+        self._timeout_seconds, self._seed = timeout_seconds, seed
+        self._permit, self._runs = permit, runs
         self._prove: Prove = prove
-        self._quiet = quiet
+        self._quiet, self._prepared = quiet, 0
         self.nets = Nets()
         """What is looked for; tests switch nets off, before `prepare`."""
         self._meshes: dict[MeshPlan, Mesh] = {}
-        self._prepared = 0
         self._calls = Calls(_store_of_session(self.rank, self.world_size), self.rank, self.world_size, self.device)
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._owned: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
@@ -316,7 +313,7 @@ class Session:
         Raises:
             WeftError: of the class of what does not fit: model, optimizer, batches or plan.
         """
-        with self._calls.call("session.prepare()", meets=True):
+        with self._calls.call("session.prepare()", meets=True), variables_kept(model, loss) as put_back:
             check_prepared(model, optimizer, loss, split, cut, vocabulary_head)
             refuse_wrapped(model)
             stream = BatchStream(loader, self._seed, lambda fields: None, batch_size)
@@ -328,7 +325,7 @@ class Session:
             recipe = self._recipe(model, stream.batch_size, max_grad_norm)
             example = first_batch_of(loader)
             blueprint = self._blueprint(model, inputs, split, cut, vocabulary_head, example)
-            return self._begin(recipe, blueprint, optimizer, loader, stream, loss, example)
+            return self._begin(recipe, blueprint, optimizer, loader, stream, loss, example, put_back)
 
     def _begin(
         self,
@@ -339,6 +336,7 @@ class Session:
         stream: BatchStream,
         loss: UserLoss,
         example: UserBatch,
+        put_back: Callable[[], None],
     ) -> TrainState:
         """Choose the plan, and bring model and optimizer under it."""
         model = blueprint.module
@@ -350,7 +348,7 @@ class Session:
         groups = group_indices(optimizer, model)
         check_dtypes(model, optimizer, plan)
         mesh = self._mesh(plan)
-        given = (self._prove, self._quiet, recipe, plan, blueprint, mesh)
+        given = (self._prove, self._quiet, recipe, plan, blueprint, mesh, put_back)
         proof = SessionProof.of(*given, optimizer=optimizer, loss=given_loss, stream=stream, example=example)
         self._own(model)
         self._prepared += 1

@@ -19,6 +19,7 @@ from weft.engine.proof._plain import PlainSteps as PlainSteps
 from weft.engine.proof._plain import objective_of as objective_of
 from weft.engine.proof._planned import StepsOfRank as StepsOfRank
 from weft.engine.proof._planned import planned_steps as planned_steps
+from weft.engine.proof._snapshot import Snapshot as Snapshot
 from weft.engine.proof._words import difference_of as difference_of
 from weft.engine.proof._words import failure_of as failure_of
 from weft.engine.proof._words import is_of_plan as is_of_plan

@@ -35,7 +35,11 @@ class Snapshot:
     Parameters of `except_weights_of` are left alone: somebody else puts them back.
     """
 
-    def __init__(self, *roots: tuple[str, object], except_weights_of: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self, *roots: tuple[str, object], except_weights_of: Sequence[nn.Module] = (), enters_modules: bool = True
+    ) -> None:
+        """`enters_modules=False`: of modules only what their classes' functions can reach is remembered."""
+        self._enters_modules = enters_modules
         modules = [inner for module in except_weights_of for inner in module.modules()]
         self._left_alone = {id(inner) for inner in modules} | {id(p) for m in except_weights_of for p in m.parameters()}
         self._seen: dict[int, object] = {}
@@ -80,8 +84,13 @@ class Snapshot:
         if isinstance(value, Tensor):
             self._visit_tensor(name, value)
         elif isinstance(value, nn.Module):
-            self._visit_module(name, value, depth)
-        elif isinstance(value, torch.optim.Optimizer):
+            self._visit_class(type(value), depth)
+            if self._enters_modules:
+                self._visit_module(name, value, depth)
+            elif depth == 0:
+                for kind in dict.fromkeys(type(inner) for inner in value.modules()):
+                    self._visit_class(kind, depth)
+        elif isinstance(value, torch.optim.Optimizer) and self._enters_modules:
             self._visit_attributes(name, value, depth, skipped=_hooks_of(value))
         elif isinstance(value, dict | list | deque | set):
             self._visit_container(name, cast(Any, value), depth)
@@ -96,7 +105,7 @@ class Snapshot:
             self._visit(name, (value.args, value.keywords), depth)
         elif isinstance(value, types.FunctionType):
             self._visit_function(name, value, depth)
-        elif _is_of_user(value):
+        elif _is_of_user(value) and not isinstance(value, torch.optim.Optimizer):
             self._visit_attributes(name, value, depth)
 
     def _visit_tensor(self, name: str, tensor: Tensor) -> None:
@@ -121,6 +130,18 @@ class Snapshot:
 
         self._undo.append(undo)
         self._tensors.setdefault(name, (lambda: tensor, kept))
+
+    def _visit_class(self, kind: type, depth: int) -> None:
+        """What a class of the user's keeps for all its objects, and the variables that its functions can reach."""
+        for base in kind.__mro__:
+            if id(base) in self._seen or base.__module__.partition(".")[0] in _FOREIGN:
+                continue
+            self._seen[id(base)] = base
+            for leaf, value in vars(base).items():
+                if isinstance(value, list | dict | deque | set | Tensor | types.FunctionType):
+                    self._visit(f"{base.__qualname__}.{leaf}", value, depth + 1)
+                elif isinstance(value, int | float | str | tuple) and not leaf.startswith("__"):
+                    self._undo.append(functools.partial(_set_if_changed, base, leaf, value))
 
     def _visit_module(self, name: str, module: nn.Module, depth: int) -> None:
         parts, has_weights = module.__dict__, id(module) not in self._left_alone
@@ -206,6 +227,11 @@ class Snapshot:
                     names[name] = value
 
         self._undo.append(undo)
+
+
+def _set_if_changed(owner: type, name: str, value: object) -> None:
+    if vars(owner).get(name) is not value:
+        setattr(owner, name, value)
 
 
 def _refill(container: Any, entries: list[Any]) -> None:

@@ -31,6 +31,7 @@ from weft.parallel.materialise import materialise
 from weft.parallel.precision import NARROW, Dtypes
 from weft.parallel.randomness import apply_keyed_dropout
 from weft.parallel.technique import Build, TechniqueRuntime, techniques_of
+from weft.parallel.weight_reads import LossWithoutWeights
 from weft.plan import BATCH_AXES, Plan, reduction_rounds
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ def parallelize(
     dtypes = Dtypes.of(plan)
     draws = draws or draws_of(blueprint, plan)
     context = StepContext(is_alone=is_alone(plan), unseen=draws.unseen)
-    blueprint = replace(blueprint, loss=keyed_loss(blueprint.loss, draws, mesh, context))
+    loss = LossWithoutWeights(keyed_loss(blueprint.loss, draws, mesh, context))
+    blueprint = replace(blueprint, loss=loss)
     build = Build(
         whole_batch=_whole_batch_of(blueprint, mesh),
         blueprint=blueprint,
@@ -149,6 +151,7 @@ def parallelize(
     _run_encoders(parts, plan)
     codec = next((codec for each in techniques if (codec := each.codec()) is not None), None)
     stores = _create_stores(build, techniques, summing, parts, group_parameters, cuts, codec)
+    loss.watch(parts)
     if gathers_ahead:
         _gather_ahead(stores, blueprint, parts)
     for technique in techniques:

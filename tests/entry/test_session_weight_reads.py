@@ -46,7 +46,8 @@ def by_list(model: nn.Module) -> Tensor:
 def of_shape(model: nn.Module) -> Tensor:
     """Asks a weight for all but its values."""
     weight = model.get_parameter("1.0.weight")
-    return torch.ones((), dtype=weight.dtype).to(weight).type_as(weight) * weight.dim()
+    assert len(weight.shape) == len(weight.stride()) == len(weight.size())
+    return torch.ones((), dtype=weight.dtype, device=weight.device).to(weight).type_as(weight) * weight.dim()
 
 
 TERMS: dict[str, Callable[[nn.Module], Tensor]] = {

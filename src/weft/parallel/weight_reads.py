@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.errors import PlanError
 from weft.models import Loss
@@ -63,15 +65,23 @@ class _Reads(TorchFunctionMode):
         given = kwargs or {}
         name = getattr(func, "__name__", "")
         read = None if name in _OF_SHAPE else self._read(args[:1] if name in _OF_OTHER else (*args, *given.values()))
-        if read is None:
-            return func(*args, **given)
-        try:
-            result = func(*args, **given)
-        except RuntimeError as problem:  # torch's, of a part beside whole tensors
-            raise PlanError(read) from problem
-        if isinstance(result, Tensor | list | tuple | float):  # else it was asked for its shape, say
+        if read is not None and self._has_values(func, args, given):
             raise PlanError(read)
-        return result
+        return func(*args, **given)
+
+    def _has_values(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a function makes more of weights than their shape and the like, as it does without any values."""
+
+        def bare(operand: Any) -> Any:
+            if id(operand) not in self._cut:
+                return operand
+            return torch.empty(operand.shape, dtype=operand.dtype, device="meta")
+
+        try:
+            made = func(*tree_map(bare, args), **tree_map(bare, kwargs))
+        except RuntimeError:  # beside tensors that have values, or asked for a number
+            return True
+        return any(isinstance(leaf, Tensor) for leaf in tree_leaves(made))
 
     def _read(self, operands: Sequence[Any]) -> str | None:
         for operand in operands:

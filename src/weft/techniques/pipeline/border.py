@@ -83,6 +83,14 @@ class Border:
 
     def give(self) -> Tensor:
         """Return what the next stage needs, as one tensor: several results are laid end to end."""
+        missing = next((each.module for each in self._leaving if (each.module, each.leaf) not in self._values), None)
+        if missing is not None:
+            raise PlanError(
+                f"{missing} did not run in this forward, but what it returns is what the next pipeline stage is given:"
+                " by the forward that cut the model into stages it runs each time. Let it run (layer drop may scale its"
+                " result by 0), set pipeline_parallel.cuts so that no block that may be left out ends a stage, or use"
+                " plan.mesh.pipeline = 1."
+            )
         values = [self._values[crossing.module, crossing.leaf] for crossing in self._leaving]
         if len(values) == 1:
             return no_view(values[0])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm import Collectives, GroupView, Mesh, Wait, nothing_to_wait_for
+from weft.errors import PlanError
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._shard import Segment, Shard
 from weft.techniques.buckets.formation import BucketEntry, Cuts, FlatLayout, form_buckets
@@ -215,3 +216,17 @@ class LiveBucket:
         nothing = self.weights[:0]
         for member in self.bucket.members:
             member.parameter.data = nothing
+
+
+def check_alone(bucket: Bucket, position: int) -> None:
+    """Refuse a gradient that comes after its bucket was sent: the part of it that is late would be lost.
+
+    Raises:
+        PlanError: the bucket has gone to other ranks.
+    """
+    if bucket.key.reducing.group is not None:
+        raise PlanError(
+            f"{bucket.members[position].layout.name} gets its gradient in several parts in one backward, and the first"
+            " was taken for all of it and sent to other ranks. torch.utils.checkpoint(use_reentrant=True) does so for"
+            " a module that is called more than once: use use_reentrant=False."
+        )

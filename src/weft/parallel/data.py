@@ -31,10 +31,9 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView, Mesh, collectives_for, hold, new_flat, nothing_to_wait_for, start_all_reduce
 from weft.comm.shared_memory import shared_memory_group
-from weft.errors import PlanError
 from weft.parallel._ahead import await_needs, needs_of
 from weft.parallel._shard import Piece, Shard
-from weft.parallel.buckets import Bucket, BucketMember, LiveBucket, compose_buckets
+from weft.parallel.buckets import Bucket, BucketMember, LiveBucket, check_alone, compose_buckets
 from weft.parallel.precision import NARROW, real_of
 from weft.plan import BATCH_AXES
 from weft.techniques.buckets.contract import BucketSettings
@@ -294,7 +293,7 @@ class BucketStore:
         if live.bucket.key.part not in self._armed:
             return
         if live.launched:
-            _check_alone(live.bucket, position)
+            check_alone(live.bucket, position)
             return
         live.pending.discard(position)
         if not live.pending:
@@ -493,17 +492,3 @@ class BucketStore:
                 if shared_memory_group(live.bucket.key.reducing.group) is not None:
                     live.shard.gradient = None
                     self._forget(live)
-
-
-def _check_alone(bucket: Bucket, position: int) -> None:
-    """Refuse a gradient that comes after its bucket was sent: the part of it that is late would be lost.
-
-    Raises:
-        PlanError: the bucket has gone to other ranks.
-    """
-    if bucket.key.reducing.group is not None:
-        raise PlanError(
-            f"{bucket.members[position].layout.name} gets its gradient in several parts in one backward, and the first"
-            " was taken for all of it and sent to other ranks. torch.utils.checkpoint(use_reentrant=True) does so for"
-            " a module that is called more than once: use use_reentrant=False."
-        )

@@ -231,9 +231,12 @@ def test_a_run_is_not_resumed_while_it_runs_and_at_once_after_a_kill(home: Path)
 
 
 def test_killed_rank_is_named_and_nothing_stays(home: Path) -> None:
-    done = watch((*TRAIN, *LONG), home, until="step    3 ", act=lambda act: act.kill_a_rank())
+    command = (*TRAIN, *LONG, "--set", "recipe.run.save_every=2", "--run-folder", "runs/killed")
+    done = watch(command, home, until="step    6 ", act=lambda act: act.kill_a_rank())
     assert done.status == 1, done.text
     assert re.search(r"rank \d of 2 on host \S+ stopped: killed by SIGKILL", done.text), done.text
+    go_on = "Go on with: weft train runs/killed/recipe.toml --plan runs/killed/plan.toml --resume runs/killed"
+    assert done.text.count(go_on) == 1, done.text
     assert "Traceback" not in done.text
     assert done.seconds_after < 30, "the other rank must not wait for its timeout"
 

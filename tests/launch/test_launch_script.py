@@ -211,3 +211,22 @@ def test_report_fits_15_lines() -> None:
     assert len(lines) == MAX_LINES
     assert lines[0] == "rank 1 of 4 on host a stopped: E: m"
     assert lines[-1].endswith("rank1.out")
+
+
+@pytest.mark.parametrize(("error", "letters"), [("RecipeError", 9_000), ("ValueError", 2_100)])
+def test_what_to_do_is_never_cut_off(error: str, letters: int) -> None:
+    message = "why " * 2_000 + "Use another."
+    cause = RankOutcome(rank=1, host="a", when=0, error=error, message=message, trace=["  t"], status=1)
+    first, trace = report(cause, 4, None).splitlines()
+    assert first.endswith("Use another.")
+    assert len(first) <= letters
+    assert trace == "  t"
+
+
+def test_the_last_line_of_a_long_error_is_kept() -> None:
+    message = "\n".join(["bad", *["detail"] * 40, "Use another."])
+    for error, most in (("ValueError", MAX_LINES), ("PlanError", 60)):
+        cause = RankOutcome(rank=1, host="a", when=0, error=error, message=message, status=1)
+        lines = report(cause, 4, None).splitlines()
+        assert lines[-1] == "Use another."
+        assert len(lines) <= most

@@ -54,7 +54,8 @@ def read_choice(
     """
     from weft.cluster import known_machine, resolve_cluster
     from weft.description import facts_of
-    from weft.plan import Plan, apply_overrides, check_plan, load_plan
+    from weft.launch import threads_of_user
+    from weft.plan import Plan, apply_overrides, check_plan, complete_plan, load_plan
     from weft.recipe import load_recipe
     from weft.search import choose_plan
 
@@ -82,6 +83,7 @@ def read_choice(
     _, plan = apply_overrides(recipe, plan, of_plan)
     if plan_path != "auto" and recipe.model.reference is None and plan.mesh.tensor * plan.mesh.pipeline > 1:
         facts = (described or describe_recipe(recipe)).facts  # how it splits, only looking at it tells
+    plan, reasons = complete_plan(plan, recipe, reasons, threads_of_user(), is_chosen=plan_path == "auto")
     check_plan(plan, recipe, facts, processes)
     return PlannedRun(recipe, plan, reasons, facts, machine, note, tight and "microbatch.size" not in plan.origins)
 

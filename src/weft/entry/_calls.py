@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.comm import Mesh, release_groups
 from weft.entry._agreement import differs, gather_texts
+from weft.entry._words import words_of_session
 from weft.errors import CheckpointError, CollectiveError, RecipeError, WeftError
 
 _LOOK_SECONDS = 0.25
@@ -127,7 +128,7 @@ class Calls:
         if self._depth:
             yield
             return
-        with _generators_kept(self._device) if self.blocks else nullcontext():
+        with words_of_session(), _generators_kept(self._device) if self.blocks else nullcontext():
             if self._thread is None:
                 yield
             else:

@@ -48,7 +48,7 @@ from weft.numerics import (
     without,
 )
 from weft.parallel.draws import draws_of
-from weft.plan import ModelFacts, Plan, check_plan, check_runnable, dump_plan, load_plan
+from weft.plan import ModelFacts, Plan, check_plan, check_runnable, dump_plan, filled_in, load_plan
 from weft.recipe import Recipe, dump_recipe, load_recipe
 from weft.search import choose_plan
 from weft.techniques.registry import exact
@@ -162,6 +162,7 @@ def _checked(
         plan = choose_plan(recipe, known_machine().cluster, facts, profile=profile).plan
     elif not isinstance(plan, Plan):
         plan = load_plan(plan)
+    plan = filled_in(plan, recipe)
     check_plan(plan, recipe, facts)
     check_runnable(plan)
     plan, left_out = exact(plan)

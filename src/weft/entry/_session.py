@@ -41,10 +41,10 @@ from weft.entry._user_loss import LossOfUser
 from weft.entry._user_optimizer import group_indices
 from weft.errors import RecipeError
 from weft.events import OnEvent, Track
-from weft.launch import Distributed, RankFailure, RankInfo, initialise_distributed
+from weft.launch import Distributed, RankFailure, RankInfo, initialise_distributed, threads_of_user
 from weft.models import Blueprint, CutTable, SplitRule, tables_of
 from weft.models.hooks import refuse_given
-from weft.plan import MeshPlan, Plan, check_plan, check_runnable, describe_plan, load_plan
+from weft.plan import MeshPlan, Plan, check_plan, check_runnable, complete_plan, describe_plan, load_plan
 from weft.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Precision, Recipe, RunRecipe
 from weft.search import choose_plan
 from weft.techniques.registry import check_no_loop
@@ -130,9 +130,8 @@ def session(
         requested = given.over(requested) if isinstance(requested, Plan) else requested
         if isinstance(requested, Plan) and requested.compute.device != "auto":
             device = requested.compute.device
-        backend = requested.compute.backend if isinstance(requested, Plan) else "auto"
         own_plan = _with_timeout(requested if isinstance(requested, Plan) else Plan(), collective_timeout_seconds)
-        timeout_seconds = own_plan.compute.timeout_seconds
+        timeout_seconds, backend = own_plan.compute.timeout_seconds, own_plan.compute.backend
         joining = initialise_distributed(device, backend=backend, timeout_seconds=timeout_seconds)
         distributed = stack.enter_context(joining)
         stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -470,6 +469,7 @@ class Session:
             plan = self._given.beyond(_with_timeout(choice.plan, self._timeout_seconds))
             reasons = choice.reasons
             note = "; ".join(description.notes)
+        plan, reasons = complete_plan(plan, recipe, reasons, threads_of_user(), is_chosen=self._plan is None)
         looks.check(plan)
         check_no_loop(plan)
         check_plan(plan, recipe, facts, self.world_size)
@@ -477,8 +477,8 @@ class Session:
         check_same_on_all_ranks(recipe, plan)
         torch.set_num_threads(plan.compute.num_threads)
         if self.rank == 0 and not self._quiet:
-            lines = describe_plan(plan, reasons, facts, machine.cluster)
-            print("\n".join([*lines, f"note      {note}"] if note else lines), flush=True)
+            noted = [f"note      {note}"] if note else []
+            print("\n".join([*describe_plan(plan, reasons, facts, machine.cluster), *noted]), flush=True)
         return plan
 
 

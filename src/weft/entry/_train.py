@@ -33,10 +33,19 @@ from weft.entry._recording import create_folder, folder_of_rank_0, run_name
 from weft.entry._trials import decide_by_trials
 from weft.errors import CheckpointError, LaunchError, PlanError, RecipeError, WeftError
 from weft.events import FolderLock, RunFolder, format_duration, format_loss
-from weft.launch import RankInfo, initialise_distributed
-from weft.launch.launcher import ForkServer, launch_function, open_fork_server
+from weft.launch import RankInfo, initialise_distributed, threads_of_user
+from weft.launch.launcher import ForkServer, RankError, launch_function, open_fork_server
 from weft.models import Blueprint
-from weft.plan import ModelFacts, Plan, check_plan, check_runnable, describe_plan, dump_plan, load_plan
+from weft.plan import (
+    ModelFacts,
+    Plan,
+    check_plan,
+    check_runnable,
+    complete_plan,
+    describe_plan,
+    dump_plan,
+    load_plan,
+)
 from weft.recipe import Recipe, check_group_globs, dump_recipe, load_recipe
 from weft.rehearse import plan_and_measured
 from weft.search import choose_plan
@@ -137,7 +146,8 @@ def _checked(
     facts = facts_of_blueprint(blueprint, recipe)
     machine = machine_for(rank_info)
     tight = False
-    if plan == "auto":
+    is_auto = plan == "auto"
+    if is_auto:
         description = describe_blueprint(blueprint, recipe)
         choice = choose_plan(recipe, machine.cluster, facts, world, profile=description.profile)
         if trials:
@@ -148,6 +158,8 @@ def _checked(
         tight = trials and choice.is_tight
     elif not isinstance(plan, Plan):
         plan = load_plan(plan)
+    assert isinstance(plan, Plan)
+    plan, reasons = complete_plan(plan, recipe, reasons, threads_of_user(), is_chosen=is_auto)
     check_plan(plan, recipe, facts, world)
     check_runnable(plan)
     device = device_for_rank(plan.compute.device, rank_info.local_rank if rank_info is not None else 0)
@@ -211,7 +223,7 @@ class _Job:
     ) -> RunResult:
         """Launch the ranks, and export what they trained."""
         assert lock.token is not None
-        with self._kept_with_run(run, prepared):
+        with self._kept_with_run(run, prepared), _told_how_to_go_on(run):
             self._announce(run, prepared)
             outcomes = launch_function(
                 "weft.worker:run_rank",
@@ -358,6 +370,17 @@ class _Job:
             tokenizer=tokenizer,
             processors=processor_files(self.recipe, tokenizer),
         )
+
+
+@contextmanager
+def _told_how_to_go_on(run: RunFolder) -> Generator[None]:
+    """Let the error of a run that died, of no fault in what it was given, end with what is saved of it."""
+    try:
+        yield
+    except RankError as error:
+        if further := run.how_to_go_on():
+            error.args = (f"{error.args[0]}\n{further}", *error.args[1:])
+        raise
 
 
 def _last_line(result: RunResult) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,18 @@ class RunFolder:
     @property
     def launcher_log(self) -> Path:
         return self.path / "launcher.log"
+
+    def how_to_go_on(self) -> str:
+        """A sentence on what is saved and how to go on from it; empty where no save has finished."""
+        try:
+            newest = (self.checkpoints / "latest").read_text().strip()
+        except OSError:
+            return ""
+        path = os.path.relpath(self.path)
+        if self.recipe.is_file():
+            command = f"weft train {path}/recipe.toml --plan {path}/plan.toml --resume {path}"
+            return f"{newest} is saved. Go on with: {command}"
+        return f"{newest} is saved. Go on with weft.session(folder={path!r}) and state.load() before the first step."
 
     def log(self, rank: int) -> Path:
         return self.path / f"rank-{rank}.log"

@@ -12,11 +12,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import getpass
 import json
 import logging
 import os
-import secrets
+import pwd
 import socket
 import sys
 import time
@@ -53,7 +52,7 @@ class FolderOwner:
 
     token: int
     """Number of this owner, counted from 1: higher than that of every owner before."""
-    nonce: str = field(default_factory=lambda: secrets.token_hex(8))
+    nonce: str = field(default_factory=lambda: os.urandom(8).hex())
     """Drawn by each owner, where two take the same number at once."""
     host: str = field(default_factory=socket.gethostname)
     machine: str = field(default_factory=machine_name)
@@ -373,8 +372,8 @@ def _write(descriptor: int, owner: FolderOwner) -> None:
 
 def _user() -> str:
     try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container may know no name for its user
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container may know no name for its user
         return str(os.getuid())
 
 

@@ -7,3 +7,4 @@ from weft.launch._distributed import Distributed as Distributed
 from weft.launch._distributed import initialise_distributed as initialise_distributed
 from weft.launch._failure_notice import RankFailure as RankFailure
 from weft.launch._rank_info import RankInfo as RankInfo
+from weft.launch._threads import threads_of_user as threads_of_user

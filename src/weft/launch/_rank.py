@@ -19,6 +19,7 @@ from weft.launch._echoes import is_echo
 from weft.launch._failure_notice import RankFailure, failure_pipe_path, notify_other_ranks
 from weft.launch._job import LaunchJob, RankOutcome
 from weft.launch._rank_info import FAILURE_PIPE_VARIABLE, RankInfo
+from weft.launch._threads import set_threads_of_job
 
 _TRACE_FRAMES = 4
 _OWN_FILES = ("<frozen runpy>", "<frozen importlib._bootstrap>", __file__)
@@ -85,7 +86,7 @@ def _limit_threads(job: LaunchJob) -> None:
     if not job.threads_given:
         from torch import set_num_threads
 
-        os.environ["OMP_NUM_THREADS"] = str(job.threads_per_rank)  # for data workers and other children
+        set_threads_of_job(job.threads_per_rank)
         set_num_threads(job.threads_per_rank)
 
 

@@ -229,6 +229,8 @@ class _LauncherRun(Run):
         if self._run_folder is not None:
             self.attach(MetricsSink(self._run_folder.metrics))
         text = cause.message if cause.error == signal.SIGSTOP.name else report(cause, num_processes, logs)
+        if self._run_folder is not None and (further := self._run_folder.how_to_go_on()):
+            text = f"{text}\n{further}"
         self.emit(FailureEvent(error=cause.error or "died", text=text, rank=cause.rank, host=cause.host))
 
     def _find_folder(self) -> None:

@@ -8,6 +8,8 @@ from weft.plan._cuts import balanced_cuts as balanced_cuts
 from weft.plan._describe import describe_plan as describe_plan
 from weft.plan._facts import ModelFacts as ModelFacts
 from weft.plan._facts import default_ffn_size as default_ffn_size
+from weft.plan._fill import complete_plan as complete_plan
+from weft.plan._fill import filled_in as filled_in
 from weft.plan._groups import groups_over as groups_over
 from weft.plan._load import apply_overrides as apply_overrides
 from weft.plan._load import dump_plan as dump_plan

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weft.document import spell
 from weft.plan._check import mesh_sizes
 from weft.plan._facts import ModelFacts
-from weft.plan._plan import Plan
+from weft.plan._plan import AXES, Axis, MeshPlan, Plan
 from weft.techniques.registry import words
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _LABEL = "plan"
 _INDENT = 10
+_ORDER = "mesh.order"
 
 
 def describe_plan(
@@ -64,8 +65,16 @@ def _settings(plan: Plan, reasons: Mapping[str, str]) -> Iterator[tuple[str, str
         for field in dataclasses.fields(part):
             key, value = f"{section.name}.{field.name}", getattr(part, field.name)
             why = reasons.get(key) or _origin(plan.origins.get(key))
+            if key == _ORDER and _is_usual(plan.mesh):
+                continue
             if value != field.default or why:
                 yield f"{key} = {spell(value)}", why
+
+
+def _is_usual(mesh: MeshPlan) -> bool:
+    """Whether the axes that are larger than one have the order that they have by default."""
+    larger: list[Axis] = [axis for axis in mesh.order if getattr(mesh, axis) > 1]
+    return larger == sorted(larger, key=AXES.index)
 
 
 def _origin(origin: str | None) -> str:

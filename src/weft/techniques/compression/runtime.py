@@ -50,6 +50,6 @@ def compression_of(plan: Plan, seed: int, mesh: Mesh, momentum_decay: float | No
     if data.frozen_after is not None and momentum_decay is None:
         raise PlanError(
             'plan.data_parallel.compression = "onebit" freezes the variance of AdamW, which your own optimizer does'
-            ' not allow. Use "int8", or train a recipe with optimizer.name = "adamw".'
+            ' not allow. Use "int8", or `weft train` with optimizer.name = "adamw".'
         )
     return spec_of(data, seed, momentum_decay)

@@ -54,6 +54,13 @@ class MicrobatchPlan:
         """Return microbatches of `size` samples, so many on each data rank."""
         return cls(size=size, per_step=as_per_step(shares))
 
+    @classmethod
+    def of_share(cls, samples: int, at_least: int) -> Self:
+        """Return microbatches of a rank's samples: the fewest that are at least so many, or one sample each."""
+        wanted = min(at_least, samples)
+        number = next(number for number in range(wanted, samples + 1) if samples % number == 0)
+        return cls(size=samples // number, per_step=number)
+
     def smaller(self) -> Self | None:
         """Return the same samples in smaller microbatches, by the smallest divisor of the size; None: of one sample."""
         divisor = next((by for by in range(2, self.size + 1) if self.size % by == 0), None)

@@ -71,9 +71,9 @@ def no_loop(plan: Plan) -> str:
     if plan.memory.offloads_optimizer:
         return (
             f"{shown} needs an optimizer of Weft's own: states of yours are made by your optimizer, where it steps."
-            ' Use "none", or train from a recipe with weft train.'
+            ' Use "none", or train it by `weft train`.'
         )
     return (
         f'{shown} ends with the run that it is part of, and a loop of yours does not say when. Use "none", or train'
-        " from a recipe with weft train."
+        " it by `weft train`."
     )

@@ -3,6 +3,7 @@ with the module's name."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,66 @@ def test_where_samples_go_by_themselves_nothing_is_refused(kind: str, ranks: Ran
     assert trained(kind, plan_for(1, per_step=2), str(tmp_path / "b")) == pytest.approx(alone, rel=1e-10)
     for losses in ranks.run(2, trained, kind, plan_for(2), str(tmp_path / "c")):
         assert losses == pytest.approx(alone, rel=1e-10)
+
+
+def _padded(plan: Any | None, folder: str = "") -> list[float]:
+    """A mean over tokens, of which only the seventh sample of every batch has fewer: the first four tell nothing."""
+    tokens = torch.randint(1, 9, (BATCH * STEPS, 5), generator=torch.Generator().manual_seed(0))
+    tokens[6::BATCH, 2:] = 0
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 9)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loader = DataLoader(TensorDataset(tokens), batch_size=BATCH)
+
+    def loss_fn(outputs: Tensor, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), batch[0].flatten(), ignore_index=0)
+
+    if plan is not None:
+        with (
+            warnings.catch_warnings(action="ignore"),  # it says that one number is taken as a mean over samples
+            weft.session(plan, permit=("fp64",), folder=folder, quiet=True, prove="never") as session,
+        ):
+            state = session.prepare(model, optimizer, loader, loss=loss_fn)
+            return [state.step(batch).loss for batch in state.batches(STEPS)]
+    losses: list[float] = []
+    for batch in loader:
+        optimizer.zero_grad()
+        loss = loss_fn(model(batch[0]), batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
+
+
+def test_more_than_the_first_samples_are_looked_at(ranks: RankPool, tmp_path: Path) -> None:
+    right = _padded(None)
+    for zero in (0, 3):
+        for losses in ranks.run(2, _padded, plan_for(2, zero=zero), str(tmp_path / str(zero))):
+            assert losses == pytest.approx(right, rel=1e-10)
+    with pytest.raises(PlanError, match=r"If it is a mean over something else than samples \(tokens, pixels\)"):
+        _padded(plan_for(1, per_step=2), str(tmp_path / "split"))
+
+
+def _student(folder: str, plan: Plan) -> list[float]:
+    """A student that begins as its teacher: the loss is what roundings leave of 2 − 2."""
+    torch.manual_seed(5)
+    model = nn.Linear(6, 4).double()
+    weight = model.weight.detach().clone()
+
+    def loss_fn(outputs: Tensor, batch: list[Tensor]) -> tuple[Tensor, int]:
+        teacher = F.linear(batch[0], weight) + model.bias.detach()
+        return (2 - 2 * F.cosine_similarity(outputs, teacher)).sum(), len(outputs)
+
+    with weft.session(plan, permit=("fp64",), folder=folder, quiet=True) as session:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        state = session.prepare(model, optimizer, DataLoader(samples(), batch_size=BATCH), loss=loss_fn)
+        return [state.step(batch).loss for batch in state.batches(STEPS)]
+
+
+def test_roundings_of_a_loss_that_cancels_out_are_no_meeting(ranks: RankPool, tmp_path: Path) -> None:
+    assert max(map(abs, _student(str(tmp_path / "a"), plan_for(1, per_step=2)))) < 1e-12
+    for losses in ranks.run(2, _student, str(tmp_path / "b"), plan_for(2)):
+        assert max(map(abs, losses)) < 1e-12
 
 
 def _evaluated(folder: str, sizes: tuple[int, ...]) -> list[Any]:

@@ -112,10 +112,15 @@ def test_edits_train_on_as_in_plain_torch(ranks: RankPool, tmp_path: Path, edit:
     right = plain(edit)
     for number, (world, kind) in enumerate(((1, "data"), (2, "data"), (2, "zero 1"), (2, "zero 3"))):
         if kind == "zero 3" and edit in ("data =", "detach"):
-            continue  # of a DTensor these are refused by torch, or shares
+            continue  # of a DTensor these are shares, or refused: the next test
         evaluates = kind == "zero 3"
         for found in ranks.run(world, train, kind, str(tmp_path / f"{number}"), edit, evaluates=evaluates):
             check_equal(found, right)
+
+
+def test_another_tensor_in_place_of_a_share_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"given 0\.bias another tensor .*parameter\.copy_\(new\)"):
+        ranks.run(2, train, "zero 3", str(tmp_path), "data =")
 
 
 @pytest.mark.parametrize("edit", sorted(EDITS))
@@ -189,6 +194,16 @@ def test_an_average_of_before_prepare_is_refused_in_a_sentence(ranks: RankPool, 
         RecipeError, match=r"update_parameters was given parameters of the model after session\.prepare"
     ):
         ranks.run(2, averaged, kind, str(tmp_path))
+
+
+def copied(folder: str) -> None:
+    with session_of(folder, plan_of("zero 3", 2)) as session:
+        AveragedModel(prepared(session, build(), InOrder(), batch_size=BATCH).model)
+
+
+def test_a_copy_of_shares_is_refused_with_what_to_average(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"AveragedModel calls, too.*state\.model\.parameters\(\)\]"):
+        ranks.run(2, copied, str(tmp_path))
 
 
 def test_an_average_of_before_prepare_is_kept_or_refused_in_bf16(ranks: RankPool, tmp_path: Path) -> None:

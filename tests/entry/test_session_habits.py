@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from test_session_traps import BATCH, build, plan_for, prepared, samples, session_of
+from test_session_traps import BATCH, build, loss_fn, plan_for, prepared, samples, session_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset, WeightedRandomSampler
 
 from pool import RankPool
 from weft.errors import DataError, RecipeError
@@ -73,6 +74,91 @@ def test_loaders_with_an_order_of_their_own(ranks: RankPool, tmp_path: Path, whi
     alone = losses_of(str(tmp_path / "a"), which)
     for losses in ranks.run(2, losses_of, str(tmp_path / "b"), which):
         assert losses == pytest.approx(alone, rel=1e-10)
+
+
+class Noisy(IterableDataset[Any]):
+    """Draws from generators of its own, and of Python."""
+
+    def __init__(self) -> None:
+        self.own, self.other = random.Random(1), np.random.default_rng(2)
+
+    def __iter__(self) -> Iterator[Any]:
+        for x, y in zip(*samples(SIZE).tensors, strict=True):
+            yield x + self.own.random() + random.random(), y * self.other.random()
+
+
+DRAWING: dict[str, Callable[[], Any]] = {
+    **{name: LOADERS[name] for name in ("weighted", "replacement")},
+    "noisy": lambda: DataLoader(Noisy(), batch_size=BATCH),
+}
+
+
+def _of_plain_torch(which: str) -> list[float]:
+    random.seed(7)
+    model, losses = build(), list[float]()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _, batch in zip(range(4), DRAWING[which](), strict=False):
+        optimizer.zero_grad()
+        total, count = loss_fn(model(batch[0]), batch)
+        (total / count).backward()
+        optimizer.step()
+        losses.append(total.item() / count)
+    return losses
+
+
+def _drawing(folder: str, which: str) -> list[float]:
+    random.seed(7)
+    with session_of(folder, plan_for(torch.distributed.get_world_size())) as session:
+        state = prepared(session, build(), DRAWING[which]())
+        return [state.step(batch).loss for batch in state.batches(4)]
+
+
+@pytest.mark.parametrize("which", DRAWING)
+def test_a_look_at_the_first_batch_moves_no_generator(ranks: RankPool, tmp_path: Path, which: str) -> None:
+    right = _of_plain_torch(which)
+    for world in (1, 2):
+        for losses in ranks.run(world, _drawing, str(tmp_path / str(world)), which):
+            assert losses == pytest.approx(right, rel=1e-10)
+
+
+class Distance(nn.Module):
+    """Takes two of a batch's three entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = build()
+
+    def forward(self, one: Tensor, other: Tensor, scale: float = 2.0) -> Tensor:
+        return scale * (self.one(one) - self.one(other))
+
+
+def _of_pairs(folder: str | None) -> list[float]:
+    x, y = samples().tensors
+    loader = DataLoader(TensorDataset(x, x.flip(0), y), batch_size=BATCH)
+    model, losses = Distance(), list[float]()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def loss(outputs: Tensor, batch: list[Tensor]) -> tuple[Tensor, int]:
+        return (outputs - batch[2]).square().sum(), len(outputs)
+
+    if folder is not None:
+        with session_of(folder, plan_for(torch.distributed.get_world_size())) as session:
+            state = prepared(session, model, loader, optimizer=optimizer, loss=loss)
+            return [state.step(batch).loss for batch in state.batches(4)]
+    for _, batch in zip(range(4), loader, strict=False):
+        optimizer.zero_grad()
+        total, count = loss(model(batch[0], batch[1]), batch)
+        (total / count).backward()
+        optimizer.step()
+        losses.append(total.item() / count)
+    return losses
+
+
+def test_a_tuple_gives_a_forward_all_that_it_cannot_do_without(ranks: RankPool, tmp_path: Path) -> None:
+    right = _of_pairs(None)
+    for world in (1, 2):
+        for losses in ranks.run(world, _of_pairs, str(tmp_path / str(world))):
+            assert losses == pytest.approx(right, rel=1e-10)
 
 
 @pytest.mark.parametrize("number", [2, 3, 7])

@@ -41,6 +41,8 @@ class Edits:
         self._shards = stores.shards
         self._tensors = [*(each.parameter for each in self._watched), *(shard.master for shard in self._shards)]
         self._versions = _versions(self._tensors)
+        self._spread = [each for each in self._watched if isinstance(each.parameter, DTensor)]
+        self._places = _places(self._spread)
         self._touched = False
         self._looks = self._edits = 0
         self._is_inside = False
@@ -86,6 +88,7 @@ class Edits:
         """
         self._is_inside = True
         self._looks += 1
+        self._refuse_other_storage()
         has_copies = any(shard.weights is not None for shard in self._shards)
         changed = self._changed()
         edited = [each for each, is_new in zip(self._watched, changed, strict=False) if is_new]
@@ -102,13 +105,27 @@ class Edits:
         is still needed, ZeRO-3's weights are shards from now on."""
         if not gathered:
             self.release()
-        self._versions = _versions(self._tensors)
+        self._versions, self._places = _versions(self._tensors), _places(self._spread)
         self._touched = self._is_inside = False
 
     def release(self) -> None:
         """Let a write reach what trains, and not weights that were gathered to compute with."""
         if self._plan.data_parallel.shards_weights:
             self._stores.release()
+
+    def _refuse_other_storage(self) -> None:
+        """A share that is given another tensor goes on with its own values, and torch keeps the others."""
+        places = _places(self._spread)
+        if places == self._places:
+            return
+        name = next(
+            each.name for each, one, other in zip(self._spread, places, self._places, strict=True) if one != other
+        )
+        raise RecipeError(
+            f"the loop has given {name} another tensor (`.data = …`), which does not reach the share of it that a rank"
+            " trains under data_parallel.zero = 3. Write into it: `with torch.no_grad(): parameter.copy_(new)`, or"
+            " use data_parallel.zero = 0, 1 or 2."
+        )
 
     def _changed(self) -> list[bool]:
         """Whether each of the tensors was written to, as far as versions tell; empty: none was."""
@@ -159,6 +176,11 @@ class Edits:
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     return [each._version for each in tensors]
+
+
+def _places(watched: Sequence[_Watched]) -> list[int]:
+    """Which storage torch knows each parameter by; a DTensor's own is empty, and stays the same."""
+    return [each.parameter.untyped_storage()._cdata for each in watched]  # pyright: ignore[reportPrivateUsage]
 
 
 def _is_due(number: int) -> bool:

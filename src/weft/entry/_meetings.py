@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from weft.entry._trial_copies import LOSS, TrialCopy
-from weft.entry._trials_of_batch import Seen, Trials
+from weft.entry._trials_of_batch import Seen, Trials, is_costly
 from weft.entry._user_loss import LossOfUser
 from weft.errors import PlanError
 from weft.models import Batch
@@ -30,6 +30,8 @@ from weft.plan import Plan
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Share of a loss that adding in another order may change."""
+_LEAST = 1e-2
+"""Loss of a sample that a rounding is held against at least: those of copies that cancel out leave nothing else."""
 _COARSE = 5e-2
 """The same in bf16 and fp16, and where a loss rounds by itself."""
 
@@ -56,13 +58,42 @@ def find_meeting(trials: Trials, *, is_declared: bool) -> SampleMeeting:
     `is_declared`: the loss says by itself that it sees the whole batch, and what is asked is whether it can.
     """
     whole, *parts = trials.seen or _tried(trials)
-    if not is_declared and (_adds_up(whole, parts, trials.dtype) or not _is_confirmed(trials, whole, parts)):
-        return SampleMeeting()
+    if not is_declared and not _meet(trials, whole, parts):
+        more = _more(trials, whole)
+        if more is None:
+            return SampleMeeting()
+        trials, (whole, *parts) = more
+        if not _meet(trials, whole, parts):
+            return SampleMeeting()
     where, reason = _where(trials), _why_no_gathering(trials)
     figures = f"{whole.mean:.6g} and {_mean_of(parts):.6g}"
     if where != LOSS and not reason:  # of two encoders whose outputs a forward multiplies, ranks gather the operands
         where = LOSS
     return SampleMeeting(where=where, figures=figures, no_gathering=reason)
+
+
+_MOST_SAMPLES, _MOST_NUMBERS = 32, 1 << 22
+"""Of the second look: samples, and numbers in what the model returns for them."""
+
+
+def _more(trials: Trials, whole: Seen) -> tuple[Trials, list[Seen]] | None:
+    """A look at more of the batch: a mean over tokens is one over samples, too, while all have equally many.
+
+    None where it would take long, there are no more, or the model or the loss do not take them together.
+    """
+    grown = trials.grown(_MOST_SAMPLES // 2)
+    numbers = sum(each.numel() for each in whole.numbers) * grown.part // trials.part
+    if grown.part == trials.part or numbers > _MOST_NUMBERS or is_costly(grown, share=0.1):
+        return None
+    try:
+        return grown, _tried(grown)
+    except Exception:  # batches of a shape that only few samples have
+        return None
+
+
+def _meet(trials: Trials, whole: Seen, parts: Sequence[Seen]) -> bool:
+    """Whether the loss of the parts does not add up to that of the whole."""
+    return not _adds_up(whole, parts, trials.dtype) and _is_confirmed(trials, whole, parts)
 
 
 def _tried(trials: Trials) -> list[Seen]:
@@ -127,7 +158,8 @@ def _difference(whole: Seen, parts: Sequence[Seen]) -> float:
     sums, counts = [part.loss_sum for part in parts], [part.count for part in parts]
     if not all(map(math.isfinite, (whole.loss_sum, whole.count, *sums, *counts))):
         return 0.0
-    size = max(abs(whole.loss_sum), *map(abs, sums)) or 1.0
+    least = _LEAST * max(1.0, abs(whole.count))
+    size = max(abs(whole.loss_sum), *map(abs, sums), least)
     by_sum = max(abs(whole.loss_sum - sum(sums)) / size, abs(whole.count - sum(counts)) / (abs(whole.count) or 1.0))
     if not whole.count or not sum(counts):
         return by_sum

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from weft.entry._loader_generators import generators_kept
 from weft.entry._user_batches import BatchStream, UserBatch
 from weft.entry._user_optimizer import settings_of
 from weft.errors import DataError
@@ -36,7 +37,7 @@ def first_batch_of(loader: Iterable[UserBatch]) -> UserBatch:
     Raises:
         DataError: it is an iterator, or yields no batch.
     """
-    with torch.random.fork_rng(devices=[]):  # a loader's iterator draws a seed
+    with torch.random.fork_rng(devices=[]), generators_kept(loader):  # a loader's iterator draws a seed
         is_iterator = iter(loader) is loader
         first = None if is_iterator else next(iter(loader), None)
     if is_iterator:

@@ -15,6 +15,12 @@ from weft.plan import Plan
 def explain_share(error: BaseException, models: Iterable[tuple[nn.Module, Plan]]) -> RecipeError | None:
     """Return what to say of an error that came out of the loop's own code, where a function that failed was given a
     model, or parameters of it, that a plan cuts or holds in another dtype; None where there is nothing to say."""
+    if isinstance(error, AssertionError) and "does not support deepcopy" in str(error):
+        return RecipeError(
+            "copy.deepcopy (which AveragedModel calls, too) was given a model after session.prepare of which this plan"
+            " gives a rank a share. Average its parameters, [p.detach().clone() for p in state.model.parameters()], or"
+            " use data_parallel.zero = 0, 1 or 2, which leave weights whole."
+        )
     if isinstance(error, WeftError) or not isinstance(
         error, RuntimeError | TypeError | ValueError | NotImplementedError
     ):

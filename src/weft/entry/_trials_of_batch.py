@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,8 @@ class Trials:
     fields: Batch
     part: int
     """Samples of each of the two parts."""
+    rest: Batch = field(default_factory=dict[str, Tensor])
+    """Every sample of the batch, from the first on; empty: nobody asks for more."""
     own: set[str] = field(default_factory=set[str])
     """Weights that a forward writes to."""
     is_wide: bool = False
@@ -71,6 +73,17 @@ class Trials:
     @property
     def second(self) -> Batch:
         return {name: value[self.part :] for name, value in self.fields.items()}
+
+    def grown(self, part: int) -> Trials:
+        """The same of as many samples as the batch has, at most `part` in each part."""
+        number = len(next(iter(self.rest.values()), ()))
+        part = min(part, number // 2) // self.part * self.part
+        if part <= self.part:
+            return self
+        device = self.fields["sample_ids"].device
+        fields = {name: value[: 2 * part].to(device) for name, value in self.rest.items()}
+        fields["sample_ids"] = torch.arange(2 * part, device=device)
+        return replace(self, fields=fields, part=part, own=set(self.own), seen=None)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,10 +141,10 @@ _MOST_FLOPS = 5e11
 """Largest look at a model in this host's memory, which takes about 10 s."""
 
 
-def is_costly(trials: Trials) -> bool:
-    """Whether a look would take too long."""
+def is_costly(trials: Trials, share: float = 1.0) -> bool:
+    """Whether a look would take too long: more than that share of what one may take."""
     on_host = next(iter(trials.fields.values())).device.type == "cpu"
-    return on_host and trials.flops > _MOST_FLOPS
+    return on_host and trials.flops > share * _MOST_FLOPS
 
 
 def trials_of(blueprint: Blueprint, loss: Callable[..., Any], example: UserBatch, part: int) -> Trials | None:
@@ -143,7 +156,7 @@ def trials_of(blueprint: Blueprint, loss: Callable[..., Any], example: UserBatch
     fields = {name: value[: 2 * part].to(device) for name, value in whole.items()}
     number = next(iter(fields.values())).shape[0]
     fields["sample_ids"] = torch.arange(number, device=device)
-    return Trials(blueprint, loss, shape, fields, part) if number == 2 * part else None
+    return Trials(blueprint, loss, shape, fields, part, rest=whole) if number == 2 * part else None
 
 
 def part_of(plan: Plan | None) -> int:

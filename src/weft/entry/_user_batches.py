@@ -65,16 +65,19 @@ def digest_of(fields: Mapping[str, Tensor]) -> str:
 def infer_inputs(model: nn.Module, shape: BatchShape) -> dict[str, str]:
     """Return keyword of the model's forward → field of the batch.
 
-    Fields that bear the names of arguments go to these; of a tuple the first entry goes to the first argument.  Labels
-    go to a model that cannot run without them; where they are optional, it would compute a loss that nobody reads.
+    Fields that bear the names of arguments go to these; of a tuple the first entries go to the arguments that have no
+    default, at least one.  Labels go to a model that cannot run without them; where they are optional, it would compute
+    a loss that nobody reads.
 
     Raises:
         RecipeError: no field fits the forward.
     """
-    parameters = inspect.signature(model.forward).parameters.values()
+    parameters = [*inspect.signature(model.forward).parameters.values()]
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if shape.has("0") and named:
-        return {named[0]: "0"}
+        needed = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+        given = {name: str(place) for place, name in enumerate(needed)}
+        return given if len(needed) > 1 and all(map(shape.has, given.values())) else {named[0]: "0"}
     wants_labels = needs_labels(model, shape)
     matching = {name: name for name in named if shape.has(name) and (name != "labels" or wants_labels)}
     if not matching:

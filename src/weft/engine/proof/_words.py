@@ -38,8 +38,18 @@ def failure_of(error: Exception, plan: Plan) -> str:
     said = (str(error).splitlines() or [""])[0]
     return (
         f"plain PyTorch takes two steps on this model, and a step under this plan ({_axes(plan)}) raises"
-        f" {type(error).__name__}: {said}. Change what raises it, or use a plan without {_axes(plan)}."
+        f" {type(error).__name__}: {said.rstrip('.')}. {_way_out(said, plan)}"
     )
+
+
+def _way_out(said: str, plan: Plan) -> str:
+    """The change to make where a step fails."""
+    if "dtype" in said:
+        return (
+            f"The plan computes the whole model in {plan.compute.precision}: cast to the dtype of a weight"
+            " (x.to(self.layer.weight.dtype)) and not to one by name, or keep one dtype in the whole model."
+        )
+    return f"Change what raises it, or use a plan without {_axes(plan)}."
 
 
 def is_of_plan(error: Exception) -> bool:

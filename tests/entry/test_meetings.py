@@ -240,7 +240,7 @@ def _padded(plan: Any | None, folder: str = "") -> list[float]:
         loss = loss_fn(model(batch[0]), batch)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses
 
 

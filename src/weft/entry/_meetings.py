@@ -73,7 +73,7 @@ def find_meeting(trials: Trials, *, is_declared: bool) -> SampleMeeting:
 
 
 _MOST_SAMPLES, _MOST_NUMBERS = 32, 1 << 22
-"""Of the second look: samples, and numbers in what the model returns for them."""
+"""Samples that a second look takes, and numbers in what the model may return for them."""
 
 
 def _more(trials: Trials, whole: Seen) -> tuple[Trials, list[Seen]] | None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.comm import Mesh, forget_peak_memory
 from weft.engine import TrainingState
@@ -34,7 +34,7 @@ from weft.engine.proof import (
     read_kept,
     text_of_rank_0,
 )
-from weft.entry._batch_shape import taken_apart
+from weft.entry._batch_shape import BatchShape, taken_apart
 from weft.entry._guards import Guard
 from weft.entry._user_batches import BatchStream, UserBatch, fields_of
 from weft.entry._user_loss import LossOfUser
@@ -162,7 +162,7 @@ class SessionProof:
 
     def _plain(self) -> PlainSteps:
         device = self._mesh.device
-        fields, shape = taken_apart(self._rows(0, self._total))
+        fields, shape = self._rows(0, self._total)
         fields = {name: value.to(device) for name, value in fields.items()}
         inputs = {
             keyword: fields[name] if name in fields else shape.part(name, fields)
@@ -180,12 +180,16 @@ class SessionProof:
             device=device,
         )
 
-    def _rows(self, start: int, stop: int) -> UserBatch:
-        """Samples of the first batch, as every rank reads them for itself."""
+    def _rows(self, start: int, stop: int) -> tuple[dict[str, Tensor], BatchShape]:
+        """Samples of the first batch, as every rank reads them for itself, in the shape that the whole has: of four
+        samples nobody could tell a list with an entry for each from one of tensors with four rows."""
+        whole, shape = taken_apart(self._example)
         if self._stream.num_samples is not None:
-            return self._stream.read(0, start, stop)
-        fields, shape = taken_apart(self._example)
-        return shape.restored({name: value[start:stop] for name, value in fields.items()})
+            found, own = taken_apart(self._stream.read(0, start, stop))
+            if found.keys() == whole.keys():
+                return found, own
+            whole, shape = taken_apart(self._stream.read(0, 0, self._stream.batch_size))
+        return {name: value[start:stop] for name, value in whole.items()}, shape
 
     def check(self, training: TrainingState, guard: Guard, recorder: Recorder, loss: LossOfUser) -> None:
         """Take the same steps under the plan, compare, and put everything back.  Call on every rank.
@@ -218,7 +222,7 @@ class SessionProof:
         counts, size = shares.shares(self._plan.mesh.data), shares.size
         index = self._mesh.data_index
         start, stop = size * sum(counts[:index]), size * sum(counts[: index + 1])
-        found, shape = taken_apart(self._rows(start, stop))
+        found, shape = self._rows(start, stop)
         fields = {**found, "sample_ids": torch.arange(start, stop)}
         cuts = range(0, stop - start, size)
         microbatches = [{name: value[at : at + size] for name, value in fields.items()} for at in cuts]

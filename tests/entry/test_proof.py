@@ -65,7 +65,9 @@ def proves(name: str, plan: str, folder: str) -> None:
         prepare(session, SILENT[name], plan)
 
 
-@pytest.mark.parametrize("name", ["two views", "gradient penalty", "fp64 buffer", "parameters of the loss", "complex parameter"])
+@pytest.mark.parametrize(
+    "name", ["two views", "gradient penalty", "fp64 buffer", "parameters of the loss", "complex parameter"]
+)
 @pytest.mark.parametrize("plan", ["one", "accumulation", "data", "zero3"])
 def test_what_is_mended_is_proven(ranks: RankPool, tmp_path, name: str, plan: str) -> None:
     ranks.run(world_of(plan), proves, name, plan, str(tmp_path))

@@ -285,8 +285,14 @@ def test_beside_auto_every_rank_is_a_replica_and_one_process_has_none(ranks: Ran
     [
         ({"local_steps": -1}, r"local_steps=…\) = -1 is no number of steps"),
         ({"local_steps": True}, r"local_steps=…\) = True is no number of steps"),
-        ({"settings": {"data_parallel.local_steps": 4}}, r"not permitted by the recipe.*weft.session\(local_steps=4\)"),
-        ({"local_steps": 2, "settings": {"data_parallel.local_steps": 4}}, r"whose permit.local_steps = 2"),
+        (
+            {"settings": {"data_parallel.local_steps": 4}},
+            r"not permitted by this session.*Use 0, or weft.session\(local_steps=4\)",
+        ),
+        (
+            {"local_steps": 2, "settings": {"data_parallel.local_steps": 4}},
+            r"whose local_steps = 2.*Use 2, or weft.session\(local_steps=4\)",
+        ),
     ],
 )
 def test_what_is_not_permitted_is_refused(ranks: RankPool, tmp_path: Path, given: Any, message: str) -> None:

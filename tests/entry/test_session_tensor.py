@@ -103,7 +103,8 @@ def different_plans(folder: str) -> str:
     loader = DataLoader(TensorDataset(torch.ones(4, 4)), batch_size=4)
     with weft.session(plan=plan, folder=folder, quiet=True) as session:
         try:
-            session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, loss=lambda o, b: (o.sum(), 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            session.prepare(model, optimizer, loader, loss=lambda o, b: (o.sum(), len(o)))
         except LaunchError as error:
             return str(error)
     return "nothing was said"
@@ -113,3 +114,4 @@ def test_ranks_with_different_plans_are_told_before_they_hang(ranks, tmp_path) -
     for told in ranks.run(2, different_plans, str(tmp_path)):
         assert told.startswith("the ranks were given different plans")
         assert "Give all hosts the same files" in told
+        assert "recipe" not in told

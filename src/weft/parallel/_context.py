@@ -56,6 +56,8 @@ class StepContext:
     """Why no trace shows all that the model draws; empty: it does."""
     sharing: TokenSharing | None = None
     """How ranks share out the tokens of a batch; None: each has whole samples."""
+    gathers: str = ""
+    """The block whose weights the forward in hand gathered last, under ZeRO-3."""
     elsewhere: Elsewhere | None = None
     """Where what blocks keep for backward waits; None: it stays on the device."""
 

@@ -17,6 +17,7 @@ from weft.parallel._context import MicrobatchState, StepContext
 from weft.parallel._draw_net import without_draws
 from weft.parallel._part import ModelPart
 from weft.parallel.autograd import no_view
+from weft.parallel.gathers import gathering_alike
 
 if TYPE_CHECKING:
     from weft.parallel.local_tokens import LocalTokens
@@ -178,11 +179,12 @@ class SequentialRunner:
     ) -> LossTotals:
         """See `Runner`."""
         totals = LossTotals.empty(self._device)
-        for index, batch in enumerate(microbatches):
-            moved, state = take_microbatch(batch, self._part.context, self._device, seed, step)
-            loss_sum, count = self._loss(moved, state)
-            totals.add(loss_sum, count)
-            self._backward(loss_sum * scale, state, len(microbatches) - 1 - index, observer)
+        with gathering_alike(self._part.context):
+            for index, batch in enumerate(microbatches):
+                moved, state = take_microbatch(batch, self._part.context, self._device, seed, step)
+                loss_sum, count = self._loss(moved, state)
+                totals.add(loss_sum, count)
+                self._backward(loss_sum * scale, state, len(microbatches) - 1 - index, observer)
         observer.on_last_backward(0)
         return totals
 

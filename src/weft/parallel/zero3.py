@@ -43,6 +43,7 @@ from weft.parallel._part import ModelPart
 from weft.parallel._shard import Piece, Segment, Shard, first_element
 from weft.parallel.autograd import no_view
 from weft.parallel.buckets import BucketMember
+from weft.parallel.gathers import note_gather
 from weft.parallel.materialise import by_owner, draw
 from weft.parallel.shared_buffers import share_buffers
 from weft.parallel.stored import InMemory, read_local
@@ -78,8 +79,10 @@ def apply_zero3(
     copies = ("replicate",) if mesh.size("replicate") > 1 and sum_replicas else ()
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=gradient_dtype, cast_forward_inputs=False)
     cuts = {each: cut for name, each in part.module.named_parameters() if (cut := cut_of(part.layout[name], mesh))}
+    names = {module: name for name, module in part.module.named_modules()}
     for unit, over in _units(part, blocks, cuts):
         unit.register_forward_hook(partial(_returned, weakref.ref(part.module)))
+        unit.register_forward_pre_hook(partial(note_gather, part.context, names[unit]))
         fully_shard(
             unit,
             mesh=mesh.device_mesh(*copies, over),

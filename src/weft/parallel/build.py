@@ -144,11 +144,7 @@ def parallelize(
             frozen_dtype=dtypes.master if _shards_weights(plan, summing) else dtypes.compute,
             later=_filled_in_shards(part, blueprint, plan, summing),
         )
-    for technique in techniques:
-        technique.join(parts)
-        for part in parts:
-            technique.wrap(part)
-    _run_encoders(parts, plan)
+    _join_and_wrap(parts, techniques, plan)
     codec = next((codec for each in techniques if (codec := each.codec()) is not None), None)
     stores = _create_stores(build, techniques, summing, parts, group_parameters, cuts, codec)
     loss.watch(parts)
@@ -177,6 +173,14 @@ def _run_encoders(parts: Sequence[ModelPart], plan: Plan) -> None:
 
         for part in parts:
             run_encoders_by_layers(part.module)
+
+
+def _join_and_wrap(parts: Sequence[ModelPart], techniques: Sequence[TechniqueRuntime], plan: Plan) -> None:
+    for technique in techniques:
+        technique.join(parts)
+        for part in parts:
+            technique.wrap(part)
+    _run_encoders(parts, plan)
 
 
 def _key_draws(part: ModelPart, build: Build) -> None:

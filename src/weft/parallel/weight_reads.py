@@ -53,6 +53,8 @@ class LossWithoutWeights:
             return self._loss(outputs, batch)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_loss":  # of a copy that has nothing yet
+            raise AttributeError(name)
         return getattr(self._loss, name)
 
 

@@ -211,8 +211,8 @@ def plan_for(
 
 def trained(kind: str, plan: Any, folder: str, *, spread: bool = True, steps: int = STEPS) -> Any:
     """Losses and the model's state after a few steps."""
-    permit = ("fp64",)
-    with weft.session(plan, permit=permit, folder=folder, quiet=True) as session:
+    permit, prove = ("fp64",), "auto" if spread else "never"  # which would find it before the net that is looked at
+    with weft.session(plan, permit=permit, folder=folder, prove=prove, quiet=True) as session:
         session.nets = replace(session.nets, left_behind=spread, meetings=spread)
         model = build(kind)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)

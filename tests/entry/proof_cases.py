@@ -168,6 +168,16 @@ class Waves(Net):
         return (super().forward(x) * self.turn).abs()
 
 
+class NarrowNorm(Net):
+    """A norm that is computed in fp32 whatever all else is in, as those of most language models."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        wide = x.float()
+        x = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        return self.head(self.blocks[1](self.blocks[0](x)))
+
+
 @dataclass(frozen=True)
 class Case:
     make: Callable[[], nn.Module] = Net

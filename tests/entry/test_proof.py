@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from proof_cases import BATCH, CUT, SILENT, SPLIT, Case, Net, loader, loss_of, plan_of
+from proof_cases import BATCH, CUT, SILENT, SPLIT, Case, NarrowNorm, Net, loader, loss_of, plan_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,7 +26,6 @@ FOUND = {
     "spectral_norm": ("accumulation",),
     "hand-written batch norm": ("accumulation", "data"),
     "contrastive": ("accumulation", "data", "pipeline"),
-    "weights in the loss": ("tensor",),
 }
 """Kind → plans under which it is wrong without a word where nothing looks for it."""
 
@@ -71,6 +70,16 @@ def proves(name: str, plan: str, folder: str) -> None:
 @pytest.mark.parametrize("plan", ["one", "accumulation", "data", "zero3"])
 def test_what_is_mended_is_proven(ranks: RankPool, tmp_path, name: str, plan: str) -> None:
     ranks.run(world_of(plan), proves, name, plan, str(tmp_path))
+
+
+def rounds_inside(plan: str, folder: str) -> None:
+    with weft.session(plan_of(plan, "fp64"), permit=("fp64",), prove="always", folder=folder, quiet=True) as session:
+        prepare(session, Case(NarrowNorm), plan, torch.float64)
+
+
+@pytest.mark.parametrize("plan", ["accumulation", "data", "tensor"])
+def test_what_a_model_rounds_by_itself_is_no_difference(ranks: RankPool, tmp_path, plan: str) -> None:
+    ranks.run(world_of(plan), rounds_inside, plan, str(tmp_path))
 
 
 def trained(plan: str, prove: Any, precision: Any, folder: str) -> list[float]:

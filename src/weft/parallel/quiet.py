@@ -60,42 +60,12 @@ def still_value(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     return keyed_value(func, args, kwargs, Still(noise_shape(func, args, like), device), lambda made: made)
 
 
-class AmongRanksError(Exception):
-    """A model or a loss of the user's talks to other ranks by itself."""
-
-
-class _Constants(TorchDispatchMode):
-    """Gives constants to every random operator that nobody keys.
-
-    `alone`: no other rank takes part.  `look` is called before every operator.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, *, alone: bool, look: Callable[[], None]) -> None:
-        super().__init__()
-        self._alone, self._look = alone, look
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled blocks run compiled; they draw nothing."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        self._look()
-        if self._alone and "c10d" in func.namespace:
-            raise AmongRanksError("the model or its loss calls collectives by itself")
-        if not is_draw(func, args, given):
-            return func(*args, **given)
-        value = still_value(func, args, given)
-        return func(*args, **given) if value is None else value
-
-
 @dataclass(slots=True)
 class DrawLedger:
     """Keys of the draws of each microbatch's forward."""
 
+    coarsest: float = 0.0
+    """Largest distance from 1 to the next number of a dtype that an operator has returned."""
     repeated: set[str] = field(default_factory=set[str])
     """Keys that two draws of one forward have had: both would have drawn the same."""
     _seen: set[tuple[str, int, tuple[int, ...]]] = field(default_factory=set[tuple[str, int, tuple[int, ...]]])
@@ -110,6 +80,39 @@ class DrawLedger:
         if entry in self._seen:
             self.repeated.add(key)
         self._seen.add(entry)
+
+
+class AmongRanksError(Exception):
+    """A model or a loss of the user's talks to other ranks by itself."""
+
+
+class _Constants(TorchDispatchMode):
+    """Gives constants to every random operator that nobody keys.
+
+    `alone`: no other rank takes part.  `look` is called before every operator.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, ledger: DrawLedger, *, alone: bool, look: Callable[[], None]) -> None:
+        super().__init__()
+        self._ledger, self._alone, self._look = ledger, alone, look
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled blocks run compiled; they draw nothing."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        self._look()
+        if self._alone and "c10d" in func.namespace:
+            raise AmongRanksError("the model or its loss calls collectives by itself")
+        value = still_value(func, args, given) if is_draw(func, args, given) else None
+        result = func(*args, **given) if value is None else value
+        if self._alone and isinstance(result, Tensor) and result.is_floating_point():
+            self._ledger.coarsest = max(self._ledger.coarsest, torch.finfo(result.dtype).eps)
+        return result
 
 
 @contextmanager
@@ -135,7 +138,7 @@ def quiet(
             stack.callback(setattr, context, "ledger", None)
         for inner, _ in modes if context is None else ():
             inner.training = False
-        stack.enter_context(cast(Any, _Constants(alone=context is None, look=look)))
+        stack.enter_context(cast(Any, _Constants(ledger, alone=context is None, look=look)))
         try:
             yield ledger
         finally:

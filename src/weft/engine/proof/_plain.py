@@ -53,6 +53,9 @@ class Outcome:
     noise: dict[str, float] = field(default_factory=dict[str, float])
     """Name → norm of what rounding alone changes of a tensor."""
     noise_of_losses: list[float] = field(default_factory=list[float])
+    coarsest: float = 0.0
+    """Distance from 1 to the next number in the narrowest dtype that an operator has returned: a model may compute its
+    norms in fp32 and all else in fp64."""
 
 
 class _TooLongError(Exception):
@@ -108,7 +111,7 @@ class PlainSteps:
         try:
             outcome = self._steps(snapshot, budget)
             snapshot.put_back()
-            self._nudge()
+            self._nudge(max(outcome.coarsest, _LAST_DIGIT[self.precision]))
             moved = self._steps(snapshot, lambda step_seconds: math.inf)
             _measure_noise(outcome, moved)
         except (AmongRanksError, _TooLongError) as error:
@@ -135,9 +138,10 @@ class PlainSteps:
         with generators_kept(self.device), unheard():
             for step in range(STEPS):
                 self.optimizer.zero_grad()
-                with quiet([self.model], look=look):
+                with quiet([self.model], look=look) as ledger:
                     objective, mean = self.objective()
                     objective.backward()
+                outcome.coarsest = max(outcome.coarsest, ledger.coarsest)
                 if not math.isfinite(mean):
                     raise ArithmeticError(f"the loss of step {step + 1} is {mean}")
                 outcome.losses.append(mean)
@@ -174,13 +178,13 @@ class PlainSteps:
         return weights | buffers | held_tensors(self.model, snapshot)
 
     @torch.no_grad()
-    def _nudge(self) -> None:
+    def _nudge(self, last_digit: float) -> None:
         """Move every weight by its last digit, up or down: what follows shows how far rounding carries."""
         generator = torch.Generator().manual_seed(_SEED)
         for parameter in self.model.parameters():
             if parameter.is_floating_point():
                 signs = 2.0 * torch.randint(2, parameter.shape, generator=generator).to(parameter) - 1.0
-                parameter.mul_(1.0 + signs * _LAST_DIGIT[self.precision])
+                parameter.mul_(1.0 + signs * last_digit)
 
 
 def objective_of(model: nn.Module, inputs: Mapping[str, Tensor], loss: Callable[..., Any], batch: Any) -> Objective:

@@ -8,14 +8,15 @@ from contextlib import contextmanager
 
 from weft.engine import TrainingState
 from weft.entry._calls import Calls
+from weft.entry._guards import Guard
 
 
 class Rounds:
     """The rounds of one prepared model.  Under plans whose replicas meet in every step nothing here does anything."""
 
-    def __init__(self, training: TrainingState, calls: Calls, name: str) -> None:
+    def __init__(self, training: TrainingState, calls: Calls, name: str, guard: Guard) -> None:
         self._training: TrainingState | None = training
-        self._calls, self._name = calls, name
+        self._calls, self._name, self._guard = calls, name, guard
         self._length = training.model.plan.data_parallel.local_steps
         self._told: set[str] = set()
 
@@ -44,7 +45,7 @@ class Rounds:
     def end(self) -> None:
         """Average the replicas, if they have taken steps since they last did.  Call on every rank."""
         if self._training is not None and self._training.is_open:
-            with self._calls.call(f"the last average of {self._name}", meets=True):
+            with self._calls.call(f"the last average of {self._name}", meets=True), self._guard.inside():
                 self._training.finish()
 
     def close(self) -> None:
@@ -61,9 +62,9 @@ class RoundsOfSession:
         self._calls = calls
         self._all: list[Rounds] = []
 
-    def of(self, training: TrainingState, name: str) -> Rounds:
-        """Return those of a model."""
-        made = Rounds(training, self._calls, name)
+    def of(self, training: TrainingState, name: str, guard: Guard) -> Rounds:
+        """Return those of a model, whose guard knows that Weft itself averages."""
+        made = Rounds(training, self._calls, name, guard)
         if training.model.plan.data_parallel.replicas_step_alone:
             self._all.append(made)
         return made

@@ -111,7 +111,7 @@ class TrainState:
         self._training = begin_training(recipe, self._parallel, self._optimizer, None, self._recorder)
         if proof is not None:
             proof.check(self._training, self._guard, self._recorder, self._loss)
-        self._rounds = rounds.of(self._training, self._name)
+        self._rounds = rounds.of(self._training, self._name, guard)
         self._run = recorded.run
         self._reporter = StepReporter(self._run, self._recorder, self._parallel)
         self._reporter.start(0, None)

@@ -7,6 +7,7 @@ of torch in the loss; where no weight is cut there is none.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -67,7 +68,7 @@ class _Reads(TorchFunctionMode):
         given = kwargs or {}
         name = getattr(func, "__name__", "")
         read = None if name in _OF_SHAPE else self._read(args[:1] if name in _OF_OTHER else (*args, *given.values()))
-        if read is not None and self._has_values(func, args, given):
+        if read is not None and not _is_by_weft() and self._has_values(func, args, given):
             raise PlanError(read)
         return func(*args, **given)
 
@@ -94,6 +95,14 @@ class _Reads(TorchFunctionMode):
                 if (found := next((each for each in inside if id(each) in self._cut), None)) is not None:
                     return self._cut[id(found)][1]
         return None
+
+
+def _is_by_weft() -> bool:
+    """Whether Weft itself reads, as the fused vocabulary loss does, which knows that it has a part."""
+    frame: Any = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # what `inspect` and `logging` use
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "weft"
 
 
 def _why(name: str, parameter: nn.Parameter) -> str:

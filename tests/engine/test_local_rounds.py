@@ -18,6 +18,7 @@ from torch import Tensor
 from weft.checkpoint import Checkpointer, Peers
 from weft.description import facts_of
 from weft.engine import Trainer, TrainingOutcome
+from weft.engine.proof import optimizer_of
 from weft.models import build_model
 from weft.numerics import TOLERANCES, PlainLoop, TrialData, assemble, compare
 from weft.numerics._plain import _inputs, _module
@@ -93,7 +94,7 @@ def played(
     loop = PlainLoop(recipe=made, plan=plan, label_range=None)
     anchor = dict(_module(blueprint, initial).named_parameters())
     replicas = [_module(blueprint, initial) for _ in range(plan.mesh.replicate)]
-    inner = [loop._optimizer(dict(module.named_parameters())) for module in replicas]
+    inner = [optimizer_of(made, dict(module.named_parameters())) for module in replicas]
     momentum = data.outer_momentum
     outer = torch.optim.SGD(anchor.values(), lr=data.outer_learning_rate, momentum=momentum, nesterov=momentum > 0)
     samples = [TrialData(blueprint, plan, data_index=i, seed=made.run.seed) for i in range(plan.mesh.data)]

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from weft.errors import LaunchError
-from weft.events import FolderLock, FolderToken
+from weft.events import FolderToken
+from weft.events.folder_lock import FolderLock
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from weft.events import FolderLock
+from weft.events.folder_lock import FolderLock
 
 lock = FolderLock(Path(sys.argv[1]))
 lock.acquire()

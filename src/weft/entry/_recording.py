@@ -21,7 +21,6 @@ from weft.comm import Mesh
 from weft.entry._agreement import gather_texts
 from weft.errors import LaunchError, WeftError
 from weft.events import (
-    FolderLock,
     LogSink,
     MetricsSink,
     OnEvent,
@@ -33,6 +32,7 @@ from weft.events import (
     Track,
     loggers_to,
 )
+from weft.events.folder_lock import FolderLock
 from weft.launch import RankInfo
 from weft.plan import Plan, dump_plan
 

@@ -32,7 +32,8 @@ from weft.entry._recipe_looks import refuse_by_first_looks
 from weft.entry._recording import create_folder, folder_of_rank_0, run_name
 from weft.entry._trials import decide_by_trials
 from weft.errors import CheckpointError, LaunchError, PlanError, RecipeError, WeftError
-from weft.events import FolderLock, RunFolder, format_duration, format_loss
+from weft.events import RunFolder, format_duration, format_loss
+from weft.events.folder_lock import FolderLock
 from weft.launch import RankInfo, initialise_distributed, threads_of_user
 from weft.launch.launcher import ForkServer, RankError, launch_function, open_fork_server
 from weft.models import Blueprint

@@ -20,7 +20,6 @@ from weft.events._logs import LogSink as LogSink
 from weft.events._logs import loggers_to as loggers_to
 from weft.events._metrics import MetricsSink as MetricsSink
 from weft.events._metrics import MetricsWriter as MetricsWriter
-from weft.events._owner import FolderLock as FolderLock
 from weft.events._owner import FolderToken as FolderToken
 from weft.events._owner import Owned as Owned
 from weft.events._owner import OwnerSink as OwnerSink

@@ -16,8 +16,8 @@ from weft.models import Batch, Blueprint, Loss
 from weft.parallel._context import MicrobatchState, StepContext
 from weft.parallel._draw_net import without_draws
 from weft.parallel._part import ModelPart
-from weft.parallel.autograd import no_view
 from weft.parallel.gathers import gathering_alike
+from weft.parallel.views import no_view
 
 if TYPE_CHECKING:
     from weft.parallel.local_tokens import LocalTokens

@@ -132,15 +132,6 @@ def reduce_from_group(x: Tensor, view: GroupView) -> Tensor:
     return _Reduce.apply(x, view)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
 
 
-def no_view(x: Tensor) -> Tensor:
-    """Return `x`, sharing its storage, as a tensor that is no view; grad: unchanged.
-
-    `fully_shard` warns of a module that returns a view (models slice before their head), because who changes it in
-    place loses the gather of the backward.  Nothing here does that.
-    """
-    return x if x._base is None else torch.ops.aten._unsafe_view(x, x.shape)
-
-
 def gather_features(x: Tensor, view: GroupView, blocks: int = 1) -> Tensor:
     """Return (…, features) from the group's (…, features / members), block by block; grad: this rank's own features."""
     return _GatherFeatures.apply(x, view, blocks)  # pyright: ignore[reportReturnType, reportUnknownMemberType]

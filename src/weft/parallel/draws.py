@@ -34,7 +34,6 @@ from weft.parallel._draw_net import is_draw
 from weft.parallel._draw_trace import LOSS, DrawLayout, Draws, find_draws, noise_shape
 from weft.parallel._draw_values import keyed_value
 from weft.parallel._noise import Elements, Numbers
-from weft.parallel.quiet import still_value
 from weft.parallel.randomness import KeyedDropout, sample_words
 from weft.plan import Plan
 
@@ -171,6 +170,8 @@ class _Keyed(TorchDispatchMode):
         self._counts[op] = number + 1
         if (ledger := self._context.ledger) is not None:
             ledger.note(self._key(op, number), self._context)
+            from weft.parallel.quiet import still_value  # loaded within a proof
+
             value = still_value(func, args, given)
             return func(*args, **given) if value is None else value
         shape = noise_shape(func, args, _shapes_of(func, args, given))

@@ -26,8 +26,9 @@ from weft.errors import PlanError
 from weft.models import IGNORED, Blueprint, logits_of
 from weft.models.derivatives import once
 from weft.parallel import ModelLayout, ModelPart, StepContext, is_own
-from weft.parallel.autograd import gather_features, no_view
+from weft.parallel.autograd import gather_features
 from weft.parallel.grid import PartGrid
+from weft.parallel.views import no_view
 from weft.plan import Plan
 from weft.techniques.fused_loss.chunks import chunks_of
 

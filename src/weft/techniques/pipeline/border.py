@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from weft.errors import PlanError
 from weft.models import Crossing, FoundCut
-from weft.parallel.autograd import no_view
+from weft.parallel.views import no_view
 from weft.stand_ins import StandInMode, copy_on_meta
 from weft.techniques.pipeline.stages import stage_of
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.models import Blueprint, Cut, CutTable, FoundCut
-from weft.parallel.autograd import no_view
+from weft.parallel.views import no_view
 from weft.techniques.pipeline.border import cut_found
 from weft.techniques.pipeline.stages import stage_of
 

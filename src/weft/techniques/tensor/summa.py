@@ -19,7 +19,7 @@ from torch import Tensor
 
 from weft.comm import GroupView, all_gather_shards, reduce_scatter_shards
 from weft.models.derivatives import once
-from weft.parallel.autograd import no_view
+from weft.parallel.views import no_view
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from weft.process import is_ending, machine_name, start_of
 OWNER = "owner.json"
 MOST_BYTES = 1 << 16
 PAUSE_SECONDS = 0.05
-"""Between two reads of a file that another process may be writing."""
+"""Time between two reads of a file that another process may be writing."""
 SILENT_SECONDS = 1200.0
 """Silence after which an owner on another host counts as gone, unless it asked for longer."""
 _COMMAND_LETTERS = 300

@@ -8,9 +8,9 @@ from weft.entry._check_report import CheckReport as CheckReport
 from weft.entry._export import export as export
 from weft.entry._generate import generate as generate
 from weft.entry._generate import load_module as load_module
+from weft.entry._joining import session as session
 from weft.entry._recording import run_name as run_name
 from weft.entry._session import Session as Session
-from weft.entry._session import session as session
 from weft.entry._spawn import spawn as spawn
 from weft.entry._state import TrainState as TrainState
 from weft.entry._timed import TimedPlan as TimedPlan

@@ -122,8 +122,8 @@ class Calls:
         """
         if self._has_ended:
             raise RecipeError(
-                f"{name} was called after its session had ended, when the ranks are joined no more. Move it into the"
-                " `with weft.session(…)` block."
+                f"{name} was called after its session had ended, when the ranks are joined no more. Move it before"
+                " session.close(), or into the `with weft.session(…)` block."
             )
         if self._depth:
             yield

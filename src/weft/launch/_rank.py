@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from weft.errors import WeftError
+from weft.launch._at_end import end_script
 from weft.launch._echoes import is_echo
 from weft.launch._failure_notice import RankFailure, failure_pipe_path, notify_other_ranks
 from weft.launch._job import LaunchJob, RankOutcome
@@ -36,15 +37,7 @@ def run_rank(job: LaunchJob, rank: int, folder: Path, port: int | None) -> int:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that came while this rank was being forked
         _limit_threads(job)
-        if job.kind == "function":
-            value = _call(job, rank, folder)
-        elif job.kind == "cells":
-            from weft.launch._cells import run_pieces  # other ranks need none of it
-
-            _take_place(job, rank, folder, port)
-            value = run_pieces(job, folder / f"cells-{rank}")
-        else:
-            _run_script(job, rank, folder, port)
+        value = _run(job, rank, folder, port)
     except SystemExit as leave:
         status = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
         error = leave if status else None
@@ -68,6 +61,26 @@ def run_rank(job: LaunchJob, rank: int, folder: Path, port: int | None) -> int:
         traceback.print_exception(error)
     _flush()
     return status
+
+
+def _run(job: LaunchJob, rank: int, folder: Path, port: int | None) -> Any:
+    """Run the function or script, and close the sessions that it has left open."""
+    value = None
+    try:
+        if job.kind == "function":
+            value = _call(job, rank, folder)
+        elif job.kind == "cells":
+            from weft.launch._cells import run_pieces  # other ranks need none of it
+
+            _take_place(job, rank, folder, port)
+            value = run_pieces(job, folder / f"cells-{rank}")
+        else:
+            _run_script(job, rank, folder, port)
+    except BaseException as error:
+        end_script(error)
+        raise
+    end_script(None)
+    return value
 
 
 def _redirect(job: LaunchJob, rank: int) -> None:

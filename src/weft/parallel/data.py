@@ -363,6 +363,7 @@ class BucketStore:
     def finish(self) -> None:
         self.settle()  # of a part that computed nothing
         self._complete_round()
+        self._armed.clear()  # a backward before the next step is no part of this one
         for live in self._live:
             if live.kept is not None:
                 live.shard.gradient = live.kept

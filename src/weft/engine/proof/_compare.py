@@ -86,7 +86,7 @@ def compare_ranks(outcome: Outcome | None, mine: StepsOfRank, mesh: Mesh, precis
         for piece in pieces.get(one.name, ()):
             distance = _squared_distance(whole, piece)
             worst[index, 0] = max(float(worst[index, 0]), distance)
-            worst[index, 1] = max(float(worst[index, 1]), float(str(piece.tensor.dtype) != one.dtype))
+            worst[index, 1] = max(float(worst[index, 1]), float(not _is_of_dtype(piece.tensor, whole)))
             if piece.counts:
                 counted[index] += torch.tensor([distance, float(piece.tensor.numel())], dtype=torch.float64)
     found = _loss_distances(mine.losses, losses)
@@ -167,6 +167,12 @@ def _squared_distance(whole: Tensor, piece: Piece) -> float:
     own = piece.split.slice(whole).reshape(-1)[piece.start : piece.start + piece.tensor.numel()]
     squared = distance_of(own.to(piece.tensor), piece.tensor) ** 2
     return squared if math.isfinite(squared) else math.inf
+
+
+def _is_of_dtype(own: Tensor, whole: Tensor) -> bool:
+    """Whether a rank's piece has the dtype of the whole tensor, or of its parts where stores keep complex ones so."""
+    known = whole.dtype if own.is_complex() or not whole.is_complex() else whole.dtype.to_real()
+    return own.dtype == known
 
 
 # ── between ranks ─────────────────────────────────────────────────────────────────────────────────────────────────────

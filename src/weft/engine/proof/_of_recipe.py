@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from weft.engine.proof._plain_optimizers import plain_optimizer
 from weft.models import Blueprint
 from weft.parallel import ModelLayout, ParameterLayout, materialise
-from weft.plan import MicrobatchPlan, Plan
+from weft.plan import MicrobatchPlan, Plan, reduction_rounds
 from weft.recipe import Recipe, group_parameters, learning_rate
 
 
@@ -51,6 +51,8 @@ def few_microbatches(plan: Plan) -> MicrobatchPlan:
     fewest = min(shares)
     # A pipeline needs a warm-up, a steady phase and a cool-down; one that never fills must not fill here either.
     enough = 2 if stages == 1 else 2 * stages + 1 if fewest >= stages else stages - 1
+    if len(set(shares)) > 1:  # then ranks reduce as often as the one with the fewest, as what was built knows already
+        enough = max(enough, reduction_rounds(plan))
     kept = tuple(min(fewest, enough) + min(share - fewest, 2) for share in shares)
     size = min(plan.microbatch.size, 4 if max(kept) == 1 else 2)
     if plan.mesh.tensor > 1:

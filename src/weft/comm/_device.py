@@ -13,7 +13,7 @@ import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -182,6 +182,14 @@ def group_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
 
 
+_MEMORIES_OF_MESHES = (
+    ("_redistribute", "clear_redistribute_planner_cache"),
+    ("_redistribute", "_gen_transform_infos.cache_clear"),
+    ("_collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
+)
+"""What a loop's own arithmetic on weights that ZeRO-3 cuts fills, and how it is emptied."""
+
+
 def forget_meshes() -> None:
     """Let go of the process groups of past runs.  Call it in the thread that trained, before groups are destroyed.
 
@@ -193,3 +201,9 @@ def forget_meshes() -> None:
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # pyright: ignore[reportPrivateUsage]
     if clear is not None:
         clear()
+    for module, path in _MEMORIES_OF_MESHES:
+        found: Any = sys.modules.get(f"torch.distributed.tensor.{module}")  # a memory that nobody loaded is empty
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        if found is not None:
+            found()

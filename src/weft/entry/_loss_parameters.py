@@ -50,6 +50,8 @@ class LossParameters:
         self._before: Sequence[Tensor | None] | None = None
         self._is_first = mesh["world"].group is not None
         self._handles: list[RemovableHandle] = []
+        self._refused: tuple[int, ...] | None = None
+        """Shape of a parameter that had a gradient in this step, which nobody would sum."""
         group = mesh["world"].group
         shapes = ", ".join(f"{tuple(each.shape)} {each.dtype}" for each in self._held)
         check_same_facts({"what the loss holds that wants a gradient": shapes}, mesh.device, group)
@@ -63,7 +65,7 @@ class LossParameters:
         # Others are of models that were prepared since: a loss may name the other side of a game.
         self._held = [each for each in self._held if id(each) not in self._prepared]
         hooked = [each for each in self._known if id(each) not in self._prepared]
-        self._handles = [each.register_post_accumulate_grad_hook(self._check) for each in hooked]
+        self._handles = [each.register_post_accumulate_grad_hook(self._note) for each in hooked]
         if self._before is None or len(self._before) != len(self._held):  # else of a step that was left by an error
             self._before = [each.grad for each in self._held]
         for each in self._held:
@@ -71,8 +73,13 @@ class LossParameters:
 
     @torch.no_grad()
     def end(self, event: StepEvent) -> None:
-        """A step has ended: sum what ranks have, and add it to what was there."""
+        """A step has ended: sum what ranks have, and add it to what was there.
+
+        Raises:
+            RecipeError: a parameter had a gradient that nobody sums.
+        """
         self._unhook()
+        self._check()
         if not self._held or self._before is None:
             self._before = None
             return
@@ -113,20 +120,31 @@ class LossParameters:
                 part.zero_()
         return flat
 
-    def _check(self, parameter: Tensor) -> None:
-        """Of a parameter that has just had a gradient in a step."""
+    def _note(self, parameter: Tensor) -> None:
+        """Note a parameter that has just had a gradient in a step.
+
+        Nothing is raised here: of a backward that a hook ends, autograd keeps the rest of the graph, and with it the
+        process groups, for as long as the thread lives (torch 2.13).
+        """
+        if not self._is_reduced or all(each is not parameter for each in self._held):
+            self._refused = tuple(parameter.shape)
+
+    def _check(self) -> None:
+        """Refuse what was noted in the step."""
+        shape, self._refused = self._refused, None
+        if shape is None:
+            return
         if not self._is_reduced:
             raise RecipeError(
-                f"the loss holds a parameter of shape {tuple(parameter.shape)} that wants a gradient, and under this"
-                " plan nobody would sum it over the ranks. Make the loss's module a submodule of the model, compute"
-                " with it in the model's forward, and give its parameters to the optimizer that prepare takes."
+                f"the loss holds a parameter of shape {shape} that wants a gradient, and under this plan nobody would"
+                " sum it over the ranks. Make the loss's module a submodule of the model, compute with it in the"
+                " model's forward, and give its parameters to the optimizer that prepare takes."
             )
-        if all(each is not parameter for each in self._held):
-            raise RecipeError(
-                f"a parameter of shape {tuple(parameter.shape)} that the loss holds had its first gradient after the"
-                " first step, when ranks had agreed on which they sum. Let all of the loss's parameters take part in"
-                " the first step, or make its module a submodule of the model."
-            )
+        raise RecipeError(
+            f"a parameter of shape {shape} that the loss holds had its first gradient after the first step, when ranks"
+            " had agreed on which they sum. Let all of the loss's parameters take part in the first step, or make its"
+            " module a submodule of the model."
+        )
 
 
 def _reached(loss: Any) -> list[Tensor]:

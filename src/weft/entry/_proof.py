@@ -238,6 +238,7 @@ class SessionProof:
                     ends=guard.loss_parameters.end,
                 )
         except Exception as error:
+            guard.let_go()  # nobody else would: there is no state yet that could be closed
             if not is_of_plan(error):
                 raise
             raise PlanError(failure_of(error, self._plan)) from error

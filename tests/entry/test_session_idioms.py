@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import pickletools
@@ -13,22 +14,29 @@ from test_session_kept import InOrder
 from test_session_traps import BATCH, build, loss_fn, plan_for, prepared, session_of
 from torch import Tensor, nn
 
+import weft
 from pool import RankPool
 
 
-def mean_loss(folder: str) -> tuple[float, float]:
-    world = torch.distributed.get_world_size()
-    with session_of(folder, plan_for(world)) as session:
+def mean_loss(folder: str) -> tuple[float, float, int, str]:
+    """The mean and the count of an epoch, what `len(batch)` counts in it, and what the session says at its start."""
+    world, said = torch.distributed.get_world_size(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(said),
+        weft.session(plan_for(world), permit=("fp64",), folder=folder, record=False) as session,
+    ):
         state = prepared(session, build(), InOrder(), batch_size=BATCH)
-        total, count = 0.0, 0.0
+        total, count, mine = 0.0, 0.0, 0
         for batch in state.batches():
             step = state.step(batch)
             total += step.loss * step.count
             count += step.count
-        return total / count, count
+            mine += len(batch[0])
+        return total / count, count, mine, said.getvalue()
 
 
 def test_a_mean_over_an_epoch_is_made_of_loss_and_count(ranks: RankPool, tmp_path: Path) -> None:
+    """And a session of which each rank is handed a part of the batch says so: `len(batch)` counts that part alone."""
     model = build()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     total, count = 0.0, 0
@@ -39,9 +47,12 @@ def test_a_mean_over_an_epoch_is_made_of_loss_and_count(ranks: RankPool, tmp_pat
         optimizer.step()
         total, count = total + loss.item() * len(batch[0]), count + len(batch[0])
     for world in (1, 2):
-        for mean, number in ranks.run(world, mean_loss, str(tmp_path / str(world))):
-            assert number == count
+        found = ranks.run(world, mean_loss, str(tmp_path / str(world)))
+        for mean, number, mine, _ in found:
+            assert (number, mine) == (count, count // world)
             assert mean == pytest.approx(total / count, rel=1e-12)
+        words = f"{BATCH // 2} of {BATCH} samples on a rank, which `len(batch)` counts"
+        assert [words in said for *_, said in found] == [world > 1, *[False] * (world - 1)]
 
 
 class Drawing(nn.Module):

@@ -58,12 +58,29 @@ class Counting(torch.optim.Optimizer):
                 p.lerp_(state["z"], 1 / (group["k"] + self.calls))
 
 
+class InGroup(torch.optim.Optimizer):
+    """Counts its steps in a group, as optimizers without a schedule do, and keeps nothing else."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        del closure
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / group["k"] ** 0.5)
+
+
 def _adamw(params: Any) -> Any:
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "counting": lambda params: Counting(params, 1e-3),
+    "in group": InGroup,
     "AdamW": _adamw,
     "NAdam": lambda params: torch.optim.NAdam(params, lr=1e-2),
     "SGD": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, dampening=0.5),

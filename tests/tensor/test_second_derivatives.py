@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from pool import RankPool
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models.derivatives import once
 from weft.parallel.autograd import (
     copy_to_group,
     gather_features,
@@ -22,6 +20,7 @@ from weft.parallel.autograd import (
     reduce_scatter_sequence,
     scatter_sequence,
 )
+from weft.techniques.fused_loss.vocabulary import vocabulary_cross_entropy
 
 LENGTH, WIDTH, INNER = 5, 6, 8
 
@@ -99,21 +98,13 @@ def test_gathered_samples_are_differentiated_twice(ranks: RankPool) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
-class _Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    @once("this product", "Use another one.")
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0] * 2
-
-
 def test_what_has_no_second_derivative_says_so() -> None:
-    x = torch.ones(2, requires_grad=True)
-    _Doubled.apply(x).sum().backward()  # type: ignore[attr-defined]
-    assert x.grad is not None
-    assert x.grad.tolist() == [2.0, 2.0]
-    with pytest.raises(PlanError, match=r"this product has no second derivative.*Use another one"):
-        torch.autograd.grad(_Doubled.apply(x).sum(), x, create_graph=True)  # type: ignore[attr-defined]
+    """The vocabulary loss keeps its gradient by the logits, whose own gradient was left out."""
+    draw = torch.Generator().manual_seed(1)
+    logits = torch.randn((LENGTH, WIDTH), generator=draw, dtype=torch.float64).requires_grad_()
+    labels, alone = torch.tensor([0, 3, 5, 1, 2]), GroupView((0,), 0, None)
+    (wanted,) = torch.autograd.grad(F.cross_entropy(logits, labels, reduction="sum"), logits)
+    (found,) = torch.autograd.grad(vocabulary_cross_entropy(logits, labels, alone), logits)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    with pytest.raises(PlanError, match=r"the loss of logits .* has no second derivative.*Use plan\.mesh\.tensor = 1"):
+        torch.autograd.grad(vocabulary_cross_entropy(logits, labels, alone), logits, create_graph=True)

@@ -129,7 +129,7 @@ class Planning:
         check_same_on_all_ranks(recipe, plan)
         torch.set_num_threads(plan.compute.num_threads)
         if self.rank == 0 and not self.quiet:
-            noted = [f"note      {note}"] if note else []
+            noted = _said_of_shares(plan, recipe.batch.global_batch_size) + ([f"note      {note}"] if note else [])
             print("\n".join([*describe_plan(plan, reasons, facts, machine.cluster), *noted]), flush=True)
         return plan
 
@@ -141,3 +141,18 @@ def with_timeout(plan: Plan, seconds: float | None) -> Plan:
 
 def _unset_loss(outputs: Any, batch: Any) -> Any:
     raise AssertionError("the loss is set by TrainState")
+
+
+def _said_of_shares(plan: Plan, batch_size: int) -> list[str]:
+    """Return a line for the start of a session whose loop is handed a part of each batch; none where it has the whole.
+
+    A loop that weighs a step's loss by `len(batch)` would have a part of its epoch's mean, without a word.
+    """
+    counts = plan.microbatch.shares(plan.mesh.data)
+    if len(counts) == 1:
+        return []
+    share = " to ".join(f"{plan.microbatch.size * count:,}" for count in sorted({min(counts), max(counts)}))
+    return [
+        f"batch     {share} of {batch_size:,} samples on a rank, which `len(batch)` counts; step.loss and step.count"
+        " are those of all: a mean over an epoch is sum(loss * count) / sum(count)"
+    ]

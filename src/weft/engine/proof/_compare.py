@@ -164,8 +164,9 @@ def _squared_distance(whole: Tensor, piece: Piece) -> float:
         whole = torch.view_as_real(whole)  # as stores keep complex parameters
     if tuple(piece.shape) != tuple(whole.shape):
         return math.inf
-    own = piece.split.slice(whole).reshape(-1)[piece.start : piece.start + piece.tensor.numel()]
-    squared = distance_of(own.to(piece.tensor), piece.tensor) ** 2
+    own = piece.split.slice(whole).reshape(-1)[piece.start : piece.start + piece.tensor.numel()].to(piece.tensor)
+    own = torch.where(own.isnan(), piece.tensor, own)  # blurred; plain steps in which something is no number end early
+    squared = distance_of(own, piece.tensor) ** 2
     return squared if math.isfinite(squared) else math.inf
 
 
@@ -214,14 +215,20 @@ def _tensor_of_rank_0(one: _Known, outcome: Outcome | None, mesh: Mesh) -> Tenso
     group = mesh["world"].group
     if group is None:
         assert outcome is not None, "one process has computed both"
-        return outcome.tensors[one.name].to(mesh.device)
+        return _without_blurred(outcome, one.name).to(mesh.device)
     made = torch.empty(one.shape, dtype=dtype, device=mesh.device)
     if outcome is not None:
-        made.copy_(outcome.tensors[one.name])
+        made.copy_(_without_blurred(outcome, one.name))
     if made.numel():
         # Bytes: not every backend carries every dtype.
         dist.broadcast(made.reshape(-1).view(torch.uint8), 0, group=group)
     return made
+
+
+def _without_blurred(outcome: Outcome, name: str) -> Tensor:
+    """A tensor of plain PyTorch with NaN where it says nothing."""
+    tensor, blurred = outcome.tensors[name], outcome.blurred.get(name)
+    return tensor if blurred is None else tensor.masked_fill(blurred, math.nan)
 
 
 def _joined(

@@ -29,6 +29,9 @@ STEPS = 2
 _LAST_DIGIT: Mapping[str, float] = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10}
 """Distance from 1 to the next number."""
 _SEED = 20_261_127
+_SMALL: Mapping[str, float] = {"fp64": 1e-8, "fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
+"""Size of a gradient's element, in terms of the root mean square of its tensor, below which a weight is blurred: at
+1e-3 rounding by 1e-7 turns Adam's second step by 1e-4 of the learning rate."""
 
 _COPIES = 9
 """Copies of the weights: before, gradients, two states of an optimizer, what two runs have made, and room."""
@@ -50,6 +53,9 @@ class Outcome:
     """Norm of the whole gradient before clipping, by step."""
     tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """`gradient/<parameter>` of the first step; `weight/`, `buffer/` and `held/` after the last one."""
+    blurred: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Name → where a tensor says nothing: weights whose gradients are so small beside the others of their tensor that
+    they are made of rounding.  Adam and its kind divide by that size, and so move such a weight by a whole step."""
     noise: dict[str, float] = field(default_factory=dict[str, float])
     """Name → norm of what rounding alone changes of a tensor."""
     noise_of_losses: list[float] = field(default_factory=list[float])
@@ -148,6 +154,7 @@ class PlainSteps:
                 look()  # a last operator may have taken long
                 if step == 0:
                     outcome.tensors |= self._gradients()
+                self._blur(outcome)
                 trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
                 limit = math.inf if self.max_gradient_norm is None else self.max_gradient_norm
                 outcome.norms.append(float(nn.utils.clip_grad_norm_(trained, limit)))
@@ -176,6 +183,19 @@ class PlainSteps:
         saved = set(self.model.state_dict())
         buffers = {f"buffer/{name}": _copied(value) for name, value in self.model.named_buffers() if name in saved}
         return weights | buffers | held_tensors(self.model, snapshot)
+
+    @torch.no_grad()
+    def _blur(self, outcome: Outcome) -> None:
+        """Note the weights whose gradients are too small to say where a step takes them.  One of zero is no such."""
+        for name, parameter in self.model.named_parameters():
+            gradient = parameter.grad
+            if gradient is None or gradient.layout != torch.strided or not gradient.numel():
+                continue
+            size = gradient.abs()
+            root = float(torch.linalg.vector_norm(size, dtype=torch.float64)) / math.sqrt(size.numel())
+            small = ((size > 0) & (size < _SMALL[self.precision] * root)).cpu()
+            before = outcome.blurred.get(f"weight/{name}")
+            outcome.blurred[f"weight/{name}"] = small if before is None else before | small
 
     @torch.no_grad()
     def _nudge(self, last_digit: float) -> None:
@@ -238,7 +258,8 @@ def _measure_noise(outcome: Outcome, moved: Outcome) -> None:
     for name, tensor in outcome.tensors.items():
         other = moved.tensors.get(name)
         if other is not None and other.shape == tensor.shape:
-            outcome.noise[name] = distance_of(tensor, other)
+            seen = ~outcome.blurred[name] if name in outcome.blurred else ...
+            outcome.noise[name] = distance_of(tensor[seen], other[seen])
     outcome.noise_of_losses = [abs(a - b) for a, b in zip(outcome.losses, moved.losses, strict=True)]
 
 

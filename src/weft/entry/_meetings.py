@@ -260,7 +260,7 @@ def _why_no_gathering(trials: Trials) -> str:
     known.like = trials.like
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of the user's loss are shown when training calls it
-        whole = find_whole_batch(replace(trials.blueprint, loss=known))
+        whole = find_whole_batch(replace(trials.blueprint, loss=known, example=trials.example))
     if whole.reason:
         return whole.reason
     if known.auxiliary:

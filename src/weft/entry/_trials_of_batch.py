@@ -74,6 +74,15 @@ class Trials:
     def second(self) -> Batch:
         return {name: value[self.part :] for name, value in self.fields.items()}
 
+    def example(self, number: int) -> Batch:
+        """A batch without values, with every field of the data: a recipe's own model names its inputs alone."""
+        fields = {name: value for name, value in self.fields.items() if name != "sample_ids"}
+        empty = {
+            name: torch.empty((number, *value.shape[1:]), dtype=value.dtype, device="meta")
+            for name, value in fields.items()
+        }
+        return empty if self.blueprint.example is None else empty | self.blueprint.example(number)
+
     def grown(self, part: int) -> Trials:
         """The same of as many samples as the batch has, at most `part` in each part."""
         number = len(next(iter(self.rest.values()), ()))

@@ -31,7 +31,6 @@ from weft.parallel.materialise import materialise
 from weft.parallel.precision import NARROW, Dtypes
 from weft.parallel.randomness import apply_keyed_dropout
 from weft.parallel.technique import Build, TechniqueRuntime, techniques_of
-from weft.parallel.weight_reads import LossWithoutWeights
 from weft.plan import BATCH_AXES, Plan, reduction_rounds
 
 if TYPE_CHECKING:
@@ -109,7 +108,12 @@ def parallelize(
     dtypes = Dtypes.of(plan)
     draws = draws or draws_of(blueprint, plan)
     context = StepContext(is_alone=is_alone(plan), unseen=draws.unseen)
-    loss = LossWithoutWeights(keyed_loss(blueprint.loss, draws, mesh, context))
+    loss = keyed_loss(blueprint.loss, draws, mesh, context)
+    unread = None
+    if plan.mesh.tensor > 1 or plan.mesh.expert > 1 or plan.data_parallel.shards_weights:
+        from weft.parallel.weight_reads import LossWithoutWeights  # loaded where ranks hold parts of weights
+
+        loss = unread = LossWithoutWeights(loss)
     blueprint = replace(blueprint, loss=loss)
     build = Build(
         whole_batch=_whole_batch_of(blueprint, mesh),
@@ -147,7 +151,8 @@ def parallelize(
     _join_and_wrap(parts, techniques, plan)
     codec = next((codec for each in techniques if (codec := each.codec()) is not None), None)
     stores = _create_stores(build, techniques, summing, parts, group_parameters, cuts, codec)
-    loss.watch(parts)
+    if unread is not None:
+        unread.watch(parts)
     if gathers_ahead:
         _gather_ahead(stores, blueprint, parts)
     for technique in techniques:

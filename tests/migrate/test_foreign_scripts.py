@@ -316,6 +316,55 @@ main()
 """
 
 
+@pytest.mark.parametrize(
+    ("taken", "given", "size"),
+    [
+        ("x, y", "x), y", "len(x)"),
+        ("batch", "batch[0]), batch[1]", "batch[0].size(0)"),
+        ("step, (x, y)", "x), y", "x.shape[0]"),
+    ],
+    ids=["len", "size", "shape"],
+)
+def test_what_weighs_a_loss_counts_the_samples_of_all_ranks(tmp_path: Path, taken: str, given: str, size: str) -> None:
+    """`len(batch)` is a rank's share, and a step's loss is that of all."""
+    loader = "enumerate(loader)" if "step" in taken else "loader"
+    text = migrated(tmp_path, HEAD + WEIGHED.format(taken=taken, given=given, size=size, loader=loader))
+    done = "done" if "step" in taken else "step"
+    lines = [
+        f"{done} = state.step(batch)",
+        f"loss = {done}.loss",
+        f"total += loss * {done}.count",
+        f"n += {done}.count",
+    ]
+    assert "".join(f"        {line}\n" for line in lines) in text
+    assert size not in text
+
+
+WEIGHED = """
+from accelerate import Accelerator
+
+
+def main():
+    accelerator = Accelerator()
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(8, 2), torch.randn(8, 1)), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    total, n = 0.0, 0
+    for {taken} in {loader}:
+        loss = F.mse_loss(model({given})
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        total += loss.item() * {size}
+        n += {size}
+    print(total / n)
+
+
+main()
+"""
+
+
 CHOSEN = """
 from accelerate import Accelerator
 

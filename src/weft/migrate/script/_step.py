@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from collections.abc import Mapping
 
@@ -267,9 +268,10 @@ def _write_loop(script: Script, loop: TrainLoop, batch: str) -> None:
     source.replace(loop.loader, "state.batches()")
     if not isinstance(loop.batch, ast.Name):
         source.replace(loop.batch, batch)
-    step = f"state.step({batch})\n"
+    done = _count_samples(script, loop)
+    step = f"{done} = state.step({batch})\n" if done else f"state.step({batch})\n"
     if isinstance(loop.loss, ast.Name) and _reads_loss(script, loop, loop.loss.id):
-        step = f"{loop.loss.id} = state.step({batch}).loss\n"
+        step = f"{step}{loop.loss.id} = {done}.loss\n" if done else f"{loop.loss.id} = state.step({batch}).loss\n"
     after = source.block(loop.after)
     kept = [s for s in loop.before if not _is_unpacking(s, loop)]
     indent = source.indent_of(body[0])
@@ -288,6 +290,33 @@ def _reads_loss(script: Script, loop: TrainLoop, name: str) -> bool:
             if isinstance(node, ast.Call):
                 script.source.replace(node, name)
     return is_read
+
+
+def _count_samples(script: Script, loop: TrainLoop) -> str:
+    """Let what counts a batch's samples after the step count those of all ranks, and return the step's new name.
+
+    A rank's share, beside a loss of the whole batch, would give a part of the mean.  Empty where nothing counts.
+    """
+    sized = _size_of_batch(loop)
+    found = [node for s in loop.after for node in ast.walk(s) if isinstance(node, ast.Call | ast.Subscript)]
+    found = [node for node in found if re.fullmatch(sized, ast.unparse(node))]
+    scope = ast.walk(script.source.scope_of(loop.loop))
+    taken = {node.id for node in scope if isinstance(node, ast.Name)}
+    done = next(name for name in ("step", "done", "step_done", "weft_step") if name not in taken) if found else ""
+    for node in found:
+        script.source.replace(node, f"{done}.count")
+    return done
+
+
+def _size_of_batch(loop: TrainLoop) -> str:
+    """A pattern: `len(x)`, `x.size(0)`, `x.shape[0]`, where `x` is a tensor of the batch, or a field of it."""
+    tensors = [re.escape(name) for name in _unpacked(loop)]
+    if isinstance(loop.batch, ast.Name):
+        parts = [part for statement in loop.loop.body for part in ast.walk(statement)]
+        fields = [part for part in parts if isinstance(part, ast.Subscript) and _is_batch(part.value, loop)]
+        tensors.append(rf"{loop.batch.id}\[[^][]+\]" if fields else loop.batch.id)
+    x = f"(?:{'|'.join(tensors)})"
+    return rf"len\({x}\)|{x}\.size\((?:dim=)?0\)|{x}\.shape\[0\]"
 
 
 def _is_of_loss(node: ast.expr, name: str, script: Script) -> bool:

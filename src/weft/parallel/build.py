@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from weft.comm import Mesh
-from weft.models import Batch, Blueprint
+from weft.models import Batch, Blueprint, Loss
 from weft.parallel._context import StepContext
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._part import ModelPart, fill_layout, first_names, whole_part
@@ -108,12 +108,7 @@ def parallelize(
     dtypes = Dtypes.of(plan)
     draws = draws or draws_of(blueprint, plan)
     context = StepContext(is_alone=is_alone(plan), unseen=draws.unseen)
-    loss = keyed_loss(blueprint.loss, draws, mesh, context)
-    unread = None
-    if plan.mesh.tensor > 1 or plan.mesh.expert > 1 or plan.data_parallel.shards_weights:
-        from weft.parallel.weight_reads import LossWithoutWeights  # loaded where ranks hold parts of weights
-
-        loss = unread = LossWithoutWeights(loss)
+    loss, watch_weights = _without_weights(keyed_loss(blueprint.loss, draws, mesh, context), plan)
     blueprint = replace(blueprint, loss=loss)
     build = Build(
         whole_batch=_whole_batch_of(blueprint, mesh),
@@ -151,8 +146,7 @@ def parallelize(
     _join_and_wrap(parts, techniques, plan)
     codec = next((codec for each in techniques if (codec := each.codec()) is not None), None)
     stores = _create_stores(build, techniques, summing, parts, group_parameters, cuts, codec)
-    if unread is not None:
-        unread.watch(parts)
+    watch_weights(parts)
     if gathers_ahead:
         _gather_ahead(stores, blueprint, parts)
     for technique in techniques:
@@ -169,6 +163,16 @@ def parallelize(
         techniques=techniques,
         routing=_watch_routers(parts, blueprint, mesh),
     )
+
+
+def _without_weights(loss: Loss, plan: Plan) -> tuple[Loss, Callable[[Sequence[ModelPart]], None]]:
+    """Return a loss that is refused where it reads a weight of which ranks hold parts, and what tells it these."""
+    if plan.mesh.tensor == plan.mesh.expert == 1 and not plan.data_parallel.shards_weights:
+        return loss, lambda parts: None
+    from weft.parallel.weight_reads import LossWithoutWeights  # loaded where ranks hold parts of weights
+
+    made = LossWithoutWeights(loss)
+    return made, made.watch
 
 
 def _run_encoders(parts: Sequence[ModelPart], plan: Plan) -> None:

@@ -94,7 +94,7 @@ class Told:
 def prepared(session: Any, loader: Any = None) -> Any:
     model = Net().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    split = {"stem": "column", "blocks.0.0": "row"} if session._plan.mesh.tensor > 1 else {}
+    split = {"stem": "column", "blocks.0.0": "row"} if session._planning.plan.mesh.tensor > 1 else {}
     loader = DataLoader(samples(), batch_size=BATCH, shuffle=True) if loader is None else loader
     return session.prepare(model, optimizer, loader, loss=loss_fn, cut=CUT, split=split)
 

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
-from weft.errors import CollectiveError, PlanError
+from weft.comm import Mesh
+from weft.errors import CollectiveError
 from weft.parallel._context import StepContext
+from weft.parallel.ways import Ways, ways_differ
 
 _ROOT = "what stands before its blocks"
 
 
-def note_gather(context: StepContext, name: str, unit: nn.Module, args: Any) -> None:
-    """A hook before the forward of what ZeRO-3 gathers together: of the root its name is empty."""
-    context.gathers = name or _ROOT
+def note_gathers(context: StepContext, root: nn.Module, blocks: Sequence[str], mesh: Mesh, *, hold: bool) -> None:
+    """From now on know which block a forward has come to, before its weights are gathered; call behind `fully_shard`.
+
+    Where ranks hold what they have gathered, the numbers of their forwards may differ, and their ways are not compared.
+    """
+    present = dict(root.named_modules())
+    units = {name: present[name] for name in blocks if name in present}
+    view = mesh["data"]
+    if view.group is not None and not hold and dist.get_backend(view.group) != "fake":
+        ways = context.ways = Ways([*units], view)
+        root.register_forward_pre_hook(ways.begin, prepend=True)
+        root.register_forward_hook(ways.end)
+    root.register_forward_pre_hook(partial(_note, context, _ROOT), prepend=True)
+    for name, unit in units.items():
+        unit.register_forward_pre_hook(partial(_note, context, name), prepend=True)
+
+
+def _note(context: StepContext, name: str, unit: nn.Module, args: Any) -> None:
+    context.gathers = name
+    if context.ways is not None and name != _ROOT:
+        context.ways.come_to(name)
 
 
 @contextmanager
@@ -31,9 +53,4 @@ def gathering_alike(context: StepContext) -> Generator[None]:
     except CollectiveError as error:
         if not context.gathers or "does not fit" not in str(error):
             raise
-        raise PlanError(
-            "data ranks did not run the same blocks in this step, and under ZeRO-3 all of them together gather each"
-            f" block's weights (this rank's forward came to {context.gathers} last): the samples decide which way the"
-            " forward takes. Use plan.data_parallel.zero = 2, or call every block for every batch, with no rows if"
-            " need be."
-        ) from error
+        raise ways_differ(f"this rank's forward came to {context.gathers} last") from error

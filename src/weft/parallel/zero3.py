@@ -1,6 +1,7 @@
 """ZeRO-3 and hybrid sharding, on torch's `fully_shard`.
 
-Every block is a unit of its own, gathered just before it computes; what is outside the blocks forms the root unit.
+Every block is a unit of its own, gathered just before it computes; what is outside the blocks forms the root unit, and
+so do blocks that only some samples run (`Blueprint.sometimes`), for all ranks gather and reduce together.
 Weights are cut over the shard axis and copied over the replicate axis (hybrid sharding).  Experts that ranks share out
 are units, too, cut over those of the shard axis that have the same ones.  Masters are the
 sharded fp32 weights; a lower compute precision is a cast at gather time, gradients are reduced in `gradient_dtype`.
@@ -42,7 +43,7 @@ from weft.parallel._layout import NestedSplit, ParameterLayout, Split
 from weft.parallel._part import ModelPart
 from weft.parallel._shard import Piece, Segment, Shard, first_element
 from weft.parallel.buckets import BucketMember
-from weft.parallel.gathers import note_gather
+from weft.parallel.gathers import note_gathers
 from weft.parallel.materialise import by_owner, draw
 from weft.parallel.shared_buffers import share_buffers
 from weft.parallel.stored import InMemory, read_local
@@ -79,10 +80,8 @@ def apply_zero3(
     copies = ("replicate",) if mesh.size("replicate") > 1 and sum_replicas else ()
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=gradient_dtype, cast_forward_inputs=False)
     cuts = {each: cut for name, each in part.module.named_parameters() if (cut := cut_of(part.layout[name], mesh))}
-    names = {module: name for name, module in part.module.named_modules()}
     for unit, over in _units(part, blocks, cuts):
         unit.register_forward_hook(partial(_returned, weakref.ref(part.module)))
-        unit.register_forward_pre_hook(partial(note_gather, part.context, names[unit]))
         fully_shard(
             unit,
             mesh=mesh.device_mesh(*copies, over),
@@ -101,6 +100,7 @@ def apply_zero3(
         if unit is not part.module:  # experts travel while what stands before them in their block computes
             inside: list[FSDPModule] = [each for child in unit.children() for each in _sharded_within(child)]
             unit.set_modules_to_forward_prefetch(inside)
+    note_gathers(part.context, part.module, blocks, mesh, hold=hold)
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,7 +443,10 @@ class FullyShardedStore:
         return {"parameters": size, "gradients": gradients, "masters": 0, "residuals": held}
 
     def close(self) -> None:
-        """Nothing to do: torch's hooks are part of the sharded modules, and nothing runs in the background."""
+        """End what looks after the ways of forwards.  Torch's hooks are part of the sharded modules."""
+        for part in self._parts:
+            if part.context.ways is not None:
+                part.context.ways.close()
 
 
 def _local(tensor: DTensor) -> Tensor:

@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
-import torch.distributed as dist
-from torch import nn
-
-from weft.comm import Mesh
-from weft.errors import CollectiveError
+from weft.errors import CollectiveError, PlanError
 from weft.parallel._context import StepContext
-from weft.parallel.ways import Ways, ways_differ
-
-_ROOT = "what stands before its blocks"
 
 
-def note_gathers(context: StepContext, root: nn.Module, blocks: Sequence[str], mesh: Mesh, *, hold: bool) -> None:
-    """From now on know which block a forward has come to, before its weights are gathered; call behind `fully_shard`.
-
-    Where ranks hold what they have gathered, the numbers of their forwards may differ, and their ways are not compared.
-    """
-    present = dict(root.named_modules())
-    units = {name: present[name] for name in blocks if name in present}
-    view = mesh["data"]
-    if view.group is not None and not hold and dist.get_backend(view.group) != "fake":
-        ways = context.ways = Ways([*units], view)
-        root.register_forward_pre_hook(ways.begin, prepend=True)
-        root.register_forward_hook(ways.end)
-    root.register_forward_pre_hook(partial(_note, context, _ROOT), prepend=True)
-    for name, unit in units.items():
-        unit.register_forward_pre_hook(partial(_note, context, name), prepend=True)
-
-
-def _note(context: StepContext, name: str, unit: nn.Module, args: Any) -> None:
-    context.gathers = name
-    if context.ways is not None and name != _ROOT:
-        context.ways.come_to(name)
+def ways_differ(where: str) -> PlanError:
+    """The error of data ranks that did not go the same way; `where` says what is known of it."""
+    return PlanError(
+        "data ranks did not run the same blocks in this step, and under ZeRO-3 all of them together gather each"
+        f" block's weights ({where}): the samples decide which way the forward takes. Use plan.data_parallel.zero = 2,"
+        " or call every block for every batch, with no rows if need be."
+    )
 
 
 @contextmanager

@@ -14,14 +14,18 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from weft.comm import GroupView, group_store
-from weft.errors import CollectiveError, PlanError
+from weft.comm import GroupView, Mesh, group_store
+from weft.errors import CollectiveError
+from weft.parallel._context import StepContext
+from weft.parallel.gathers import ways_differ
 
+_ROOT = "what stands before its blocks"
 _END = "the end of its forward"
 _LOOK_SECONDS = 0.25
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 0.001, 0.05
@@ -30,13 +34,28 @@ _KNOWN = 16
 """Ways that are remembered: of a training that changes between a few, each change is asked about once."""
 
 
-def ways_differ(where: str) -> PlanError:
-    """The error of data ranks that did not go the same way; `where` says what is known of it."""
-    return PlanError(
-        "data ranks did not run the same blocks in this step, and under ZeRO-3 all of them together gather each"
-        f" block's weights ({where}): the samples decide which way the forward takes. Use plan.data_parallel.zero = 2,"
-        " or call every block for every batch, with no rows if need be."
-    )
+def note_gathers(context: StepContext, root: nn.Module, blocks: Sequence[str], mesh: Mesh, *, hold: bool) -> None:
+    """From now on know which block a forward has come to, before its weights are gathered; call behind `fully_shard`.
+
+    Where ranks hold what they have gathered, the numbers of their forwards may differ, and their ways are not compared.
+    """
+    present = dict(root.named_modules())
+    own = {name: present[name] for name in blocks if name in present}
+    units = {name: block for name, block in own.items() if any(True for _ in block.parameters())}
+    view = mesh["data"]
+    if view.group is not None and not hold and dist.get_backend(view.group) != "fake":
+        ways = context.ways = Ways([*units], view)
+        root.register_forward_pre_hook(ways.begin, prepend=True)
+        root.register_forward_hook(ways.end)
+    root.register_forward_pre_hook(partial(_note, context, _ROOT), prepend=True)
+    for name, unit in units.items():
+        unit.register_forward_pre_hook(partial(_note, context, name), prepend=True)
+
+
+def _note(context: StepContext, name: str, unit: nn.Module, args: Any) -> None:
+    context.gathers = name
+    if context.ways is not None and name != _ROOT:
+        context.ways.come_to(name)
 
 
 class Ways:

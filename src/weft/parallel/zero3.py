@@ -43,11 +43,11 @@ from weft.parallel._layout import NestedSplit, ParameterLayout, Split
 from weft.parallel._part import ModelPart
 from weft.parallel._shard import Piece, Segment, Shard, first_element
 from weft.parallel.buckets import BucketMember
-from weft.parallel.gathers import note_gathers
 from weft.parallel.materialise import by_owner, draw
 from weft.parallel.shared_buffers import share_buffers
 from weft.parallel.stored import InMemory, read_local
 from weft.parallel.views import no_view
+from weft.parallel.ways import note_gathers
 from weft.techniques.buckets.contract import BucketSettings
 from weft.techniques.zero.shares import dim_of_shards
 

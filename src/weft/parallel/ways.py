@@ -14,13 +14,14 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from weft.comm import GroupView, Mesh, group_store
+from weft.comm.untraced import untraced
 from weft.errors import CollectiveError
 from weft.parallel._context import StepContext
 from weft.parallel.gathers import ways_differ
@@ -47,17 +48,26 @@ def note_gathers(context: StepContext, root: nn.Module, blocks: Sequence[str], m
         ways = context.ways = Ways([*units], view)
         root.register_forward_pre_hook(ways.begin, prepend=True)
         root.register_forward_hook(ways.end)
-    root.register_forward_pre_hook(partial(_note, context, _ROOT), prepend=True)
+    root.register_forward_pre_hook(_Note(context, _ROOT), prepend=True)
     for name, unit in units.items():
-        unit.register_forward_pre_hook(partial(_note, context, name), prepend=True)
+        unit.register_forward_pre_hook(_Note(context, name), prepend=True)
 
 
-def _note(context: StepContext, name: str, unit: nn.Module, args: Any) -> None:
-    context.gathers = name
-    if context.ways is not None and name != _ROOT:
-        context.ways.come_to(name)
+@untraced
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """A hook before the forward of a unit."""
+
+    context: StepContext
+    name: str
+
+    def __call__(self, unit: nn.Module, args: Any) -> None:
+        self.context.gathers = self.name
+        if self.context.ways is not None and self.name != _ROOT:
+            self.context.ways.come_to(self.name)
 
 
+@untraced
 class Ways:
     """The ways of this rank's forwards, through blocks by name.  Create it on every data rank of `view` alike."""
 

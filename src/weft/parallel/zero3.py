@@ -25,7 +25,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -36,6 +35,7 @@ from torch.distributed.tensor import Shard as CutDim
 from torch.utils._pytree import tree_map
 
 from weft.comm import GroupView, Mesh, start_all_reduce
+from weft.comm.untraced import untraced
 from weft.models import Blueprint
 from weft.models.derivatives import is_differentiated
 from weft.models.stored import StoredTensor, stored_tensors
@@ -80,8 +80,9 @@ def apply_zero3(
     copies = ("replicate",) if mesh.size("replicate") > 1 and sum_replicas else ()
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=gradient_dtype, cast_forward_inputs=False)
     cuts = {each: cut for name, each in part.module.named_parameters() if (cut := cut_of(part.layout[name], mesh))}
+    returned = _Returned(weakref.ref(part.module))
     for unit, over in _units(part, blocks, cuts):
-        unit.register_forward_hook(partial(_returned, weakref.ref(part.module)))
+        unit.register_forward_hook(returned)
         fully_shard(
             unit,
             mesh=mesh.device_mesh(*copies, over),
@@ -222,29 +223,28 @@ class _Rows:
         read_local(self.target, source, self.split, self.first)
 
 
-def _returned(whole: weakref.ref[nn.Module], unit: nn.Module, args: Any, output: Any) -> Any:
-    """What a unit returns, as `fully_shard` wants it: models slice their results, and hand on what they were given."""
-    hold = _HoldForAnother(whole)
+@untraced
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    """A hook behind the forward of a unit: what it returns, as `fully_shard` wants it.  Models slice their results, and
+    hand on what they were given."""
 
-    def convert(leaf: Any) -> Any:
+    whole: weakref.ref[nn.Module]
+
+    def __call__(self, unit: nn.Module, args: Any, output: Any) -> Any:
+        return tree_map(self._convert, output)
+
+    def _convert(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         returned = no_view(leaf)
         if returned.requires_grad:
-            returned.register_hook(hold)
+            returned.register_hook(self._hold_for_another)
         return returned
 
-    return tree_map(convert, output)
-
-
-@dataclass(frozen=True, slots=True)
-class _HoldForAnother:
-    """Of a backward that will be differentiated (a penalty on gradients): its weights must stay for the next backward,
-    which begins behind the forwards whose hooks would gather them again."""
-
-    whole: weakref.ref[nn.Module]
-
-    def __call__(self, gradient: Tensor) -> None:
+    def _hold_for_another(self, gradient: Tensor) -> None:
+        """Of a backward that will be differentiated (a penalty on gradients): its weights must stay for the next
+        backward, which begins behind the forwards whose hooks would gather them again."""
         whole = self.whole()
         if is_differentiated() and isinstance(whole, FSDPModule):
             whole.set_reshard_after_backward(False)  # until `on_backward` says again what the step's own one does

@@ -17,6 +17,7 @@ from weft.parallel._context import MicrobatchState, StepContext
 from weft.parallel._draw_net import without_draws
 from weft.parallel._part import ModelPart
 from weft.parallel.gathers import gathering_alike
+from weft.parallel.positions import call_model
 from weft.parallel.views import no_view
 
 if TYPE_CHECKING:
@@ -218,7 +219,7 @@ class SequentialRunner:
     def _outputs(self, batch: Batch, state: MicrobatchState) -> Any:
         state.calls.restart()
         with self._part.context.entered(state):
-            return self._part.module(**model_inputs(self._blueprint, batch, self._dtype))
+            return call_model(self._part.module, model_inputs(self._blueprint, batch, self._dtype))
 
 
 def _with_sample_ids(batch: Batch) -> Batch:

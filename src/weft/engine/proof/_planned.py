@@ -68,7 +68,9 @@ def planned_steps(
         stack.enter_context(shown)
         for step in range(STEPS):
             begins()
-            event = training.stepper(microbatches, step=step, learning_rate=rate(step))
+            # A forward may write to what it is given.
+            fresh = [{name: value.clone() for name, value in batch.items()} for batch in microbatches]
+            event = training.stepper(fresh, step=step, learning_rate=rate(step))
             ends(event)
             if step == 0:
                 outcome.pieces += [_whole(name, value) for name, value in gradients_of_loss(loss).items()]

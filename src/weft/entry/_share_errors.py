@@ -17,6 +17,12 @@ def explain_share(error: BaseException, models: Iterable[tuple[nn.Module, Plan]]
     model, or parameters of it, that a plan cuts or holds in another dtype; None where there is nothing to say."""
     if isinstance(error, AssertionError | TypeError) and _NO_COPY.search(str(error)):
         return _of_copies(error, models)
+    if isinstance(error, RuntimeError) and "Creating a Parameter from an instance" in str(error):
+        return RecipeError(
+            "nn.Parameter was given a parameter of the model after session.prepare, as parametrizations (weight_norm)"
+            " do: the plan trains those that prepare was given. Parametrize the model before prepare; for a copy write"
+            " nn.Parameter(parameter.detach().clone())."
+        )
     if isinstance(error, AttributeError | KeyError):
         return _of_stages(error, models)
     if isinstance(error, WeftError) or not isinstance(

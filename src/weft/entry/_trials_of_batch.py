@@ -20,8 +20,8 @@ from weft.entry._trial_copies import Kept, TrialCopy
 from weft.entry._user_batches import UserBatch
 from weft.entry._user_loss import LossOfUser
 from weft.models import Batch, Blueprint
+from weft.models.positions import call_model
 from weft.parallel import compute_dtype_of, model_inputs
-from weft.parallel.positions import call_model
 from weft.plan import Plan
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

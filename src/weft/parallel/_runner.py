@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_map
 
 from weft.comm import Mesh
 from weft.models import Batch, Blueprint, Loss
+from weft.models.positions import call_model
 from weft.parallel._context import MicrobatchState, StepContext
 from weft.parallel._draw_net import without_draws
 from weft.parallel._part import ModelPart
 from weft.parallel.gathers import gathering_alike
-from weft.parallel.positions import call_model
 from weft.parallel.views import no_view
 
 if TYPE_CHECKING:

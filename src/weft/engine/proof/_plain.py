@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from weft.comm import free_memory_bytes
 from weft.engine.proof._snapshot import Snapshot
 from weft.figures import spell_memory
-from weft.parallel.positions import call_model
+from weft.models.positions import call_model
 from weft.parallel.quiet import AmongRanksError, quiet
 
 STEPS = 2

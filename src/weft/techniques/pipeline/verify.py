@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.models import Blueprint, CutTable, logits_of
+from weft.models.positions import call_model
 from weft.techniques.pipeline.cut import Absent, Passed, Received
 
 
@@ -78,7 +79,7 @@ def _through_skeleton(blueprint: Blueprint, table: CutTable) -> list[Any] | None
     skeleton = _skeleton(blueprint.module, table, entry)
     inputs = _inputs(blueprint, torch.device("cpu"))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):  # a dropout outside of the table would draw
-        return [sent, *(logits_of(skeleton.train(mode)(**inputs)) for mode in (False, True, False))]
+        return [sent, *(logits_of(call_model(skeleton.train(mode), inputs)) for mode in (False, True, False))]
 
 
 def _skeleton(module: nn.Module, table: CutTable, entry: Received) -> nn.Module:
@@ -107,7 +108,7 @@ def _first_block_input(blueprint: Blueprint, table: CutTable) -> tuple[torch.Siz
     training = module.training
     try:
         with torch.no_grad():
-            module.eval()(**_inputs(blueprint, device))
+            call_model(module.eval(), _inputs(blueprint, device))
     except _Stop:
         pass
     finally:

@@ -11,14 +11,19 @@ from torch import nn
 
 def call_model(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
     """Return what a model makes of its inputs, by keyword; by position as far as that goes, where hooks read these."""
-    if not _reads_positions(module):
-        return module(**inputs)
-    rest, placed = dict(inputs), list[Any]()
-    for name, parameter in inspect.signature(module.forward).parameters.items():
-        if name not in rest or parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            break
-        placed.append(rest.pop(name))
-    return module(*placed, **rest)
+    placed, named = arguments_for(module, inputs)
+    return module(*placed, **named)
+
+
+def arguments_for(module: nn.Module, inputs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `call_model` gives, by position and by keyword."""
+    placed, named = list[Any](), dict(inputs)
+    if _reads_positions(module):
+        for name, parameter in inspect.signature(module.forward).parameters.items():
+            if name not in named or parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+                break
+            placed.append(named.pop(name))
+    return tuple(placed), named
 
 
 def _reads_positions(module: nn.Module) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -17,17 +17,11 @@ def call_model(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
 
 def arguments_for(module: nn.Module, inputs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What `call_model` gives, by position and by keyword."""
-    placed, named = list[Any](), dict(inputs)
-    if _reads_positions(module):
-        for name, parameter in inspect.signature(module.forward).parameters.items():
-            if name not in named or parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+    held, placed, named = vars(module), list[Any](), dict(inputs)
+    pairs = [(held[hooks], held[f"{hooks}_with_kwargs"]) for hooks in ("_forward_pre_hooks", "_forward_hooks")]
+    if any(hooks.keys() - with_keywords.keys() for hooks, with_keywords in pairs):
+        for name, parameter in signature(module.forward).parameters.items():
+            if name not in named or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
                 break
             placed.append(named.pop(name))
     return tuple(placed), named
-
-
-def _reads_positions(module: nn.Module) -> bool:
-    hooks = vars(module)
-    before = hooks["_forward_pre_hooks"].keys() - hooks["_forward_pre_hooks_with_kwargs"].keys()
-    after = hooks["_forward_hooks"].keys() - hooks["_forward_hooks_with_kwargs"].keys()
-    return bool(before or after)

@@ -172,7 +172,9 @@ def _string(node: ast.stmt | None) -> str:
 
 def _describe(found: Definition) -> Iterator[str]:
     if isinstance(found.node, ast.ClassDef):
-        yield from _describe_class(found.node, _ancestors(found.module, found.node))
+        yield from _describe_class(
+            found.node, _ancestors(found.module, found.node), _inner_bases(found.module, found.node)
+        )
     elif isinstance(found.node, ast.FunctionDef):
         yield from (*_code(_signature(found.node)), "", *_prose(_docstring(found.node)))
     else:
@@ -209,11 +211,28 @@ def _ancestors(module: str, node: ast.ClassDef) -> list[ast.ClassDef]:
     return found
 
 
-def _describe_class(node: ast.ClassDef, ancestors: list[ast.ClassDef]) -> Iterator[str]:
-    bases = ", ".join(ast.unparse(base) for base in node.bases)
-    inherited = [part for each in ancestors for part in each.body if isinstance(part, ast.FunctionDef)]
-    methods = [part for part in inherited if ast.get_docstring(part)]
-    methods += [part for part in node.body if isinstance(part, ast.FunctionDef)]
+def _inner_bases(module: str, node: ast.ClassDef) -> list[ast.ClassDef]:
+    """The bases of Weft whose methods no page shows, because their package does not hand them out."""
+    package = module.rpartition(".")[0]
+    shown = _imports(_tree(_path(package))) if package else {}
+    found: list[ast.ClassDef] = []
+    for base in node.bases:
+        home, original = _imports(_tree(_path(module))).get(ast.unparse(base), ("", ""))
+        if not home.startswith(f"{package}._") or original in shown:
+            continue
+        parent = _find(home, original).node
+        found += [parent] if isinstance(parent, ast.ClassDef) else []
+    return found
+
+
+def _describe_class(node: ast.ClassDef, ancestors: list[ast.ClassDef], inner: list[ast.ClassDef]) -> Iterator[str]:
+    bases = ", ".join(
+        ast.unparse(base) for base in node.bases if ast.unparse(base) not in {each.name for each in inner}
+    )
+    inherited = [part for each in (*ancestors, *inner) for part in each.body if isinstance(part, ast.FunctionDef)]
+    own = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+    methods = [part for part in inherited if ast.get_docstring(part) and part.name not in {each.name for each in own}]
+    methods += [part for part in own if not any(ast.unparse(each) == "overload" for each in part.decorator_list)]
     constructors = [part for part in methods if part.name == "__init__" and ast.get_docstring(part)]
     head = f"class {node.name}({bases}): ..." if bases else f"class {node.name}: ..."
     yield from (*_code(head), "", *_prose(_docstring(node)))

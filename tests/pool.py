@@ -292,8 +292,7 @@ def _perform(job: _Job) -> _Outcome:
         os.environ.update(environment)
         sys.stdout.flush()
         sys.stderr.flush()
-    while gc.collect():  # again, for cycles that the error's traceback kept alive until here, and what these have held
-        pass
+    gc.collect()  # again, for cycles that the error's traceback kept alive until here
     return outcome
 
 

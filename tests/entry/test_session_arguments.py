@@ -113,7 +113,6 @@ PREPARED: dict[str, tuple[dict[str, Any], str]] = {
     "a scheduler as optimizer": ({"optimizer": scheduler()}, "Give scheduler.optimizer"),
     "no loader": ({"loader": 3}, "int does not say its batch_size"),
     "batches without their size": ({"loader": LIST}, "list does not say its batch_size"),
-    "no loss": ({"loss": None}, "loss = None cannot be called"),
     "a loss of outputs alone": ({"loss": of_outputs}, r"called with \(outputs, batch\)"),
     "a loss of torch": ({"loss": nn.MSELoss()}, r"MSELoss takes \(outputs, targets\).*loss_fn\(outputs, batch\[1\]\)"),
     "a function of torch": ({"loss": nn.functional.mse_loss}, r"mse_loss takes \(outputs, targets\)"),

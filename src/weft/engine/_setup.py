@@ -131,9 +131,15 @@ def unchanged_pieces(model: ParallelModel) -> list[Piece]:
 
 
 def begin_training(
-    recipe: Recipe, model: ParallelModel, optimizer: ShardOptimizer, average: WeightAverage | None, recorder: Recorder
+    recipe: Recipe,
+    model: ParallelModel,
+    optimizer: ShardOptimizer,
+    average: WeightAverage | None,
+    recorder: Recorder,
+    nominal_count: float | None = None,
 ) -> TrainingState:
     """Join a model and its optimizer with the stepper, and the loss scale that fp16 needs, whoever owns the loop.
+    `nominal_count` is about what the losses of a step count; by default the recipe's samples or tokens.
 
     Call on every rank.
     """
@@ -145,7 +151,7 @@ def begin_training(
         optimizer=optimizer,
         mesh=model.mesh,
         seed=recipe.run.seed,
-        nominal_count=float(recipe.batch.global_batch_size * (model.blueprint.sequence_length or 1)),
+        nominal_count=nominal_count or float(recipe.batch.global_batch_size * (model.blueprint.sequence_length or 1)),
         max_gradient_norm=recipe.optimizer.max_grad_norm,
         loss_scale=loss_scale,
         average=average,

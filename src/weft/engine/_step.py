@@ -9,7 +9,7 @@ can start.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -45,6 +45,31 @@ class _Agreed:
     memory_bytes: int
     fingerprints: Sequence[float]
     """Fingerprint of each rank; none where none was given."""
+
+
+@dataclass(slots=True)
+class Reduced:
+    """Gradients that are reduced, on the shards, and not applied yet: times `factor`, that of the mean loss."""
+
+    agreed: _Agreed
+    factors: list[float]
+    norms: list[float]
+    """Norm of the gradient of the mean loss, before clipping; where replicas step by themselves, by replica."""
+    replica: int
+    scale: float
+    auxiliary: Mapping[str, float]
+
+    @property
+    def factor(self) -> float:
+        return self.factors[self.replica]
+
+    @property
+    def norm(self) -> float:
+        return self.norms[self.replica]
+
+    def scaled(self, by: float) -> None:
+        """Apply this rank's gradients times a number, as clipping does; `norms` stay what they were."""
+        self.factors[self.replica] *= by
 
 
 class Stepper:
@@ -124,10 +149,12 @@ class Stepper:
             on_difference=on_difference,
         )
 
-    def begin(self, step: int, *, asks_routing: bool = False) -> float:
+    def begin(self, step: int, *, asks_routing: bool = False, seeds: bool = True) -> float:
         """Begin a step whose gradients the caller makes: of (sum of losses × what this returns), added to the
-        parameters.  Then call `end`, or `abandon`.  Call on every rank."""
-        seed_step(self._seed, step, self._mesh.index("data"))
+        parameters.  Then call `end`, or `reduce` and `apply`, or `abandon`.  Without `seeds` torch's generator goes on
+        as it is.  Call on every rank."""
+        if seeds:
+            seed_step(self._seed, step, self._mesh.index("data"))
         self._before = [buffer.clone() for buffer in self._buffers]
         self._stores.begin_step()
         if self._routing is not None:
@@ -165,10 +192,21 @@ class Stepper:
         on_difference: Callable[[], None] = lambda: None,
     ) -> StepEvent:
         """Reduce the gradients, agree and update; see `__call__`.  Call on every rank."""
+        reduced = self.reduce(totals, stop_requested(), fingerprint, on_difference)
+        return self.apply(reduced, step=step, learning_rate=learning_rate)
+
+    def reduce(
+        self,
+        totals: LossTotals,
+        stop: float = 0.0,
+        fingerprint: float | None = None,
+        on_difference: Callable[[], None] = lambda: None,
+    ) -> Reduced:
+        """Reduce the gradients and agree.  Call on every rank; `apply` follows."""
         scale = self._scale
         with self._recorder.span("reduce_wait"):
             self._stores.finish()
-            agreed = self._agree(totals, stop_requested(), fingerprint)
+            agreed = self._agree(totals, stop, fingerprint)
         if len(set(agreed.fingerprints)) > 1:
             self.abandon()
             on_difference()
@@ -177,14 +215,19 @@ class Stepper:
             math.sqrt(squares) * factor if squares >= 0 else math.nan
             for squares, factor in zip(agreed.squares, factors, strict=True)
         ]
+        return Reduced(agreed, factors, norms, self._replica, scale, totals.auxiliary)
+
+    def apply(self, reduced: Reduced, *, step: int, learning_rate: float) -> StepEvent:
+        """Update by what `reduce` has returned, or leave out a step whose gradients are not finite."""
+        agreed, norms = reduced.agreed, reduced.norms
         loss_sum, count = sum(agreed.loss_sums), sum(agreed.counts)
         finite = all(map(math.isfinite, norms)) and math.isfinite(loss_sum)
         with self._recorder.span("optimizer"):
             if finite and agreed.counts[self._replica] > 0:
-                clip = self._clip(norms[self._replica])
+                clip = self._clip(reduced.norm)
                 if self._show_gradients is not None:
-                    self._show_gradients(factors[self._replica])
-                self._update(learning_rate, factors[self._replica] * clip, agreed.unused > 0)
+                    self._show_gradients(reduced.factor)
+                self._update(learning_rate, reduced.factor * clip, agreed.unused > 0)
                 self._before = []
             else:
                 self.abandon()
@@ -205,11 +248,11 @@ class Stepper:
             learning_rate=learning_rate,
             skipped=skipped,
             num_skipped=self.num_skipped,
-            loss_scale=scale,
+            loss_scale=reduced.scale,
             stop=agreed.stop > 0,
             memory_bytes=agreed.memory_bytes,
             some_unused=agreed.unused > 0,
-            auxiliary=totals.auxiliary,
+            auxiliary=reduced.auxiliary,
             load={name: report.load for name, report in routing.items()},
             router_entropy={name: report.entropy for name, report in routing.items()},
         )

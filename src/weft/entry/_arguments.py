@@ -106,6 +106,21 @@ def check_prepared(
         )
 
 
+def refuse_without_loss(given: Mapping[str, object]) -> None:
+    """Of `prepare` without a loss: what only means something with one."""
+    for name, value in given.items():
+        if value is None:
+            continue
+        fix = {
+            "max_grad_norm": "Call session.clip_grad_norm_(model, …) before optimizer.step()",
+            "batch_size": "Leave it out: the loader's batches say it",
+        }.get(name, "Leave it out: the loop calls the model itself")
+        raise RecipeError(
+            f"session.prepare(…, {name}=…) belongs to a loss that the session calls, and none was given. {fix}; or give"
+            " loss=, and train by state.step(batch)."
+        )
+
+
 def _check_loss(loss: object) -> None:
     if not callable(loss):
         raise RecipeError(f"loss = {loss!r} cannot be called. Give a function of (outputs, batch).")

@@ -7,7 +7,7 @@ ones: 51 over two are 26 and 25.  A full batch is cut as the plan says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from weakref import ReferenceType, ref
 
@@ -77,8 +77,7 @@ class BatchShares:
             DataError: on every rank; what needs its whole share at once cannot have it.
         """
         counts, micro = self._plan.microbatch.shares(self._plan.mesh.data), self._plan.microbatch.size
-        total = sum(counts)
-        bounds = [-(-size * sum(counts[:rank]) // total) for rank in range(len(counts) + 1)]
+        bounds = bounds_of(size, counts)
         start, stop = bounds[self._index], bounds[self._index + 1]
         if size == self._batch_size:
             return BatchShare(size, start, stop, tuple((at, at + micro) for at in range(0, stop - start, micro)))
@@ -171,14 +170,14 @@ class BatchShares:
         return known
 
 
-def unequal(size: int, ranks: int, norm: str = "") -> str:
-    """Why ranks that gather their samples, or share the statistics of a batch norm, cannot be given a batch."""
-    if norm:
-        return (
-            f"{norm} has no running statistics and takes those of the batch, and a batch of {size} samples cannot be"
-            f" shared out equally over {ranks} data ranks. Let batches have a multiple of {ranks} samples"
-            " (drop_last=True), or let it track running statistics."
-        )
+def bounds_of(size: int, counts: Sequence[int]) -> list[int]:
+    """Where the shares of ranks begin in a batch, and its end: in the proportions of `counts`, the first larger."""
+    total = sum(counts)
+    return [-(-size * sum(counts[:rank]) // total) for rank in range(len(counts) + 1)]
+
+
+def unequal(size: int, ranks: int) -> str:
+    """Why ranks that gather their samples cannot be given a batch."""
     return (
         f"the loss is of the whole batch, and a batch of {size} samples cannot be shared out equally over {ranks} data"
         f" ranks, which gather their samples for it. Let batches have a multiple of {ranks} samples (drop_last=True)."

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.entry._edits import Edits
 from weft.entry._fixed_norms import FixedNorms
+from weft.entry._guard_words import GuardWords
 from weft.entry._loss_parameters import LossParameters
 from weft.entry._plain_model import PlainModel
 from weft.errors import PlanError, RecipeError
@@ -42,8 +43,11 @@ class MovedParameter(nn.Parameter):
 class Guard:
     """Knows when a model's step is under way, and refuses what only makes sense inside one."""
 
-    def __init__(self, model: nn.Module, loss_parameters: LossParameters, *, watches_edits: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, loss_parameters: LossParameters, words: GuardWords, *, watches_edits: bool = True
+    ) -> None:
         """`model` is as the user gave it."""
+        self._words = words
         self._loss_parameters = loss_parameters
         self._plain: PlainModel | None = PlainModel(model)
         self._depth = 0
@@ -61,7 +65,7 @@ class Guard:
     def inside(self) -> Generator[None]:
         """What Weft does by itself.  What the loop has written into the weights until then is taken over first."""
         if not self._depth and self._edits is not None:
-            self._edits.settle(gathered=self._is_manual)
+            self._edits.settle()
         self._depth += 1
         try:
             yield
@@ -73,11 +77,15 @@ class Guard:
     @contextmanager
     def manual(self) -> Generator[None]:
         """A step whose forwards and backwards the loop writes."""
-        self._is_manual = True
+        self.set_manual(True)
         try:
             yield
         finally:
-            self._is_manual = False
+            self.set_manual(False)
+
+    def set_manual(self, is_manual: bool) -> None:
+        """Such a step begins, or has ended."""
+        self._is_manual = is_manual
 
     def refuse_within_manual(self, call: str) -> None:
         """Raises `RecipeError` inside a manual step of the same model."""
@@ -99,7 +107,7 @@ class Guard:
                 " the model again in a new session."
             )
         self.refuse_within_manual(call)
-        refuse_untrainable(model, frozen)
+        refuse_untrainable(model, frozen, self._words.untrained)
         if self._norms is not None:
             self._norms.check()
         if left is not None and not self.refused_backward:  # which has left a part of itself
@@ -111,11 +119,10 @@ class Guard:
         """What looks after parameters that the loss holds."""
         return self._loss_parameters
 
-    def after_step(self, model: nn.Module, event: StepEvent) -> LeftGradients:
-        """Return what a step has left in the model's gradients.  Call on every rank."""
+    def after_step(self, event: StepEvent) -> None:
+        """A step is through.  Call on every rank."""
         self._loss_parameters.end(event)
         self.refused_backward = False
-        return LeftGradients(model)
 
     @property
     def is_inside(self) -> bool:
@@ -147,9 +154,9 @@ class Guard:
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse the optimizer's own `step`, `state_dict` and `load_state_dict`."""
-        optimizer.register_step_pre_hook(self._refusal(_STEP))
-        optimizer.register_state_dict_pre_hook(self._refusal(_OPTIMIZER_STATE))
-        optimizer.register_load_state_dict_pre_hook(self._refusal(_OPTIMIZER_LOAD))
+        optimizer.register_step_pre_hook(self._refusal(self._words.step))
+        optimizer.register_state_dict_pre_hook(self._refusal(self._words.optimizer_state))
+        optimizer.register_load_state_dict_pre_hook(self._refusal(self._words.optimizer_load))
 
     def watch_gradients(self, parameters: Iterable[nn.Parameter], roots: Iterable[nn.Module]) -> None:
         """Refuse a backward outside a step into `parameters`; where these are gathered for each forward, a forward of
@@ -179,9 +186,9 @@ class Guard:
         is_cut = mesh.tensor > 1 or mesh.pipeline > 1 or plan.data_parallel.shards_weights
         self._plain = None if is_cut else self._plain
         for module in model.modules() if is_cut else ():
-            module.register_state_dict_pre_hook(self._refusal(_MODEL_STATE))
+            module.register_state_dict_pre_hook(self._refusal(self._words.model_state))
         if is_cut or plan.compute.precision in ("bf16", "fp16"):
-            model.register_load_state_dict_pre_hook(self._refusal(_MODEL_LOAD))
+            model.register_load_state_dict_pre_hook(self._refusal(self._words.model_load))
 
     def watch_norms(self, parts: Sequence[nn.Module], blueprint: Blueprint, plan: Plan, recipe: Recipe) -> None:
         """Refuse steps in which batch norms take statistics that took none before, where the plan cannot have that."""
@@ -190,14 +197,14 @@ class Guard:
     def _refuse_backward(self, *_: Any) -> None:
         if not self.is_inside:
             self.refused_backward = True
-            raise RecipeError(_BACKWARD)
+            raise RecipeError(self._words.backward)
 
     def _refuse_forward(self, root: nn.Module, *_: Any) -> None:
         """Before anything is gathered: a backward that is given up half way would leave its gathers behind."""
         if self.is_inside or self._is_manual:
             return
         if torch.is_grad_enabled() and any(p.requires_grad for p in root.parameters()):
-            raise RecipeError(_FORWARD)
+            raise RecipeError(self._words.forward)
 
     def _drop_gathered(self, *_: Any) -> None:
         """After a forward of the loop's own: what is written into weights that were gathered for it would be lost."""
@@ -212,39 +219,6 @@ class Guard:
                 raise RecipeError(reason)
 
         return check
-
-
-_WRITE = "Write `state.step(batch)` in place of the forward, loss.backward(), clipping and optimizer.step()"
-_STEP = (
-    "optimizer.step() of an optimizer that session.prepare was given would change no weight: gradients are reduced and"
-    f" applied by the session. {_WRITE}."
-)
-_BACKWARD = (
-    "backward() has reached parameters of a model that session.prepare was given, outside its step: this gradient would"
-    f" be lost. {_WRITE}; where the model is the fixed side of another's loss, write it inside `with state.frozen():`;"
-    " where only its outputs are wanted, inside `with torch.no_grad():`."
-)
-_FORWARD = (
-    "a forward outside a step records gradients, which this plan (ZeRO-3) would lose. Write `state.step(batch)` in"
-    " place of the forward, loss.backward(), clipping and optimizer.step(); where only outputs are wanted, call the"
-    " model inside `with torch.no_grad():`; as the fixed side of another model's loss inside `with state.frozen():`."
-)
-_OPTIMIZER_STATE = (
-    "optimizer.state_dict() would hold this rank's share of the states only. Write `state.save()`, which saves model,"
-    " optimizer and place in the data for any plan."
-)
-_OPTIMIZER_LOAD = (
-    "optimizer.load_state_dict() cannot fill this rank's share of the states. Write `state.load(path)` for what"
-    " state.save() has written."
-)
-_MODEL_STATE = (
-    "this plan cuts the model, so state_dict() and save_pretrained() would hold this rank's share of the weights only."
-    " Write `state.export(folder)` on every rank: it writes the whole model, as transformers loads it."
-)
-_MODEL_LOAD = (
-    "load_state_dict() after session.prepare would be lost with the next step: the weights that train lie elsewhere."
-    " Load before prepare, or write `state.load(path)` for what state.save() has written."
-)
 
 
 _WRAPPERS: Mapping[str, tuple[str, str]] = {
@@ -290,17 +264,14 @@ def modes_of(model: nn.Module, plan: Plan) -> dict[str, str]:
     return found
 
 
-def refuse_untrainable(model: nn.Module, frozen: Iterable[str]) -> None:
+def refuse_untrainable(model: nn.Module, frozen: Iterable[str], untrained: str) -> None:
     """Refuse a step that could not train what the loop means to: the parameters named `frozen` were so at `prepare`.
 
     Raises:
         RecipeError: gradients are switched off, or one of these wants a gradient now.
     """
     if not torch.is_grad_enabled():
-        raise RecipeError(
-            "state.step() was called inside torch.no_grad() or torch.inference_mode(), where nothing can train. Call"
-            " it outside; state.evaluate(loader) is for losses alone."
-        )
+        raise RecipeError(untrained)
     for name in frozen:
         try:
             thawed = model.get_parameter(name).requires_grad
@@ -383,4 +354,33 @@ class LeftGradients:
                     " clip_grad_value_ do: without effect, the step had updated the weights by then. Clip by"
                     " session.prepare(…, max_grad_norm=1.0), whose norm is that of the whole gradient"
                     " (state.step(batch).gradient_norm); mask or scale a gradient in the model's forward."
+                )
+
+
+class WatchedGradients:
+    """Gradients of a rank that are part of a sum over the ranks: nobody else may change them until that is made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        self._seen: list[tuple[torch.Tensor | None, int]] = []
+
+    def note(self) -> None:
+        """They are as they should be."""
+        found = [each.grad for _, each in self._parameters]
+        self._seen = [(None, 0) if grad is None else (grad, grad._version) for grad in found]
+
+    def check(self) -> None:
+        """Refuse gradients that were changed since `note`.
+
+        Raises:
+            RecipeError: the first is named.
+        """
+        for (name, parameter), (grad, version) in zip(self._parameters, self._seen, strict=False):
+            now = parameter.grad
+            if now is not grad or (now is not None and now._version != version):
+                raise RecipeError(
+                    f"the gradient of {name} was changed between backward and optimizer.step(), as"
+                    " torch.nn.utils.clip_grad_norm_ does: it is this rank's part of a sum that is not made yet. Clip"
+                    " by session.clip_grad_norm_(model, 1.0), whose norm is that of the whole gradient; scale the loss"
+                    " in place of its gradient; clear gradients by optimizer.zero_grad()."
                 )

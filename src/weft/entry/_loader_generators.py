@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import random
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -59,3 +61,75 @@ def _put_back(generator: Any) -> Callable[[], None]:
 
 def _set(generator: torch.Generator, state: torch.Tensor) -> None:
     generator.set_state(state)
+
+
+def states_of(loader: object, device: torch.device) -> str:
+    """Return where all generators stand that a loader or its loop draws from, as text for another rank or a save."""
+    own = [_state(each) for each in _generators(loader, _DEPTH, set())]
+    return json.dumps([*(_state(each) for each in _of_process(device)), *own])
+
+
+def take_states(loader: object, device: torch.device, text: str) -> None:
+    """Put the same generators where `states_of` has found them."""
+    found = [*_of_process(device), *_generators(loader, _DEPTH, set())]
+    for each, state in zip(found, json.loads(text), strict=True):
+        _take(each, state)
+
+
+def _of_process(device: torch.device) -> list[Any]:
+    own = [] if device.type == "cpu" else [_default_of(device)]
+    # What the functions of `random` and `numpy.random` are bound to.
+    return [torch.default_generator, *own, getattr(random, "_inst"), getattr(np.random.mtrand, "_rand")]  # noqa: B009
+
+
+def _default_of(device: torch.device) -> torch.Generator:
+    module: Any = torch.get_device_module(device)
+    return module.default_generators[device.index or 0]
+
+
+def _state(generator: Any) -> Any:
+    match generator:
+        case torch.Generator():
+            return _text(generator.get_state().numpy().tobytes())
+        case random.Random():
+            return generator.getstate()
+        case np.random.Generator():
+            return _plain(generator.bit_generator.state)
+        case _:
+            kind, words, *rest = generator.get_state()
+            return [kind, _text(words.tobytes()), *rest]
+
+
+def _take(generator: Any, state: Any) -> None:
+    match generator:
+        case torch.Generator():
+            held = np.frombuffer(base64.b64decode(state), dtype=np.uint8).copy()
+            generator.set_state(torch.from_numpy(held))
+        case random.Random():
+            version, words, gauss = state
+            generator.setstate((version, tuple(words), gauss))
+        case np.random.Generator():
+            cast(Any, generator.bit_generator).state = _arrays(state)
+        case _:
+            kind, words, *rest = state
+            generator.set_state((kind, np.frombuffer(base64.b64decode(words), dtype=np.uint32), *rest))
+
+
+def _text(held: bytes) -> str:
+    return base64.b64encode(held).decode()
+
+
+def _plain(state: Any) -> Any:
+    """The state of NumPy's bits, whose words may be an array."""
+    if isinstance(state, Mapping):
+        return {name: _plain(value) for name, value in cast(Mapping[str, Any], state).items()}
+    return {"array": state.tolist(), "dtype": str(state.dtype)} if isinstance(state, np.ndarray) else state
+
+
+def _arrays(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    held = cast(dict[str, Any], state)
+    if held.keys() == {"array", "dtype"}:
+        return np.array(held["array"], dtype=held["dtype"])
+    return {name: _arrays(value) for name, value in held.items()}

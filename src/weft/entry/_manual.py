@@ -195,35 +195,28 @@ class ManualStep:
         )
 
 
-def check_manual(plan: Plan, vocabulary_head: str | None, *, per_sample_loss: bool) -> None:
-    """Refuse plans under which a loop cannot call the model itself.
+def check_manual(plan: Plan, vocabulary_head: str | None, instead: str = "state.step(batch)") -> None:
+    """Refuse plans under which a loop cannot call the model itself; `instead`: what they allow.
 
     Raises:
-        PlanError: the model is cut into stages, its sequence or its logits are, ZeRO-3's ranks have unequal numbers
-            of parts, or the loss sees the whole batch, of which a part of the step is not all.
+        PlanError: the model is cut into stages, its sequence or its logits are, or ZeRO-3's ranks have unequal numbers
+            of parts.
     """
     mesh = plan.mesh
     if mesh.pipeline > 1:
         raise PlanError(
             f"the plan cuts the model into {plan.num_stages} stages, so that no rank can call it as a whole. Use"
-            " mesh.pipeline = 1, or state.step(batch)."
+            f" mesh.pipeline = 1, or {instead}."
         )
     if mesh.context > 1:
         raise PlanError(
             f"mesh.context = {mesh.context} gives each rank a part of every sequence, and a loss of the loop's own"
-            " would see that part alone. Use mesh.context = 1, or state.step(batch)."
+            f" would see that part alone. Use mesh.context = 1, or {instead}."
         )
     if mesh.tensor > 1 and vocabulary_head is not None:
         raise PlanError(
             f"under mesh.tensor = {mesh.tensor} each rank has a part of the logits of {vocabulary_head}, which prepare"
             " was told only a vocabulary loss reads. Leave prepare's vocabulary_head= out."
-        )
-    if not per_sample_loss and (mesh.data > 1 or plan.microbatch.is_split):
-        raise PlanError(
-            "the loss that session.prepare was given is no sum over samples, and a manual step computes it of parts of"
-            " the batch, which gives something else than one process. Use state.step(batch), whose loss is of the whole"
-            " batch, or train on one process with the whole batch in one microbatch. If the block computes other"
-            " losses, give prepare one that is a sum over samples."
         )
     shares = plan.microbatch.shares(mesh.data)
     if plan.data_parallel.shards_weights and len(set(shares)) > 1:

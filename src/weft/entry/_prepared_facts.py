@@ -17,18 +17,24 @@ def facts_of_prepared(
     model: nn.Module, optimizer: torch.optim.Optimizer, stream: BatchStream, max_grad_norm: float | None
 ) -> dict[str, str]:
     """Return them by name: data, classes, parameters and the optimizer's settings."""
-    kind = type(model).__name__
     facts = {
         "data: the number of samples in the loader": str(stream.num_samples),
         "data: the global batch": str(stream.batch_size),
-        "the class of the model": kind,
-        "the class of the optimizer": type(optimizer).__name__,
         "max_grad_norm": str(max_grad_norm),
     }
+    return facts | facts_of_model(model, optimizer)
+
+
+def facts_of_model(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, str]:
+    """Return those of a model, and of its optimizer."""
+    kind = type(model).__name__
+    facts = {"the class of the model": kind}
+    if optimizer is not None:
+        facts["the class of the optimizer"] = type(optimizer).__name__
     facts |= {
         f"{kind}.{name}": f"{tuple(p.shape)}, {p.dtype}, {p.requires_grad}" for name, p in model.named_parameters()
     }
-    return facts | settings_of(optimizer)
+    return facts if optimizer is None else facts | settings_of(optimizer)
 
 
 def first_batch_of(loader: Iterable[UserBatch]) -> UserBatch:

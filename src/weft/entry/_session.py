@@ -2,44 +2,49 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from weft.blueprint import look_for_blocks
-from weft.comm import Mesh, group_store
+from weft.comm import group_store
 from weft.engine.proof import Prove
 from weft.entry._agreement import check_same_facts
-from weft.entry._arguments import check_prepared
+from weft.entry._arguments import check_prepared, refuse_without_loss
 from weft.entry._calls import Calls
-from weft.entry._dtypes import casts_inputs, check_dtypes
-from weft.entry._first_looks import look_first
-from weft.entry._guards import Guard, refuse_wrapped
-from weft.entry._loss_parameters import LossParameters
+from weft.entry._guard_words import STEPS
+from weft.entry._guards import refuse_wrapped
+from weft.entry._models import Models
 from weft.entry._nets import Nets
 from weft.entry._planning import Planning, UserLoss
 from weft.entry._prepared_facts import facts_of_prepared, first_batch_of
+from weft.entry._prepared_model import PreparedModel
 from weft.entry._proof import SessionProof, variables_kept
 from weft.entry._recording import SessionRuns
-from weft.entry._rounds import RoundsOfSession
 from weft.entry._same_data import facts_of_data
 from weft.entry._share_errors import explain_share
 from weft.entry._state import TrainState
 from weft.entry._user_batches import BatchStream, UserBatch, shape_of, without_labels
-from weft.entry._user_optimizer import group_indices
-from weft.errors import RecipeError
-from weft.launch import Distributed, RankFailure, at_end
+from weft.entry._user_loss import LossOfUser
+from weft.launch import Distributed, RankFailure
+from weft.launch.at_end import at_end
 from weft.models import Blueprint, CutTable, SplitRule
 from weft.models.hooks import refuse_given
-from weft.plan import MeshPlan, Plan
 from weft.recipe import Recipe
+
+if TYPE_CHECKING:
+    from weft.entry._own_loop import OwnLoop
+
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+D = TypeVar("D")
+Split = Sequence[SplitRule] | Mapping[str, Any]
+"""How modules split over the tensor axis: rules, or name → kind."""
 
 
 class Session:
@@ -54,16 +59,12 @@ class Session:
         self.device = distributed.device
         self._distributed, self._planning, self._runs = distributed, planning, runs
         self._prove: Prove = prove
-        self._prepared = 0
+        self._calls = Calls(_store_of_session(self.rank, self.world_size), self.rank, self.world_size, self.device)
         self.nets = Nets()
         """What is looked for; tests switch nets off, before `prepare`."""
-        self._meshes: dict[MeshPlan, Mesh] = {}
-        self._calls = Calls(_store_of_session(self.rank, self.world_size), self.rank, self.world_size, self.device)
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._owned: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
-        self._rounds = RoundsOfSession(self._calls)
-        self._states: weakref.WeakValueDictionary[int, TrainState] = weakref.WeakValueDictionary()
-        leaving.callback(register_optimizer_step_pre_hook(self._refuse_foreign_optimizer).remove)
+        self._models = Models(planning, self._calls, runs, lambda: self.nets)
+        self._loop: OwnLoop | None = None
+        leaving.callback(register_optimizer_step_pre_hook(self._models.refuse_foreign_optimizer).remove)
         self._leaving: ExitStack | None = leaving.pop_all()
         self._stay_open = at_end(self._leave)
 
@@ -101,16 +102,18 @@ class Session:
             self._fail(error, leaving)
 
     def _close_models(self) -> None:
-        self._rounds.close()
-        for state in self._states.values():
+        if self._loop is not None:
+            self._loop.close()
+        self._models.rounds.close()
+        for state in self._models:
             state.close()
 
     def _fail(self, error: BaseException, leaving: ExitStack) -> None:
         """Say to the others what ends the session on this rank, and leave.  Raises what is known beside it."""
-        for state in self._states.values():
+        for state in self._models:
             state.let_go()
         self._runs.fail(error)
-        models = [(state.model, state.plan) for state in self._states.values()]
+        models = [(state.model, state.plan) for state in self._models]
         explained = self._calls.explained(error) or explain_share(error, models)
         self._calls.close(error)
         self._runs.tell_failure()
@@ -151,61 +154,173 @@ class Session:
         if not goes_first:
             yield
 
-    def _refuse_foreign_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Of every optimizer that is about to step: refuse one that holds parameters of a prepared model."""
-        if optimizer in self._optimizers:
-            return  # refuses by itself, outside a step
-        prepared = {id(parameter) for state in self._states.values() for parameter in state.model.parameters()}
-        prepared.update(self._owned.keys())
-        if any(id(parameter) in prepared for group in optimizer.param_groups for parameter in group["params"]):
-            raise RecipeError(
-                f"this {type(optimizer).__name__} holds parameters of a model that session.prepare was given with"
-                " another optimizer: its update would be lost with the next step. Give prepare one optimizer with a"
-                " parameter group for each setting."
-            )
+    @overload
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Iterable[UserBatch],
+        /,
+        *,
+        loss: UserLoss,
+        inputs: Mapping[str, str] | None = None,
+        split: Split = (),
+        cut: CutTable | None = None,
+        vocabulary_head: str | None = None,
+        max_grad_norm: float | None = None,
+        batch_size: int | None = None,
+    ) -> TrainState: ...
+
+    @overload
+    def prepare(self, thing: A, /, *, split: Split = ()) -> A: ...
+
+    @overload
+    def prepare(self, first: A, second: B, /, *, split: Split = ()) -> tuple[A, B]: ...
+
+    @overload
+    def prepare(self, first: A, second: B, third: C, /, *, split: Split = ()) -> tuple[A, B, C]: ...
+
+    @overload
+    def prepare(self, first: A, second: B, third: C, fourth: D, /, *, split: Split = ()) -> tuple[A, B, C, D]: ...
+
+    @overload
+    def prepare(
+        self, first: Any, second: Any, third: Any, fourth: Any, fifth: Any, /, *things: Any, split: Split = ()
+    ) -> tuple[Any, ...]: ...
 
     def prepare(
+        self,
+        *things: Any,
+        loss: UserLoss | None = None,
+        inputs: Mapping[str, str] | None = None,
+        split: Split = (),
+        cut: CutTable | None = None,
+        vocabulary_head: str | None = None,
+        max_grad_norm: float | None = None,
+        batch_size: int | None = None,
+    ) -> Any:
+        """Bring models and their optimizers under the session's plan.  Call on every rank with equal arguments.
+
+        With a loss, `prepare(model, optimizer, loader, loss=…)` returns a `TrainState`, whose `step(batch)` does all of
+        a step.  Without one, it returns what it was given, in its order: models, optimizers, loaders and LR schedulers,
+        in any number and in one or several calls.  The loop stays what it was but for `session.backward(loss)`::
+
+            model, optimizer, loader = session.prepare(model, optimizer, loader)
+            for x, y in loader:  # this rank's share of the global batch, on the device
+                loss = F.cross_entropy(model(x), y)  # a mean over this rank's samples
+                session.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        A model stays the same object of the same class with the same parameter names; its weights, which must be equal
+        on all ranks (rank 0's are taken), become this rank's share: without a loss, in its first forward.  The
+        optimizer stays yours and so do its schedulers.
+
+        Args:
+            things: a model, constructed on the CPU or the session's device; an optimizer over its parameters, before
+                its first step; a loader, whose batch size is the global batch, whatever the number of ranks (the
+                batches of a batch sampler may differ in size and length).  A model without a prepared optimizer stays
+                plain, and whole on every rank.
+            loss: `loss(outputs, batch)`; the batch is a microbatch in the shape that the loader gives.
+            inputs: argument of the model's forward → field of the batch (by position for tuples: "0"); found by name.
+            split: how modules split over the tensor axis; found for Hugging Face models.
+            cut: where the model may be cut into stages; likewise.
+            vocabulary_head: name of a head that only a vocabulary loss reads, which then may never hold full logits.
+            max_grad_norm: clip the global gradient norm; without a loss, call `session.clip_grad_norm_`.
+            batch_size: the global batch, where the loader does not say it; the largest, where batches differ.
+
+        Raises:
+            WeftError: of the class of what does not fit: model, optimizer, batches or plan.
+        """
+        given = {
+            "inputs": inputs,
+            "cut": cut,
+            "vocabulary_head": vocabulary_head,
+            "max_grad_norm": max_grad_norm,
+            "batch_size": batch_size,
+        }
+        if loss is not None:
+            return self._prepare_with_loss(*things, loss=loss, split=split, **given)
+        refuse_without_loss(given)
+        with self._calls.call("session.prepare()", meets=True):
+            found = self._own_loop.take(things, split)
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, is_last: bool = False) -> None:
+        """Add a loss's gradients to those of every prepared model that it reaches, in place of `loss.backward()`.
+
+        Args:
+            loss: a scalar: the mean over this rank's samples of the batch that a prepared loader has handed out last.
+                It counts with their part in the global batch, so that an uneven last batch is exact.
+            retain_graph: keep the graph for another backward of the same forward, as torch's own does.
+            is_last: no backward follows before `optimizer.step()`, so gradients may be reduced while it goes on.
+
+        Raises:
+            RecipeError: no prepared model has had a forward, the loss has no gradient, or gradients were changed.
+            DataError: the loss is no scalar.
+        """
+        self._own_loop.backward(loss, retain_graph=retain_graph, is_last=is_last)
+
+    def clip_grad_norm_(
+        self, model: nn.Module | torch.Tensor | Iterable[torch.Tensor], max_norm: float
+    ) -> torch.Tensor:
+        """Clip the gradients of a prepared model (or of its `parameters()`) to a global norm, and return what it was,
+        in place of `torch.nn.utils.clip_grad_norm_`.  Between the step's last backward and `optimizer.step()`.
+
+        Raises:
+            RecipeError: it was given a part of a model's parameters, or none of a prepared model.
+        """
+        return self._own_loop.clip_norm(model, max_norm)
+
+    def clip_grad_value_(self, model: nn.Module | torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """`clip_grad_norm_`, of each element by itself."""
+        self._own_loop.clip_value(model, clip_value)
+
+    def mean(self, value: torch.Tensor | float) -> float:
+        """Return the mean over the whole global batch, of a mean over this rank's samples of it, such as its loss."""
+        return self._own_loop.mean(value)
+
+    def gather(self, value: Any) -> Any:
+        """Return what has a row for each of this rank's samples (a tensor, or a tuple or dictionary of such) for the
+        whole global batch, in its order, on every rank and on the CPU.
+
+        Raises:
+            DataError: on every rank: samples do not lie along dim 0, or other ranks gave other fields.
+        """
+        return self._own_loop.gather(value)
+
+    def state(self, model: nn.Module) -> PreparedModel:
+        """Return what saves, loads and exports a model that was prepared without a loss, after its first forward."""
+        return self._own_loop.state(model)
+
+    @property
+    def _own_loop(self) -> OwnLoop:
+        if self._loop is None:
+            from weft.entry._own_loop import OwnLoop  # loaded where a loop keeps its own steps
+
+            self._loop = OwnLoop(self._models, dist.group.WORLD if self.world_size > 1 else None)
+        return self._loop
+
+    def _prepare_with_loss(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         loader: Iterable[UserBatch],
         *,
         loss: UserLoss,
-        inputs: Mapping[str, str] | None = None,
-        split: Sequence[SplitRule] | Mapping[str, Any] = (),
-        cut: CutTable | None = None,
-        vocabulary_head: str | None = None,
-        max_grad_norm: float | None = None,
-        batch_size: int | None = None,
+        inputs: Mapping[str, str] | None,
+        split: Split,
+        cut: CutTable | None,
+        vocabulary_head: str | None,
+        max_grad_norm: float | None,
+        batch_size: int | None,
     ) -> TrainState:
-        """Bring a model and its optimizer under the session's plan.  Call on every rank with equal arguments.
-
-        The model stays the same object of the same class with the same parameter names; its weights, which must be
-        equal on all ranks (rank 0's are taken), become this rank's share.  The optimizer stays yours and so do its
-        schedulers.
-
-        Args:
-            model: constructed on the CPU or the session's device.
-            optimizer: over the model's parameters, before its first step.
-            loader: its batch size is the global batch, whatever the number of ranks; the batches of a batch sampler may
-                differ in size and length.
-            loss: `loss(outputs, batch)`; the batch is a microbatch in the shape that the loader gives.
-            inputs: argument of the model's forward → field of the batch (by position for tuples: "0"); found by name.
-            split: how modules split over the tensor axis; found for Hugging Face models.
-            cut: where the model may be cut into stages; likewise.
-            vocabulary_head: name of a head that only a vocabulary loss reads, which then may never hold full logits.
-            max_grad_norm: clip the global gradient norm.
-            batch_size: the global batch, where the loader does not say it; the largest, where batches differ.
-
-        Raises:
-            WeftError: of the class of what does not fit: model, optimizer, batches or plan.
-        """
-        with self._calls.call("session.prepare()", meets=True), variables_kept(model, loss, optimizer) as put_back:
+        with self._calls.call("session.prepare()", meets=True), variables_kept(model, loss) as put_back:
             check_prepared(model, optimizer, loss, split, cut, vocabulary_head)
             refuse_wrapped(model)
             stream = BatchStream(loader, self._planning.seed, lambda fields: None, batch_size)
             stream.warn_of_workers()
-            self._refuse_taken(model)
+            self._models.refuse_taken(model)
             refuse_given(model, vocabulary_head, "before prepare")
             data = facts_of_data(stream, self._planning.seed) if self.nets.data and self.world_size > 1 else {}
             check_same_facts({**facts_of_prepared(model, optimizer, stream, max_grad_norm), **data}, self.device)
@@ -226,60 +341,22 @@ class Session:
         put_back: Callable[[], None],
     ) -> TrainState:
         """Choose the plan, and bring model and optimizer under it."""
-        model = blueprint.module
-        if self._planning.plan is not None:  # what is chosen here shares out data alone
-            look_for_blocks(blueprint, self._planning.plan)
-        looks = look_first(blueprint, loss, example, self._planning.plan, self.nets, self.device)
-        given_loss, loss = loss, looks.declared(loss)
-        plan = self._planning.choose(recipe, blueprint, loss, example, looks)
-        groups = group_indices(optimizer, model)
-        check_dtypes(model, optimizer, plan)
-        mesh = self._mesh(plan)
-        given = (self._prove, self._planning.quiet, recipe, plan, blueprint, mesh, put_back)
-        proof = SessionProof.of(*given, optimizer=optimizer, loss=given_loss, stream=stream, example=example)
-        self._own(model)
-        self._prepared += 1
-        nominal = float(recipe.batch.global_batch_size * (blueprint.sequence_length or 1))
-        held = LossParameters(loss, self._owned, plan, mesh, nominal_count=nominal)
-        state = TrainState(
-            recipe=recipe,
-            plan=plan,
-            blueprint=replace(blueprint, casts_inputs=casts_inputs(model, plan)),
-            mesh=mesh,
-            optimizer=optimizer,
-            groups=groups,
-            stream=loader,
-            loss=loss,
-            like=shape_of(example),
-            hint=without_labels(model, shape_of(example), blueprint.inputs),
-            recorded=self._runs.open(self._prepared, plan),
-            calls=self._calls,
-            rounds=self._rounds,
-            guard=Guard(model, held, watches_edits=self.nets.edits),
-            number=self._prepared,
+        model, planning = blueprint.module, self._planning
+        planned = self._models.plan(planning, recipe, blueprint, optimizer, loss, example)
+        proving = (self._prove, planning.quiet, recipe, planned.plan, planned.blueprint, planned.mesh, put_back)
+        proof = SessionProof.of(*proving, optimizer=optimizer, loss=loss, stream=stream, example=example)
+        shape = shape_of(example)
+        state = self._models.bring(
+            planned,
+            LossOfUser(planned.loss, shape, without_labels(model, shape, blueprint.inputs)),
+            lambda given: TrainState(given, loader),
+            nominal_count=float(recipe.batch.global_batch_size * (blueprint.sequence_length or 1)),
+            words=STEPS,
+            name="state",
             proof=proof,
         )
-        self._optimizers.add(optimizer)
-        self._own(state.model)
-        self._states[self._prepared] = state
+        assert isinstance(state, TrainState)
         return state
-
-    def _refuse_taken(self, model: nn.Module) -> None:
-        """A parameter has one owner: prepared twice, the first would go on training storage that the model has left."""
-        taken = [name for name, parameter in model.named_parameters() if id(parameter) in self._owned]
-        if taken:
-            raise RecipeError(
-                f"{len(taken)} parameters of the {type(model).__name__} ({', '.join(taken[:3])}) are in a model that"
-                " this session has prepared already. Prepare a model once, or construct it anew."
-            )
-
-    def _own(self, model: nn.Module) -> None:
-        self._owned.update({id(parameter): parameter for parameter in model.parameters()})
-
-    def _mesh(self, plan: Plan) -> Mesh:
-        if plan.mesh not in self._meshes:
-            self._meshes[plan.mesh] = Mesh(plan.mesh, self.device, timeout_seconds=self._planning.timeout_seconds)
-        return self._meshes[plan.mesh]
 
 
 def _store_of_session(rank: int, num_ranks: int) -> dist.Store | None:

@@ -3,7 +3,6 @@
 Here is what ranks themselves need; what starts them is `weft.launch.launcher`.
 """
 
-from weft.launch._at_end import at_end as at_end
 from weft.launch._distributed import Distributed as Distributed
 from weft.launch._distributed import initialise_distributed as initialise_distributed
 from weft.launch._failure_notice import RankFailure as RankFailure

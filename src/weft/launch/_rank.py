@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any
 
 from weft.errors import WeftError
-from weft.launch._at_end import end_script
 from weft.launch._echoes import is_echo
 from weft.launch._failure_notice import RankFailure, failure_pipe_path, notify_other_ranks
 from weft.launch._job import LaunchJob, RankOutcome
@@ -77,10 +76,17 @@ def _run(job: LaunchJob, rank: int, folder: Path, port: int | None) -> Any:
         else:
             _run_script(job, rank, folder, port)
     except BaseException as error:
-        end_script(error)
+        _end_script(error)
         raise
-    end_script(None)
+    _end_script(None)
     return value
+
+
+def _end_script(error: BaseException | None) -> None:
+    if "weft.launch.at_end" in sys.modules:  # whoever has opened something has loaded it
+        from weft.launch.at_end import end_script
+
+        end_script(error)
 
 
 def _redirect(job: LaunchJob, rank: int) -> None:

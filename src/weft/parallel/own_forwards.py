@@ -10,6 +10,7 @@ from typing import Any, NoReturn, cast, final
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from weft.errors import PlanError, RecipeError
 from weft.parallel._context import MicrobatchState
@@ -26,10 +27,11 @@ class OwnForwards:
     In training mode the n-th forward of a microbatch draws other numbers than the first, as in plain torch, and the
     same under every plan; the first draws what a step of Weft's own would.
     Floating inputs are cast to `dtype`, where there is one.
-    `refuse` is called when a gradient reaches the model by a backward that is not `backward`; it raises.
+    `refuse` is called when a gradient reaches the model by a backward that is not `backward`; where nothing else does,
+    it raises.
     """
 
-    def __init__(self, part: ModelPart, dtype: torch.dtype | None, refuse: Callable[[], NoReturn]) -> None:
+    def __init__(self, part: ModelPart, dtype: torch.dtype | None, refuse: Callable[[], None]) -> None:
         self._part, self._dtype, self._refuse = part, dtype, refuse
         self._state: MicrobatchState | None = None
         self._number = 0
@@ -43,15 +45,23 @@ class OwnForwards:
     @contextmanager
     def watched(self) -> Generator[None]:
         """Watch the model's forwards, for one step."""
-        module = self._part.module
-        # Before those of `fully_shard`: a backward that is refused must not have gathered anything.
-        before = module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
-        after = module.register_forward_hook(self._end, prepend=True)
+        handles = self.watch()
         try:
             yield
         finally:
-            before.remove()
-            after.remove()
+            for handle in handles:
+                handle.remove()
+
+    def watch(self) -> list[RemovableHandle]:
+        """Watch them until the handles are removed."""
+        module = self._part.module
+        # Before those of `fully_shard`: a backward that is refused must not have gathered anything.
+        before = module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+        return [before, module.register_forward_hook(self._end, prepend=True)]
+
+    def take(self, state: MicrobatchState | None) -> None:
+        """Key the forwards that come by these samples, in place of those before."""
+        self._state, self._number = state, 0
 
     @contextmanager
     def microbatch(self, state: MicrobatchState) -> Generator[None]:
@@ -70,13 +80,24 @@ class OwnForwards:
 
     def backward(self, objective: Tensor, retain_graph: bool) -> None:
         """Add the gradients of `objective` to the parameters."""
+        with self.own_backward(retain_graph):
+            objective.backward(retain_graph=retain_graph)
+
+    @property
+    def reached(self) -> bool:
+        """Whether the last backward came through outputs of the model."""
+        return self._reached
+
+    @contextmanager
+    def own_backward(self, retain_graph: bool) -> Generator[None]:
+        """A backward within is one of these, whose draws are those of their forward."""
         context = self._part.context
         # What a checkpoint of the model's own runs again here belongs to one forward, and nothing tells to which.
         state = self._recorded if self._open <= 1 else cast(MicrobatchState, _OneOfSeveral())
         self._is_ours, self._reached = True, False
         try:
             with context.entered(state):
-                objective.backward(retain_graph=retain_graph)
+                yield
         finally:
             self._is_ours = False
         if self._reached and not retain_graph:

@@ -1,0 +1,267 @@
+"""A loop's own loader, which goes on looking like itself and hands out this rank's rows of every global batch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from weft.entry._agreement import check_same_batches, gather_texts
+from weft.entry._batch_shape import samples_in, taken_apart
+from weft.entry._batch_shares import bounds_of
+from weft.entry._calls import Calls
+from weft.entry._keyed_reader import Asked, KeyedReader
+from weft.entry._loader_generators import states_of, take_states
+from weft.errors import CheckpointError, DataError, PlanError
+
+_COMPARED = 3
+"""Batches of a loader that only iterates which ranks compare: one that differs does so from the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOut:
+    """A global batch of `size` samples, of which this rank was handed those from `start` to `stop`."""
+
+    size: int
+    first: int
+    """Place of its first sample among those of all passes."""
+    start: int
+    stop: int
+    has_fillers: bool
+    """Whether some rank has none, and was handed one that does not count."""
+
+    @property
+    def share(self) -> float:
+        """What the mean over this rank's samples counts in the mean over all."""
+        return (self.stop - self.start) / self.size
+
+
+@dataclass(slots=True)
+class Handing:
+    """How a loop's data are shared out over the data ranks, and what was handed out last."""
+
+    ranks: int
+    index: int
+    device: torch.device
+    world: dist.ProcessGroup | None
+    calls: Calls
+    seed: int
+    last: HandedOut | None = None
+    """None: no loader was prepared, or none was gone through yet."""
+    drawn: Tensor | None = None
+    """Where torch's generator stood then, on several data ranks."""
+
+    def hand_out(self, batch: HandedOut) -> None:
+        """The loop is handed a batch."""
+        self.last = batch
+        self.drawn = torch.get_rng_state() if self.ranks > 1 else None
+
+    def check_undrawn(self) -> None:
+        """Refuse a loss into which the loop may have drawn: every rank draws other numbers for its samples than one
+        process does.
+
+        Raises:
+            PlanError: torch's generator has moved since the batch was handed out.
+        """
+        if self.drawn is not None and not torch.equal(self.drawn, torch.get_rng_state()):
+            raise PlanError(
+                "the loop drew from torch's generator between a batch and session.backward(), and this rank has a part"
+                " of the batch's samples: its numbers would be others than those of one process. Draw in the model's"
+                " forward or in the dataset's __getitem__, whose draws are keyed by sample; or from a torch.Generator"
+                " of your own, whose numbers are those of all samples."
+            )
+
+    def at(self, index: int) -> Handing:
+        """How they are shared out to another data rank."""
+        return replace(self, index=index)
+
+    def share_of(self, size: int, first: int) -> HandedOut:
+        """This rank's share of a batch."""
+        bounds = bounds_of(size, [1] * self.ranks)
+        return HandedOut(size, first, bounds[self.index], bounds[self.index + 1], has_fillers=size < self.ranks)
+
+
+@final
+class LoopLoader:
+    """What `session.prepare` returns for a loader: the same to look at, with the same length, data set and samplers.
+
+    `batch_size` stays that of the global batch, which the ranks share out; the first ones have the larger shares of one
+    that does not divide.  A pass draws its order as plain PyTorch does on one process, from rank 0's generators.
+    """
+
+    def __init__(self, loader: Iterable[Any], handing: Handing, number: int) -> None:
+        """`number`: of the session's loaders, from 1."""
+        _refuse_shared(loader)
+        self._loader, self._handing, self._number = loader, handing, number
+        self._ahead: deque[HandedOut] = deque()
+        """What the sampler has given out and the loop has not been handed yet: workers read ahead."""
+        self._position = self._given = 0
+        """Samples of all passes before the present one, and of that."""
+        self._taken = self._skipped = 0
+        self._passes = 0
+        self._begun = ""
+        """Where the generators stood when the present pass began."""
+        self._resumes = ""
+        self._inner = _inner_of(loader, _Shares(self), handing.seed + number - 1, alone=handing.ranks == 1)
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(self._loader)
+
+    @__class__.setter
+    def __class__(self, value: Any) -> None:
+        raise TypeError("the class of a loader is what it was made as")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(cast(Any, self._loader))
+
+    def __iter__(self) -> Iterator[Any]:
+        self._begin_pass()
+        batches = self._whole_batches() if self._inner is None else self._read()
+        for batch, handed in batches:
+            if not handed.size:
+                raise DataError(f"batch {self._taken} of the loader has no samples, so no step can be made of it.")
+            self._taken += 1
+            self._given = max(self._given, handed.first + handed.size - self._position)
+            self._handing.hand_out(handed)
+            yield _moved(batch, self._handing.device)
+        self._taken = 0
+        self._passes += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop is in its passes, for a save; equal on all ranks."""
+        return {"passes": self._passes, "batches": self._taken, "position": self._position, "began": self._begun}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the batches that were handed out: the next pass is the rest of the one that was saved.
+
+        Raises:
+            CheckpointError: the state is no loader's.
+        """
+        try:
+            passes, taken, position = (int(state[name]) for name in ("passes", "batches", "position"))
+            began = str(state["began"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"this is no state of a loader ({type(error).__name__}: {error}). Give what its state_dict() returned."
+            ) from None
+        self._passes, self._position, self._skipped = passes, position, taken
+        self._resumes = began if taken else ""
+
+    # ── inside ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin_pass(self) -> None:
+        """Let all ranks draw the same order, which is rank 0's."""
+        handing, text = self._handing, self._resumes
+        with handing.calls.call(f"a pass through loader {self._number}", meets=True):
+            if not text and handing.world is not None:
+                own = states_of(self._loader, handing.device) if dist.get_rank() == 0 else ""
+                text = gather_texts(own, handing.device, handing.world)[0]
+        if text:
+            take_states(self._loader, handing.device, text)
+        self._begun, self._resumes = text or states_of(self._loader, handing.device), ""
+        self._ahead.clear()
+        self._position, self._given, self._taken = self._position + self._given, 0, self._skipped
+
+    def _read(self) -> Iterator[tuple[Any, HandedOut]]:
+        """Of a map-style data set: this rank's samples alone are read."""
+        assert self._inner is not None, "asked of loaders that read by index"
+        for batch in self._inner:
+            yield batch, self._ahead.popleft()
+
+    def asked(self) -> Iterator[Asked]:
+        """What this rank reads of the batches of a pass, as the user's own sampler makes them up."""
+        sampler = cast(Any, self._loader).batch_sampler
+        skipped, self._skipped = self._skipped, 0
+        first = self._position
+        for number, drawn in enumerate(sampler):
+            indices = list(drawn)
+            if number >= skipped:
+                handed = self._handing.share_of(len(indices), first)
+                self._ahead.append(handed)
+                yield Asked(indices, first, handed.start, handed.stop)
+            first += len(indices)
+
+    def _whole_batches(self) -> Iterator[tuple[Any, HandedOut]]:
+        """Of anything else that iterates: every rank takes its rows of batches that it has whole."""
+        handing = self._handing
+        skipped, self._skipped = self._skipped, 0
+        for number, batch in enumerate(self._loader):
+            if number < skipped:
+                continue
+            if handing.world is None:
+                yield batch, handing.share_of(samples_in(batch), self._position + self._given)
+                continue
+            fields, shape = taken_apart(batch)
+            if number < skipped + _COMPARED:
+                with handing.calls.call(f"a batch of loader {self._number}", meets=True):
+                    check_same_batches(fields, handing.world)
+            handed = handing.share_of(next(iter(fields.values())).shape[0], self._position + self._given)
+            rows = slice(handed.start, handed.stop) if handed.start < handed.stop else slice(0, 1)
+            yield shape.restored({name: value[rows] for name, value in fields.items()}), handed
+
+
+@final
+class _Shares:
+    """In place of a batch sampler."""
+
+    def __init__(self, loader: LoopLoader) -> None:
+        self._of = loader
+
+    def __iter__(self) -> Iterator[Asked]:
+        return self._of.asked()
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+
+def _inner_of(loader: Iterable[Any], shares: _Shares, seed: int, *, alone: bool) -> DataLoader[Any] | None:
+    """A loader of the same settings that reads what this rank is to have; None: it cannot be read by index."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    given = cast(DataLoader[Any], loader)
+    if given.batch_sampler is None:
+        return None
+    reader = KeyedReader(given.dataset, given.collate_fn, seed, alone=alone)
+    ahead: dict[str, Any] = {"prefetch_factor": given.prefetch_factor} if given.num_workers else {}
+    return DataLoader(
+        cast(Any, reader),
+        batch_sampler=cast(Any, shares),
+        collate_fn=cast(Any, reader),
+        num_workers=given.num_workers,
+        pin_memory=given.pin_memory,
+        timeout=given.timeout,
+        worker_init_fn=given.worker_init_fn,
+        multiprocessing_context=given.multiprocessing_context if given.num_workers else None,
+        generator=given.generator,
+        persistent_workers=given.persistent_workers,
+        **ahead,
+    )
+
+
+def _refuse_shared(loader: object) -> None:
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if isinstance(sampler, DistributedSampler):
+        raise DataError(
+            "the loader has a DistributedSampler, which gives this rank a share, and the session would share that out"
+            " again. Leave it out: DataLoader(dataset, batch_size=…, shuffle=True) with the global batch."
+        )
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return batch
+    moved = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+    return moved.to(device) if moved is batch and callable(getattr(batch, "to", None)) else moved

@@ -1,0 +1,311 @@
+"""Steps that a loop writes as in plain PyTorch: its own forward, loss, optimizer.step() and zero_grad()."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import MethodType
+from typing import Any, NoReturn, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from weft.engine import Reduced
+from weft.entry._guard_words import OWN_STEPS
+from weft.entry._guards import WatchedGradients
+from weft.entry._loop_loader import HandedOut, Handing
+from weft.entry._prepared_model import Given, PreparedModel
+from weft.errors import DataError, RecipeError
+from weft.parallel import LossTotals, MicrobatchState
+from weft.parallel.own_forwards import OwnForwards
+
+_SCHEDULED = "_wrapped_by_lr_sched"
+"""Attribute by which a scheduler knows an optimizer's step that tells of itself."""
+
+
+@final
+class OpenModel(PreparedModel):
+    """A model whose loop calls it, and its optimizer, as it would without Weft.
+
+    A step is open from the first forward or backward behind `optimizer.step()` to the next `optimizer.step()`, which
+    reduces what the backwards between have added, and updates.  `zero_grad()`, of the optimizer or the model, forgets
+    it, as it does in plain PyTorch.
+    """
+
+    def __init__(self, given: Given, handing: Handing) -> None:
+        super().__init__(given, nominal_count=1.0)
+        self._handing = handing
+        part = self._parallel.parts[0]
+        dtype = self._parallel.dtypes.compute if self._blueprint.casts_inputs else None
+        gathers = self.plan.data_parallel.shards_weights and self._mesh.size("shard") > 1
+        # Else parameters refuse such a backward, and one that differentiates by the inputs alone goes on.
+        self._forwards = OwnForwards(part, dtype, self._refuse if gathers else lambda: None)
+        self._exchanges = gathers or bool(self._blueprint.has_batch_norm)
+        self._handles = [
+            *self._forwards.watch(),
+            part.module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
+        ]
+        self._watched = WatchedGradients(part.module) if self._mesh["world"].size > 1 else None
+        self._batch: HandedOut | None = None
+        """What forwards are keyed by."""
+        self._offset = 0
+        """Samples that the step took before those."""
+        self._rows: int | None = None
+        self._is_open = self._has_gradients = self._has_old = self._was_last = False
+        self._scale = 1.0
+        self._totals = LossTotals.empty(self._mesh.device)
+        self._counted: HandedOut | None = None
+        self._samples = 0
+        """Samples of the global batches whose losses the step has."""
+        self._reduced: Reduced | None = None
+        self._methods = _Methods(self.optimizer, part.module, self)
+
+    # ── forwards ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._guard.is_inside or self._guard.is_closed:
+            return
+        if torch.is_grad_enabled() and not self._is_open:
+            self._open()
+        rows = next(
+            (leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim), 0
+        )
+        batch = self._handing.last
+        if batch is None and rows != self._rows:
+            self._rows = rows
+            start = self._mesh.data_index * rows
+            self._key(torch.arange(start, start + rows))
+        elif batch is not None and batch is not self._batch:
+            self._offset += 0 if self._batch is None else self._batch.size
+            self._batch = batch
+            own = torch.arange(batch.start, batch.stop) + self._offset
+            self._key(own if len(own) else torch.zeros(1, dtype=torch.int64))
+        if batch is not None and batch.has_fillers and module.training and self._blueprint.batch_norm:
+            raise DataError(
+                f"the batch has {batch.size} samples, too few for every data rank to have one, and"
+                f" {self._blueprint.batch_norm} takes the statistics of the whole batch. Let batches have a sample for"
+                " each rank (drop_last=True)."
+            )
+
+    def _key(self, ids: Tensor) -> None:
+        own = ids.to(self._mesh.device, non_blocking=True)
+        seed = self._recipe.run.seed
+        self._forwards.take(MicrobatchState(seed=seed, step=self._steps, sample_ids=own, sequence_length=None))
+
+    def _open(self) -> None:
+        self._check_ready("session.backward()")
+        if self._has_old and self._is_cleared():
+            self._has_old = False
+        self._scale = self._training.stepper.begin(self._steps, seeds=False)
+        self._guard.set_manual(True)
+        self._is_open = True
+        self._forget()
+        self._batch, self._rows, self._offset = None, None, 0
+
+    def _forget(self) -> None:
+        self._has_gradients = self._was_last = False
+        self._totals = LossTotals.empty(self._mesh.device)
+        self._counted, self._samples, self._reduced = None, 0, None
+        if self._watched is not None:
+            self._watched.note()
+
+    def _is_cleared(self) -> bool:
+        """Whether the loop has cleared the last step's gradients by hand."""
+        gradients = [each.grad for each in self.model.parameters()]
+        return not any(bool(each.any()) for each in gradients if each is not None)
+
+    # ── backwards ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether a backward may come to the model."""
+        return not self._guard.is_closed
+
+    @property
+    def scale(self) -> float:
+        """What losses are multiplied by, against underflow in fp16."""
+        return self._scale
+
+    @contextmanager
+    def backward(self, addend: Tensor, *, retain_graph: bool, is_last: bool) -> Generator[None]:
+        """The backward of a loss within: `addend` is its part in the mean over the step's samples."""
+        if not self._is_open:
+            self._open()
+        if self._reduced is not None or self._was_last:
+            raise RecipeError(
+                "session.backward() came after the gradients of this step were reduced over the ranks, by"
+                " session.clip_grad_norm_ or a backward that was said to be the last. Make all backwards of a step"
+                " first, or call optimizer.zero_grad() to begin anew."
+            )
+        self._check_untouched()
+        stores = self._parallel.stores
+        stores.on_backward(0, 0)  # ZeRO-3 reduces in every backward: nobody knows which is the last
+        if is_last:
+            stores.on_microbatch(0)
+            stores.on_last_forward(0)
+        called = self._calls.call("session.backward()") if self._exchanges else nullcontext()
+        with called, self._guard.inside(), self._forwards.own_backward(retain_graph):
+            yield
+        if is_last:
+            stores.on_last_backward(0)
+            self._was_last = True
+        self._take(addend)
+        if self._watched is not None:
+            self._watched.note()
+
+    def _take(self, addend: Tensor) -> None:
+        """Count a loss whose backward has come here."""
+        if not self._forwards.reached and not self._is_used():
+            return
+        self._has_gradients = True
+        self._totals.sum += addend.detach()
+        batch = self._handing.last
+        if batch is None:
+            self._samples += (self._rows or 1) * self.plan.mesh.data
+        elif batch is not self._counted:
+            self._samples += batch.size
+        self._counted = batch
+
+    def _is_used(self) -> bool:
+        """Whether a parameter has had a gradient, though no output of the forward was seen that leads to it."""
+        stores = self._parallel.stores
+        return not self._has_gradients and len(stores.unused()) < len(stores.names())
+
+    def _check_untouched(self) -> None:
+        if self._watched is not None:
+            self._watched.check()
+
+    # ── the optimizer's methods ───────────────────────────────────────────────────────────────────────────────────────
+
+    def step(self) -> None:
+        """What `optimizer.step()` does."""
+        if self._has_old:
+            again = "a second optimizer.step() would" if not self._has_gradients else "this optimizer.step() would"
+            raise RecipeError(
+                f"{again} add the gradients of the last step to its own, as nothing has cleared them since. Call"
+                " optimizer.zero_grad() once in every step, before its backward or after its optimizer.step()."
+            )
+        if not self._has_gradients:
+            return  # plain PyTorch leaves parameters without gradients alone
+        reduced = self.reduced("optimizer.step()")
+        self._guard.set_manual(False)
+        with self._calls.call("optimizer.step()", facts=lambda: self._facts), self._guard.inside():
+            rate = float(self.optimizer.param_groups[0]["lr"])
+            event = self._training.stepper.apply(reduced, step=self._steps, learning_rate=rate)
+        self._is_open, self._has_old, self._reduced = False, True, None
+        self._note(replace(event, count=float(self._samples)), self._samples)
+        self._has_gradients = False
+
+    def zero_grad(self) -> None:
+        """What `zero_grad()` of optimizer and model do."""
+        self._has_old = False
+        if self._is_open and self._has_gradients:
+            self._parallel.stores.begin_step()
+            self._forget()
+
+    def reduced(self, who: str) -> Reduced:
+        """Reduce the gradients, once in a step, and agree with the other ranks."""
+        if self._reduced is None:
+            self._check_untouched()
+            self._facts = self._settings()
+            agreement = self._agreement()
+            if self._mesh.data_index == self._first_of_replica:
+                self._totals.count += 1.0
+            with self._calls.call(who, facts=lambda: self._facts), self._guard.inside():
+                self._reduced = self._training.stepper.reduce(
+                    self._totals, fingerprint=agreement["fingerprint"], on_difference=agreement["on_difference"]
+                )
+        return self._reduced
+
+    @property
+    def _first_of_replica(self) -> int:
+        mesh = self.plan.mesh
+        alone = self.plan.data_parallel.replicas_step_alone
+        return self._mesh.data_index // mesh.shard * mesh.shard if alone else 0
+
+    def clip_norm(self, limit: float) -> float:
+        """Clip the step's gradients to a global norm, and return what it was."""
+        if not self._has_gradients:
+            return 0.0
+        reduced = self.reduced("session.clip_grad_norm_()")
+        reduced.scaled(min(1.0, limit / (reduced.norm + 1e-6)))
+        return reduced.norm
+
+    @torch.no_grad()
+    def clip_value(self, limit: float) -> None:
+        """Clip each element of the step's gradients."""
+        if not self._has_gradients:
+            return
+        reduced = self.reduced("session.clip_grad_value_()")
+        for shard in self._parallel.stores.shards:
+            if shard.gradient is not None:
+                shard.gradient.mul_(reduced.factor).clamp_(-limit, limit)
+        reduced.scaled(1.0 / reduced.factor)
+
+    # ── the run ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def load(self, path: Any = None) -> int:
+        """See `PreparedModel.load`."""
+        if self._has_gradients:
+            raise RecipeError(
+                "state.load() was called between a backward and its optimizer.step(), whose gradients are of the"
+                " weights before it. Call it before the backward, or optimizer.zero_grad() first."
+            )
+        self._guard.set_manual(False)
+        self._is_open = False
+        return super().load(path)
+
+    def let_go(self) -> None:
+        """See `PreparedModel.let_go`."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._methods.put_back()
+        super().let_go()
+
+    def _refuse(self) -> NoReturn:
+        raise RecipeError(OWN_STEPS.backward)
+
+
+@final
+class _Methods:
+    """Methods of the user's objects that a session answers, and what they were."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module, model: OpenModel) -> None:
+        self._held: list[tuple[Any, str, Any, Any]] = []
+        plain = optimizer.step
+
+        def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if model._guard.is_inside or model._guard.is_closed:  # pyright: ignore[reportPrivateUsage]
+                return plain() if closure is None else plain(closure)
+            if closure is not None:
+                raise RecipeError(
+                    "optimizer.step(closure) would compute the loss inside of the step. Write the forward,"
+                    " session.backward(loss) and optimizer.step() one after another."
+                )
+            return model.step()
+
+        if hasattr(plain, _SCHEDULED):
+            setattr(step, _SCHEDULED, True)
+
+        def zero_grad(self: Any, set_to_none: bool = True) -> None:
+            model.zero_grad()
+
+        self._put(optimizer, "step", MethodType(step, optimizer))
+        self._put(optimizer, "zero_grad", MethodType(zero_grad, optimizer))
+        self._put(module, "zero_grad", MethodType(zero_grad, module))
+
+    def _put(self, owner: Any, name: str, method: Any) -> None:
+        self._held.append((owner, name, vars(owner).get(name), method))
+        vars(owner)[name] = method
+
+    def put_back(self) -> None:
+        for owner, name, before, own in self._held:
+            if vars(owner).get(name) is not own:
+                continue  # somebody else has wrapped it since
+            if before is None:
+                del vars(owner)[name]
+            else:
+                vars(owner)[name] = before
+        self._held.clear()

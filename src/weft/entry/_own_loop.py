@@ -1,0 +1,320 @@
+"""What a session was given without a loss: the models, optimizers and loaders of a loop that keeps its own steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from weft.entry._agreement import check_same_facts, take_weights_of_rank_0
+from weft.entry._batch_shape import taken_apart
+from weft.entry._first_call import FirstCall, as_prepared, example_of
+from weft.entry._guard_words import OWN_STEPS
+from weft.entry._guards import refuse_wrapped
+from weft.entry._loop_loader import Handing, LoopLoader
+from weft.entry._loop_loss import stand_in_loss
+from weft.entry._manual import check_manual
+from weft.entry._models import Models
+from weft.entry._open_step import OpenModel
+from weft.entry._outputs import GatheredOutputs
+from weft.entry._planning import Planning
+from weft.entry._prepared_facts import facts_of_model
+from weft.entry._proof import variables_kept
+from weft.entry._user_loss import LossOfUser
+from weft.errors import DataError, PlanError, RecipeError
+from weft.models.hooks import refuse_given
+from weft.plan import MeshPlan, MicrobatchPlan, Plan
+
+_INSTEAD = "session.prepare(model, optimizer, loader, loss=…) and state.step(batch)"
+
+
+@final
+class OwnLoop:
+    """The things of a loop of one's own.  Every method is called on every rank."""
+
+    def __init__(self, models: Models, world: Any) -> None:
+        self._models, self._planning = models, models.planning
+        plan = self._planning.plan
+        mesh = None if plan is None else models.mesh(plan)
+        self._handing = Handing(
+            ranks=self._planning.world_size if plan is None else plan.mesh.data,
+            index=self._planning.rank if mesh is None else mesh.data_index,
+            device=self._planning.device,
+            world=world,
+            calls=models.calls,
+            seed=self._planning.seed,
+        )
+        self._loaders: list[LoopLoader] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._waiting: dict[int, tuple[nn.Module, FirstCall]] = {}
+        """Models that have not been called yet, or have no optimizer."""
+        self._open: list[tuple[nn.Module, OpenModel]] = []
+
+    # ── prepare ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def take(self, things: Sequence[Any], split: Any) -> list[Any]:
+        """Take things over, and return what the loop goes on with, in the same order."""
+        kinds = {
+            f"thing {place} that session.prepare was given": _kind_of(each) for place, each in enumerate(things, 1)
+        }
+        check_same_facts(kinds, self._planning.device)
+        return [self._taken(each, split) for each in things]
+
+    def _taken(self, thing: Any, split: Any) -> Any:
+        match thing:
+            case nn.Module():
+                self._take_model(thing, split)
+            case torch.optim.Optimizer():
+                self._models.optimizers.add(thing)
+                self._optimizers.append(thing)
+            case torch.optim.lr_scheduler.LRScheduler():
+                pass  # it acts on the optimizer, which stays the loop's own
+            case _:
+                self._loaders.append(LoopLoader(thing, self._handing, len(self._loaders) + 1))
+                return self._loaders[-1]
+        return thing
+
+    def _take_model(self, model: nn.Module, split: Any) -> None:
+        refuse_wrapped(model)
+        self._models.refuse_taken(model)
+        refuse_given(model, None, "before prepare")
+        if (plan := self._planning.plan) is not None:
+            check_manual(replace(plan, microbatch=MicrobatchPlan()), None, _INSTEAD)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise RecipeError(
+                f"{type(model).__name__} has parameters without storage (device meta). Construct it on the CPU."
+            )
+        check_same_facts(facts_of_model(model), self._planning.device)
+        model.to(self._planning.device)
+        take_weights_of_rank_0(model, self._planning.device, self._handing.world)
+        self._models.own(model)
+        first = FirstCall(model, lambda args, kwargs: self._begin(model, args, kwargs, split))
+        self._waiting[id(model)] = (model, first)
+
+    # ── the first forward ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self, model: nn.Module, args: Any, kwargs: Any, split: Any) -> bool:
+        """Choose the model's plan and lay it over it, if its optimizer is known; else it stays plain, as a teacher."""
+        optimizer = self._optimizer_of(model)
+        if optimizer is None:
+            return False
+        _, first = self._waiting.pop(id(model))
+        first.let_go()
+        try:
+            called = self._models.calls.call(f"the first forward of {type(model).__name__}", meets=True)
+            with called, as_prepared(model), variables_kept(model, stand_in_loss):
+                self._open.append((model, self._brought(model, optimizer, args, kwargs, split)))
+        except BaseException:
+            self._waiting[id(model)] = (model, FirstCall(model, first.begin))
+            raise
+        return True
+
+    def _brought(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, split: Any
+    ) -> OpenModel:
+        check_same_facts(facts_of_model(model, optimizer), self._planning.device)
+        example = example_of(model, args, kwargs)
+        fields, shape = taken_apart(example)
+        batch = self._handing.last
+        rows = next(iter(fields.values())).shape[0] * self._handing.ranks
+        planning, samples = self._planned(rows if batch is None else batch.size)
+        recipe = planning.recipe(model, samples, None)
+        inputs = {name: name for name in example}
+        blueprint = planning.blueprint(model, inputs, split, None, None, example)
+        planned = self._models.plan(planning, recipe, blueprint, optimizer, stand_in_loss, example)
+        check_manual(planned.plan, None, _INSTEAD)
+        state = self._models.bring(
+            planned,
+            LossOfUser(stand_in_loss, shape),
+            lambda given: OpenModel(given, self._handing),
+            nominal_count=1.0,
+            words=OWN_STEPS,
+            name="state",
+        )
+        self._say_unproven()
+        assert isinstance(state, OpenModel)
+        return state
+
+    def _planned(self, samples: int) -> tuple[Planning, int]:
+        """How plans are chosen for steps of a loop that accumulates by itself, and the samples of one: each data rank
+        takes its whole share at once."""
+        planning, ranks = self._planning, self._handing.ranks
+        if planning.given.accumulate not in (None, 1):
+            raise PlanError(
+                f"weft.session(accumulate={planning.given.accumulate}) says how often a step accumulates, and this loop"
+                " does so itself. Leave it out, and call optimizer.step() after every so many backwards."
+            )
+        share = -(-samples // ranks)
+        if planning.plan is None:
+            return replace(planning, given=replace(planning.given, accumulate=1)), share * ranks
+        own = MicrobatchPlan(size=share, per_step=1)
+        return replace(planning, plan=replace(planning.plan, microbatch=own)), share * ranks
+
+    def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        own = {id(parameter) for parameter in model.parameters()}
+        found = [
+            each
+            for each in self._optimizers
+            if any(id(parameter) in own for group in each.param_groups for parameter in group["params"])
+        ]
+        if len(found) > 1:
+            raise RecipeError(
+                f"{len(found)} of the optimizers that session.prepare was given hold parameters of one"
+                f" {type(model).__name__}. Make one optimizer of them, with a parameter group for each setting."
+            )
+        return found[0] if found else None
+
+    def _say_unproven(self) -> None:
+        if self._planning.rank == 0 and not self._planning.quiet:
+            print("proof     not proven: the loop computes its losses itself", flush=True)
+
+    # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def backward(self, loss: Any, *, retain_graph: bool, is_last: bool) -> None:
+        """See `Session.backward`."""
+        _check_loss(loss)
+        models = [model for _, model in self._open if model.is_reachable]
+        if not models:
+            raise RecipeError(
+                "session.backward() was called before a prepared model with a prepared optimizer has had its first"
+                " forward. Give both to session.prepare, and go on with what it returns."
+            )
+        self._handing.check_undrawn()
+        batch = self._handing.last
+        share = 1.0 / self._handing.ranks if batch is None else batch.share
+        if any(model.plan.data_parallel.replicas_step_alone for model in models):
+            share = share * self._handing.ranks if batch is None else self._share_of_replica(models[0])
+        addend = loss.reshape(()) if share == 1.0 else loss.reshape(()) * share
+        scales = {model.scale for model in models}
+        if len(scales) > 1:
+            raise PlanError(
+                "the models of this loop are in fp16 and have come to other loss scales, and one loss cannot be"
+                " multiplied by both. Use fp32 or bf16."
+            )
+        _within(models, addend, scales.pop(), retain_graph=retain_graph, is_last=is_last)
+
+    def _share_of_replica(self, model: OpenModel) -> float:
+        """What this rank's samples count in the mean of a replica that steps by itself."""
+        batch, width = self._handing.last, model.plan.mesh.shard
+        assert batch is not None, "asked of batches that were handed out"
+        first = self._handing.index // width * width
+        held = [self._handing.at(rank).share_of(batch.size, 0) for rank in range(first, first + width)]
+        return (batch.stop - batch.start) / max(sum(each.stop - each.start for each in held), 1)
+
+    def clip_norm(self, what: Any, limit: float) -> Tensor:
+        """See `Session.clip_grad_norm_`."""
+        found = self._whose(what, "session.clip_grad_norm_()")
+        if found is None:
+            return nn.utils.clip_grad_norm_(what.parameters() if isinstance(what, nn.Module) else what, limit)
+        return torch.tensor(found.clip_norm(float(limit)), device=self._planning.device)
+
+    def clip_value(self, what: Any, limit: float) -> None:
+        """See `Session.clip_grad_value_`."""
+        found = self._whose(what, "session.clip_grad_value_()")
+        if found is None:
+            nn.utils.clip_grad_value_(what.parameters() if isinstance(what, nn.Module) else what, limit)
+        else:
+            found.clip_value(float(limit))
+
+    def mean(self, value: Tensor | float) -> float:
+        """See `Session.mean`."""
+        batch, ranks = self._handing.last, self._handing.ranks
+        own = torch.as_tensor(value, dtype=torch.float64, device=self._planning.device).detach()
+        if own.numel() != 1:
+            raise DataError(f"session.mean() wants a number, and got a tensor of {tuple(own.shape)}.")
+        share = 1.0 / ranks if batch is None else batch.share
+        own = own.reshape(()) * share if share else torch.zeros_like(own.reshape(()))  # of a filler it may be anything
+        with self._models.calls.call("session.mean()"):
+            if self._handing.world is not None:
+                dist.all_reduce(own, group=self._handing.world)
+        return float(own) * ranks / self._planning.world_size  # the other ranks have the same samples as these
+
+    def gather(self, value: Any) -> Any:
+        """See `Session.gather`."""
+        plan, batch = (
+            self._planning.plan or Plan(mesh=MeshPlan(replicate=self._planning.world_size)),
+            self._handing.last,
+        )
+        collected = GatheredOutputs(lambda outputs, batch: outputs, self._models.mesh(plan))
+        with self._models.calls.call("session.gather()", meets=True):
+            none = batch is not None and batch.start == batch.stop
+            collected.take(tree_map_only(Tensor, lambda each: each[:0], value) if none else value)
+            return collected.join()
+
+    def state(self, model: nn.Module) -> OpenModel:
+        """See `Session.state`."""
+        found = next((state for given, state in self._open if given is model), None)
+        if found is None:
+            raise RecipeError(
+                f"this {type(model).__name__} has no state yet: a model that was prepared without a loss= is brought"
+                " under its plan by its first forward, with its prepared optimizer. Call it once before."
+            )
+        return found
+
+    def _whose(self, what: Any, call: str) -> OpenModel | None:
+        """The model whose gradients are meant; None: one that is plain still."""
+        if isinstance(what, nn.Module):
+            if id(what) in self._waiting:
+                return None
+            return self.state(what)
+        given = {id(each) for each in (_listed(what))}
+        for _, model in self._open:
+            trained = {id(each) for each in model.model.parameters() if each.requires_grad}
+            if given & trained:
+                if trained - given:
+                    raise RecipeError(
+                        f"{call} was given {len(given & trained)} of the {len(trained)} parameters of a model, whose"
+                        " gradients are clipped as one. Give it the model, or model.parameters()."
+                    )
+                return model
+        raise RecipeError(
+            f"{call} was given no parameters of a prepared model. Give it the model itself, or what its parameters()"
+            " returns now: at the first forward the plan may have put others in their place."
+        )
+
+    def close(self) -> None:
+        """Let go of what has not begun; models end with the session's others."""
+        for _, first in self._waiting.values():
+            first.let_go()
+        self._waiting.clear()
+
+
+def _within(models: Sequence[OpenModel], addend: Tensor, scale: float, **how: bool) -> None:
+    """A backward that may reach all of these.  No ExitStack: an error that passes one stays alive."""
+    if models:
+        with models[0].backward(addend, **how):
+            _within(models[1:], addend, scale, **how)
+        return
+    objective = addend if scale == 1.0 else addend * scale
+    objective.backward(retain_graph=how["retain_graph"])
+
+
+def _listed(what: Any) -> list[Tensor]:
+    return [what] if isinstance(what, Tensor) else list(cast(Iterable[Tensor], what))
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise DataError(f"session.backward() wants a scalar, and got {what}. Take its mean over the rank's samples.")
+    if not loss.requires_grad:
+        raise RecipeError(
+            "this loss has no gradient: nothing of it comes from a model that trains (detached, or computed under"
+            " torch.no_grad()). Leave its backward out."
+        )
+
+
+def _kind_of(thing: Any) -> str:
+    if not isinstance(thing, nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler) and (
+        isinstance(thing, str | bytes | Tensor) or not isinstance(thing, Iterable)
+    ):
+        raise RecipeError(
+            f"session.prepare was given a {type(thing).__name__}, and prepares models, optimizers, loaders and LR"
+            " schedulers. Leave it out."
+        )
+    return type(cast(object, thing)).__name__

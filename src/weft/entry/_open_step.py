@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -21,6 +22,7 @@ from weft.errors import DataError, RecipeError
 from weft.parallel import LossTotals, MicrobatchState
 from weft.parallel.own_forwards import OwnForwards
 
+_EARLY_STEPS, _REPORT_SECONDS = 4, 0.1
 _SCHEDULED = "_wrapped_by_lr_sched"
 """Attribute by which a scheduler knows an optimizer's step that tells of itself."""
 
@@ -60,6 +62,7 @@ class OpenModel(PreparedModel):
         self._samples = 0
         """Samples of the global batches whose losses the step has."""
         self._reduced: Reduced | None = None
+        self._reported = 0.0
         self._methods = _Methods(self.optimizer, part.module, self)
 
     # ── forwards ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -256,6 +259,14 @@ class OpenModel(PreparedModel):
         self._guard.set_manual(False)
         self._is_open = False
         return super().load(path)
+
+    def _reports_now(self) -> bool:
+        """Not behind each of many short steps: to read the memory of a process takes a part of one."""
+        now = time.monotonic()
+        if self._steps > _EARLY_STEPS and now - self._reported < _REPORT_SECONDS:
+            return False
+        self._reported = now
+        return True
 
     def let_go(self) -> None:
         """See `PreparedModel.let_go`."""

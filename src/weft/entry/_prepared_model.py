@@ -192,6 +192,7 @@ class PreparedModel:
         self._guard.is_closed = True
         self.let_go()
         try:
+            self._reporter.report()
             self._run.emit(EndEvent(step=self._steps, stopped=False))
         finally:  # whatever a callback raises
             self._training.close()
@@ -228,7 +229,12 @@ class PreparedModel:
         self._saves.warn_of_earlier(self._steps)
         self._guard.after_step(event)
         self._reporter.step(event, samples=samples)
-        self._reporter.report()
+        if self._reports_now():
+            self._reporter.report()
+
+    def _reports_now(self) -> bool:
+        """Whether what the last steps took is said behind this one."""
+        return True
 
     def _settings(self) -> dict[str, str]:
         """What must be equal on all ranks in a step."""

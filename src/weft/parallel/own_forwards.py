@@ -131,8 +131,12 @@ class OwnForwards:
             )
 
     def _cast(self, values: Any) -> Any:
+        dtype = self._dtype
+        if dtype is None:
+            return values
+
         def convert(value: Tensor) -> Tensor:
-            return value.to(self._dtype) if self._dtype is not None and value.is_floating_point() else value
+            return value.to(dtype) if value.is_floating_point() else value
 
         return tree_map_only(Tensor, convert, values)
 

@@ -292,7 +292,8 @@ def _perform(job: _Job) -> _Outcome:
         os.environ.update(environment)
         sys.stdout.flush()
         sys.stderr.flush()
-    gc.collect()  # again, for cycles that the error's traceback kept alive until here
+    while gc.collect():  # again, for cycles that the error's traceback kept alive until here, and what these have held
+        pass
     return outcome
 
 

@@ -221,6 +221,8 @@ class _Drawn:
     def _optimizer(self) -> str:
         given = next((part.optimizer for part in self.strange if part.optimizer), "")
         plain = self.draw.choice(OPTIMIZERS)
+        if "complex" in " ".join(part.name for part in self.strange):
+            plain = plain.replace(", fused=True", "")  # which takes no complex parameters
         schedule = next((part.scheduler for part in self.strange if part.scheduler), "None")
         groups = self.draw.choice(("list(parameters)", "list(parameters)", "two_groups(parameters)"))
         return (

@@ -27,33 +27,24 @@ CHOSEN = chosen()
 PACKS = {f"chosen-{place}": CHOSEN[place : place + PACK] for place in range(0, len(CHOSEN), PACK)} | {
     f"from-{first}": range(first, first + PACK) for first in range(0, 500, PACK)
 }
-KNOWN: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            *("orthogonality of a block's weight", "L1 of all weights", "distance to where it began (L2-SP)"),
-            *("norm of a weight without gradients", "weight decay by hand on matrices", "spectral penalty"),
-            "a loss through a weight (prototypes are the head)",
-        ),
-        "weights seen by a loss",
-    ),
-    "logits of the last step kept by the loss": "left behind by a forward",
-    "a global that a forward writes": "left behind by a forward",
-    "p.data is another tensor": "edits by the loop",
-}
-"""Strange thing that is wrong today → its row in the table of issue 36.  Such programs are left out.  To be empty."""
-IN_TURN = (("accumulate", "zero3"), ("tensor", "pipeline"), ("accumulate", "pipeline"), ("zero3", "tensor"))
+IN_TURN = (
+    ("data", "accumulate"),
+    ("zero3", "tensor"),
+    ("pipeline", "data"),
+    ("accumulate", "zero3"),
+    ("tensor", "pipeline"),
+)
 
 
 def settings_of_chosen(seed: int) -> tuple[str, ...]:
-    """All settings of a healthy program; of another four, in turn: `make slow` plays all."""
-    return ("one", "data", *IN_TURN[seed % 4]) if drawn(seed).strange else tuple(SETTINGS)
+    """Three settings, so that all programs take less than a minute: `make slow` plays all six."""
+    return ("one", *IN_TURN[seed % len(IN_TURN)])
 
 
 @pytest.mark.parametrize("pack", PACKS)
 def test_each_program_is_equal_or_refused(ranks: RankPool, tmp_path: Path, pack: str) -> None:
-    seeds = [seed for seed in PACKS[pack] if not KNOWN.keys() & set(drawn(seed).strange)]
     settings_of = settings_of_chosen if pack.startswith("chosen") else lambda seed: tuple(SETTINGS)
-    found = findings(list(judged(ranks, tmp_path, seeds, settings_of)))
+    found = findings(list(judged(ranks, tmp_path, PACKS[pack], settings_of)))
     assert not found, f"\n{found}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +108,18 @@ def masked_mean(outputs: Tensor, batch: list[Tensor]) -> tuple[Tensor, int]:
     return ((outputs - batch[1]).square() * wanted).sum() / wanted.sum(), 1
 
 
+def beyond(outputs: Tensor, batch: list[Tensor]) -> Tensor:
+    """As long as the mean is above 0.7, it counts twice."""
+    mean = (outputs - batch[1]).square().mean()
+    return mean + (mean - 0.7).clamp(min=0)
+
+
 LOSSES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
     "info_nce": (Pair, info_nce),
     "products": (lambda: Pair(joined=True), of_products),
     "largest": (lambda: nn.Linear(6, 4), of_largest),
     "masked mean": (lambda: nn.Linear(6, 4), masked_mean),
+    "beyond": (lambda: nn.Linear(6, 4), beyond),
 }
 
 
@@ -135,10 +143,11 @@ def in_plain_torch(kind: str) -> list[float]:
     losses: list[float] = []
     for batch in DataLoader(samples(), batch_size=BATCH):
         optimizer.zero_grad()
-        loss_sum, count = loss_fn(model(batch[0]), batch)
-        (loss_sum / count).backward()
+        found = loss_fn(model(batch[0]), batch)
+        mean = found[0] / found[1] if isinstance(found, tuple) else found
+        mean.backward()
         optimizer.step()
-        losses.append(float(loss_sum.detach() / count))
+        losses.append(float(mean.detach()))
     return losses
 
 
@@ -154,7 +163,10 @@ def plan_for(world: int, *, zero: int = 0, per_step: int = 1, tensor: int = 1) -
 
 
 def trained(kind: str, plan: Any, folder: str) -> list[float]:
-    with weft.session(plan, permit=("fp64",), folder=folder, quiet=True) as session:
+    with (
+        warnings.catch_warnings(action="ignore"),  # it says that one number is taken as a mean over samples
+        weft.session(plan, permit=("fp64",), folder=folder, quiet=True) as session,
+    ):
         model, loss = build(kind)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         state = session.prepare(model, optimizer, DataLoader(samples(), batch_size=BATCH), loss=loss)
@@ -213,6 +225,61 @@ def test_where_samples_go_by_themselves_nothing_is_refused(kind: str, ranks: Ran
     assert trained(kind, plan_for(1, per_step=2), str(tmp_path / "b")) == pytest.approx(alone, rel=1e-10)
     for losses in ranks.run(2, trained, kind, plan_for(2), str(tmp_path / "c")):
         assert losses == pytest.approx(alone, rel=1e-10)
+
+
+class Heads(nn.Module):
+    """Logits, probabilities, and a term that is a mean already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        logits = self.layer(x)
+        return {"logits": logits, "probabilities": logits.sigmoid(), "size": self.layer.weight.square().mean()}
+
+
+class Counting:
+    """A loss that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs: dict[str, Tensor], batch: list[Tensor]) -> Tensor:
+        self.calls += 1
+        return (outputs["logits"] - batch[1]).square().mean()
+
+
+def _labels(batch: list[Tensor]) -> Tensor:
+    return batch[1].argmax(1)
+
+
+SUMS: dict[str, Callable[..., Any]] = {
+    "cross entropy": lambda outputs, batch: F.cross_entropy(outputs["logits"], _labels(batch)),
+    "smoothed": lambda outputs, batch: F.cross_entropy(outputs["logits"], _labels(batch), label_smoothing=0.1),
+    "of probabilities": lambda outputs, batch: F.binary_cross_entropy(outputs["probabilities"], batch[1].clamp(0, 1)),
+    "huber and a term": lambda outputs, batch: F.huber_loss(outputs["logits"], batch[1]) + outputs["size"],
+    "clamped by sample": lambda outputs, batch: (outputs["logits"] - batch[1]).square().mean(1).clamp(max=0.5).mean(),
+    "hinge": lambda outputs, batch: F.multi_margin_loss(outputs["logits"], _labels(batch)),
+    "focal": lambda outputs, batch: ((1 - outputs["probabilities"]).square() * outputs["logits"].exp()).sum(1).mean(),
+    "log of variance": lambda outputs, batch: (outputs["logits"].var(1) + 1e-6).log().mean(),
+    "counting": Counting(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", SUMS)
+def test_sums_over_samples_are_no_meeting(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    model, precision = Heads().to(dtype), "fp64" if dtype == torch.float64 else "fp32"
+    rows = TensorDataset(*(each.to(dtype) for each in samples().tensors))
+    plan = replace(plan_for(1, per_step=2), compute=ComputePlan(precision=precision))  # type: ignore[arg-type]
+    with (
+        warnings.catch_warnings(action="ignore"),
+        weft.session(plan, permit=(precision,), folder=tmp_path, quiet=True, prove="never") as session,  # type: ignore[arg-type]
+    ):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        session.prepare(model, optimizer, DataLoader(rows, batch_size=BATCH), loss=SUMS[kind])
 
 
 def _padded(plan: Any | None, folder: str = "") -> list[float]:

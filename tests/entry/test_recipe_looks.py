@@ -1,24 +1,25 @@
 """A model of the user's own in a recipe: what leaves something behind, or lets samples meet, is refused before a rank
-starts; one process trains it."""
+starts; one process trains it.  Blocks that only some samples run are found."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import weft
 from weft.errors import PlanError
-from weft.plan import MeshPlan, MicrobatchPlan, Plan
-from weft.recipe import Recipe, parse_recipe
+from weft.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
+from weft.recipe import BatchRecipe, Recipe, RunRecipe, parse_recipe
 
 MODELS = '''
 import torch
 from torch import nn
 
-from weft.models import Blueprint
+from weft.models import Blueprint, CutTable
 
 
 class Codebook(nn.Module):
@@ -58,6 +59,37 @@ def centred():
 
 def plain():
     return Model(nn.Dropout(0.1))
+
+
+class Branching(nn.Module):
+    """Samples that begin with an even token go through the second block."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, tokens):
+        chosen = tokens[:, 0] % 2 == 0
+        x = self.blocks[0](self.embedding(tokens))
+        if chosen.any():
+            x = x.index_put((chosen,), self.blocks[1](x[chosen]).tanh())
+        return self.head(self.blocks[2](x))
+
+
+def mean_of_squares(outputs, batch):
+    return outputs.square().mean((1, 2)).sum(), torch.tensor(float(len(outputs)))
+
+
+def branching():
+    def example(number):
+        return {"tokens": torch.zeros(number, 8, dtype=torch.int64, device="meta")}
+
+    return Blueprint(
+        module=Branching(), inputs={"tokens": "tokens"}, loss=mean_of_squares, initialise=None, example=example,
+        vocabulary_size=256, sequence_length=8, task="causal_lm",
+        cut=CutTable(entry="embedding", blocks=("blocks.0", "blocks.1", "blocks.2"), tail=("head",)),
+    )
 
 
 def spread(outputs, batch):
@@ -120,3 +152,17 @@ def test_one_process_trains_it_and_ranks_train_others(project: Path) -> None:
     assert len(alone.losses) == 2
     plan = Plan(mesh=MeshPlan(replicate=2), microbatch=MicrobatchPlan(size=4))
     assert len(weft.train(recipe("plain"), plan, folder="b", quiet=True).losses) == 2
+
+
+def test_a_block_that_only_some_samples_run_is_gathered_with_the_root(
+    project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks with one sample each go different ways in most steps."""
+    made = replace(recipe("branching"), batch=BatchRecipe(global_batch_size=2), run=RunRecipe(steps=6))
+    plan = Plan(mesh=MeshPlan(shard=2), data_parallel=DataParallelPlan(zero=3), microbatch=MicrobatchPlan(size=1))
+    alone = weft.train(made, Plan(microbatch=MicrobatchPlan(size=2)), folder="a", quiet=True)
+    found = weft.train(made, plan, folder="b")
+    assert found.losses == pytest.approx(alone.losses, rel=1e-5)
+    told = capfd.readouterr().out
+    assert "a forward runs blocks.1: so all ranks gather these weights with what stands" in told
+    assert "two steps equal plain PyTorch" in told

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from pool import RankPool
 from weft.errors import RecipeError
+from weft.models import CutTable
 from weft.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 
 STEPS = 4
@@ -174,6 +175,93 @@ def test_copies_and_files_have_nothing_of_weft(tmp_path: Path) -> None:
         file.seek(0)
         assert set(torch.load(file, weights_only=True)) == set(model.state_dict())
     assert {type(each) for each in model.parameters()} == {nn.Parameter}
+
+
+def _exchanged(model: Any) -> None:
+    model[0].bias = nn.Parameter(torch.zeros_like(model[0].bias))
+
+
+def _taken_out(model: Any) -> None:
+    model[0] = nn.Identity()
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        (_exchanged, r"put another parameter in the place of 0\.bias"),
+        (_taken_out, r"taken 0\.weight out"),
+    ],
+)
+def test_parameters_that_come_and_go_are_refused(tmp_path: Path, edit: Callable[[Any], None], told: str) -> None:
+    with session_of(str(tmp_path), plan_of("zero 0", 1)) as session:
+        state = prepared(session, build())
+        for batch in state.batches(1):
+            state.step(batch)
+        edit(state.model)
+        with pytest.raises(RecipeError, match=told):
+            state.save()
+
+
+def test_a_parametrization_after_prepare_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RecipeError, match=r"Parametrize the model before prepare"),
+        session_of(str(tmp_path), plan_of("zero 0", 1)) as session,
+    ):
+        nn.utils.parametrizations.weight_norm(prepared(session, build()).model[2])
+
+
+def test_what_a_loop_adds_is_its_own(tmp_path: Path) -> None:
+    with session_of(str(tmp_path), plan_of("zero 0", 1)) as session:
+        state = prepared(session, build())
+        state.model[0].teacher = nn.Linear(3, 3)
+        assert [state.step(batch).loss for batch in state.batches(2)]
+
+
+def beside_stages(folder: str, edit: str) -> None:
+    class Passes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+            self.blocks = nn.ModuleList([nn.Tanh(), nn.Linear(8, 8)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.last(x)
+
+    plan = Plan(
+        mesh=MeshPlan(pipeline=2),
+        microbatch=MicrobatchPlan(size=BATCH // 2, per_step=2),
+        compute=ComputePlan(precision="fp64"),
+    )
+    with session_of(folder, plan) as session:
+        cut = CutTable(entry="first", blocks=("blocks.0", "blocks.1"), tail=("last",))
+        state = prepared(session, Passes().double(), cut=cut)
+        for batch in state.batches(2):
+            state.step(batch)
+            if edit == "read":
+                nn.init.zeros_(state.model.last.weight)
+            elif edit == "all":
+                _clipped(state.model)
+            else:
+                nn.init.zeros_(next(state.model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        ("read", r"the loop has used last of the model .*'Passed' object has no attribute 'weight'\. Take the modules"),
+        ("all", r"has changed [a-z.0-9]+ and [13] more weights .*mesh\.pipeline = 1"),
+    ],
+)
+def test_edits_beside_other_stages_are_refused(ranks: RankPool, tmp_path: Path, edit: str, told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        ranks.run(2, beside_stages, str(tmp_path), edit)
+
+
+def test_but_not_of_one_module(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, beside_stages, str(tmp_path), "one")
 
 
 def averaged(kind: str, folder: str) -> None:

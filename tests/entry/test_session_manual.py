@@ -307,6 +307,27 @@ def test_plans_under_which_no_rank_can_call_the_model_say_so(ranks: RankPool, tm
         assert "data_parallel.zero = 2" in text
 
 
+def of_a_whole_batch(folder: str) -> str:
+    def loss(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+        return outputs.softmax(0).square().sum(), len(outputs)
+
+    rows = torch.randn(16, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with weft.session(plan=plan_for(2, BATCH // 2), permit=("fp64",), folder=folder, quiet=True) as session:
+        model = nn.Linear(4, 4).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = session.prepare(model, optimizer, DataLoader(rows, batch_size=BATCH), loss=loss)  # type: ignore[arg-type]
+        (batch,) = state.batches(1)
+        with pytest.raises(PlanError) as caught, state.manual_step(batch):
+            pass
+        return str(caught.value)
+
+
+def test_a_loss_of_the_whole_batch_has_no_parts(ranks: RankPool, tmp_path) -> None:
+    for text in ranks.run(2, of_a_whole_batch, str(tmp_path)):
+        assert "is no sum over samples" in text
+        assert "Use state.step(batch)" in text
+
+
 def test_statistics_of_a_step_that_is_given_up_are_put_back(tmp_path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
     rows = torch.randn(16, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

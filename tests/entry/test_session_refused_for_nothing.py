@@ -186,6 +186,39 @@ def test_a_batch_norm_that_takes_no_statistics_may_accumulate(ranks: RankPool, t
     check(ranks, "one accumulation data zero3", frozen_norm, sequences(), tmp_path)
 
 
+def norm_without_statistics() -> nn.Module:
+    return normed(tracks=False)
+
+
+def test_a_batch_norm_without_statistics_is_evaluated_as_in_plain_pytorch(ranks: RankPool, tmp_path: Path) -> None:
+    check(ranks, "one data zero3", norm_without_statistics, sequences(42), tmp_path)  # the last batch has two samples
+
+
+def hooked() -> nn.Module:
+    """A hook that reads what the model is given by position, and writes to it."""
+    model = normed(tracks=False)
+    model.norm = nn.LayerNorm(WIDTH).double()
+    model.register_forward_pre_hook(lambda module, given: (given[0].mul_(0.9),))
+    return model
+
+
+def test_hooks_of_a_model_read_positions_and_write_to_inputs(ranks: RankPool, tmp_path: Path) -> None:
+    check(ranks, "one accumulation data zero3", hooked, sequences(), tmp_path)
+
+
+def test_a_batch_is_not_written_to_before_the_first_step(tmp_path: Path) -> None:
+    rows = torch.arange(16.0, dtype=torch.float64)[:, None].expand(16, LENGTH * 6).clone()
+    seen: list[float] = []
+    model = hooked()
+    model.register_forward_hook(lambda module, given, out: seen.append(float(given[0][0, 0])))
+    batches = [[rows[at : at + BATCH], rows[at : at + BATCH, :4]] for at in (0, BATCH)]
+    with weft.session(plan=plan_of("accumulation"), permit=("fp64",), folder=tmp_path, quiet=True) as session:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.prepare(model, optimizer, batches, loss=loss_fn, batch_size=BATCH)
+    assert seen, "the model was tried"
+    assert torch.equal(rows[:, 0], torch.arange(16.0, dtype=torch.float64))
+
+
 def accumulating(model: nn.Module, folder: Path, **changes: Any) -> Any:
     plan = {"plan": plan_of("accumulation")} | changes
     with weft.session(permit=("fp64",), folder=folder, quiet=True, **plan) as session:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +80,19 @@ def test_a_middle_stage_runs_the_models_own_forward() -> None:
     assert isinstance(entry, Received)
     entry.value = torch.zeros(2, 5, 16, device="meta")
     assert stage(tokens=torch.zeros(2, 5, dtype=torch.int64, device="meta")).shape == (2, 5, 16)
+
+
+def test_hooks_of_a_stage_know_the_stage() -> None:
+    blueprint = decoder()
+    whole: Any = blueprint.module
+    whole.factor, calls = 1.0, list[float]()
+    whole.blocks[1].register_forward_hook(lambda module, args, out: calls.append(whole.factor))
+    stage: Any = cut_stage(blueprint, 1, (1, 3))
+    stage.factor = 3.0
+    entry = stage.get_submodule("embedding")
+    entry.value = torch.zeros(2, 5, 16, device="meta")
+    stage(tokens=torch.zeros(2, 5, dtype=torch.int64, device="meta"))
+    assert calls == [3.0], "the hook reads the stage, and writes where its author looks"
 
 
 def test_ties_are_found_by_identity() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from weft.comm._backward import BackwardWaits
-from weft.comm._untraced import untraced
+from weft.comm.untraced import untraced
 
 Operation = Literal[
     "all_reduce",

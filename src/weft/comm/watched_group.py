@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft.comm._untraced import untraced
+from weft.comm.untraced import untraced
 from weft.comm.watch import Operation, TraceEvent, Watch, WatchedWork, num_bytes
 
 WATCHED_GLOO = "weft_gloo"

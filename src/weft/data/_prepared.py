@@ -21,6 +21,8 @@ class PreparedData:
     description: tuple[str, ...]
     """One line per source, for the start of a run: `stdlib: 31.5 MB, 1,786 files, 8.8 M tokens`."""
     fingerprint: str
+    branches: tuple[str, ...] = ()
+    """Blocks of the model that only some of the first samples run, as looks at these have shown."""
 
     def to_json(self) -> str:
         return json.dumps(plain(self))

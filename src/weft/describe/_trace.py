@@ -25,6 +25,7 @@ from weft.describe._fused import FUSED, Fused, FusedCall
 from weft.errors import RecipeError
 from weft.models import Blueprint, token_example
 from weft.models.places import places_beside_padding
+from weft.models.positions import arguments_for
 from weft.models.samples import draw_integers
 from weft.stand_ins import OneDevice, StandIns, on_trial, without_fast_path
 
@@ -121,7 +122,7 @@ class _Recorder(TorchDispatchMode):
         fields = _fields(self._blueprint, self._dtype, self._samples)
         self._fields = {name: self.value(tensor) for name, tensor in fields.items()}
         self._per_sample.update(value.storage for value in self._fields.values())
-        inputs = self._blueprint.keywords(fields)
+        given = arguments_for(self._blueprint.module, self._blueprint.keywords(fields))
         with ExitStack() as stack:
             stack.enter_context(self._hooked(module))
             stack.enter_context(without_fast_path())
@@ -134,7 +135,7 @@ class _Recorder(TorchDispatchMode):
                 found: list[tuple[Value, ...]] = []
                 for mode in modes:
                     with _evaluating(module) if mode == "evaluation" else nullcontext():
-                        outputs = torch.func.functional_call(module, self._each_once(), (), inputs, tie_weights=False)
+                        outputs = torch.func.functional_call(module, self._each_once(), *given, tie_weights=False)
                     found.append(tuple(self.value(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)))
                 loss_event = len(self._events)
                 self._modules.append(LOSS)

@@ -176,8 +176,14 @@ def bounds_of(size: int, counts: Sequence[int]) -> list[int]:
     return [-(-size * sum(counts[:rank]) // total) for rank in range(len(counts) + 1)]
 
 
-def unequal(size: int, ranks: int) -> str:
-    """Why ranks that gather their samples cannot be given a batch."""
+def unequal(size: int, ranks: int, norm: str = "") -> str:
+    """Why ranks that gather their samples, or share the statistics of a batch norm, cannot be given a batch."""
+    if norm:
+        return (
+            f"{norm} has no running statistics and takes those of the batch, and a batch of {size} samples cannot be"
+            f" shared out equally over {ranks} data ranks. Let batches have a multiple of {ranks} samples"
+            " (drop_last=True), or let it track running statistics."
+        )
     return (
         f"the loss is of the whole batch, and a batch of {size} samples cannot be shared out equally over {ranks} data"
         f" ranks, which gather their samples for it. Let batches have a multiple of {ranks} samples (drop_last=True)."

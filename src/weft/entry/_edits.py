@@ -12,6 +12,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from weft.entry._structure import Structure
 from weft.errors import RecipeError
 from weft.parallel import ModelPart, StoreSet
 from weft.plan import Plan
@@ -41,6 +42,7 @@ class Edits:
         self._shards = stores.shards
         self._tensors = [*(each.parameter for each in self._watched), *(shard.master for shard in self._shards)]
         self._versions = _versions(self._tensors)
+        self._structure = Structure([part.module for part in parts])
         self._spread = [each for each in self._watched if isinstance(each.parameter, DTensor)]
         self._places = _places(self._spread)
         self._touched = False
@@ -80,13 +82,16 @@ class Edits:
     # ── told by the guard ─────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def settle(self, *, gathered: bool = False) -> None:
         """Take over what was written since `note`, before Weft does anything with the model.
 
         Raises:
             RecipeError: it cannot be taken over under this plan; it says how to write it.
         """
         self._is_inside = True
+        if not gathered:
+            self.release()
+            self._structure.check()
         self._looks += 1
         self._refuse_other_storage()
         has_copies = any(shard.weights is not None for shard in self._shards)
@@ -105,6 +110,7 @@ class Edits:
         is still needed, ZeRO-3's weights are shards from now on."""
         if not gathered:
             self.release()
+            self._structure.note()
         self._versions, self._places = _versions(self._tensors), _places(self._spread)
         self._touched = self._is_inside = False
 
@@ -168,6 +174,13 @@ class Edits:
             )
         self._edits += 1
         mesh = self._plan.mesh
+        if mesh.pipeline > 1 and len({each.name.rpartition(".")[0] for each in edited}) > 1:
+            raise RecipeError(
+                f"the loop has changed {edited[0].name} and {len(edited) - 1} more weights since the last step, and"
+                f" other ranks have the other stages of the model (mesh.pipeline = {mesh.pipeline}): what is computed"
+                " of several weights (a norm of all, an average) would be another on each. Write it as a"
+                " parametrization in the model, change the weights of one module alone, or use mesh.pipeline = 1."
+            )
         is_same = mesh.tensor * mesh.pipeline * mesh.context == 1 and _is_due(self._edits)
         said = [f"{each.name}{_digest(each.parameter) if is_same else ''}" for each in edited]
         if mesh.pipeline == 1:

@@ -17,7 +17,7 @@ from weft.entry._outputs import GatheredOutputs, Select
 from weft.entry._user_batches import UserBatch, digest_of
 from weft.entry._user_loss import LossOfUser
 from weft.errors import DataError, PlanError
-from weft.models import Blueprint
+from weft.models import BATCH_NORMS, Blueprint
 from weft.parallel import Runner
 from weft.plan import Plan
 from weft.recipe import Recipe
@@ -32,6 +32,9 @@ class Evaluation:
         self._runner, self._blueprint, self._loss = runner, blueprint, loss
         self._mesh, self._plan, self._seed = mesh, plan, recipe.run.seed
         self._batch_size = recipe.batch.global_batch_size
+        # Fillers would count in statistics that ranks share.
+        norms = (each for each in blueprint.module.named_modules() if isinstance(each[1], BATCH_NORMS))
+        self._norm = next((name for name, norm in norms if norm.running_mean is None), "")
         self._start, self._stop = rank_range(plan.microbatch, plan.mesh.data, mesh.data_index)
 
     def outputs(self, select: Select) -> GatheredOutputs:
@@ -88,7 +91,7 @@ class Evaluation:
         self._loss.like = like
         micro, most = self._plan.microbatch.size, max(self._plan.microbatch.shares(self._plan.mesh.data))
         size = next(iter(fields.values())).shape[0]
-        if gathers_samples(self._blueprint, self._plan):
+        if gathers_samples(self._blueprint, self._plan) or (self._norm and self._plan.mesh.data > 1):
             return self._run_equal_share(fields, size, collected, counts=counts)
         own = range(min(self._start, size), min(self._stop, size), micro)
         fields = {**fields, "sample_ids": torch.arange(size)}
@@ -107,14 +110,15 @@ class Evaluation:
     def _run_equal_share(
         self, fields: Mapping[str, Tensor], size: int, collected: GatheredOutputs | None, *, counts: bool
     ) -> Tensor:
-        """Where ranks gather their samples for the loss, each has equally many.
+        """Where ranks gather their samples for the loss, or a batch norm has no statistics but the batch's, each has
+        equally many.
 
         Raises:
             DataError: on every rank; the batch cannot be shared out so.
         """
         each, rest = divmod(size, self._plan.mesh.data)
         if rest:
-            raise DataError(unequal(size, self._plan.mesh.data))
+            raise DataError(unequal(size, self._plan.mesh.data, self._norm))
         start = self._mesh.data_index * each
         fields = {**fields, "sample_ids": torch.arange(size)}
         part = {name: value[start : start + each] for name, value in fields.items()}

@@ -14,11 +14,10 @@ from weft.checkpoint import Checkpointer, Peers
 from weft.checkpoint.export import export_checkpoint
 from weft.data.preparation import path_of
 from weft.entry._export_adapters import export_adapters, has_adapters
-from weft.entry._guards import MovedParameter
 from weft.errors import CheckpointError, LaunchError
 from weft.events import RunFolder
 from weft.models import Blueprint, build_model
-from weft.parallel import Piece
+from weft.parallel import ParallelModel, Piece
 from weft.plan import Plan
 from weft.recipe import Recipe, load_recipe
 from weft.recipe.hf_folder import read_hf_processors
@@ -66,7 +65,7 @@ def export(
 
 
 def export_model(
-    pieces: Sequence[Piece], blueprint: Blueprint, steps: int, given: object, peers: Peers, plan: Plan
+    pieces: Sequence[Piece], model: ParallelModel, steps: int, given: object, peers: Peers, plan: Plan
 ) -> Path:
     """Write a model that ranks hold in pieces as `transformers` loads it, or its adapters as `peft` does.  Call on
     every rank; all must see the folder.
@@ -75,14 +74,14 @@ def export_model(
         CheckpointError: on every rank; the folder is not empty or cannot be written.
     """
     folder = new_folder_of(given)
-    problem = peers.first_problem(_complex_in(blueprint))
+    problem = peers.first_problem(_complex_in(model))
     if problem is not None:
         raise CheckpointError(problem)
     partial = folder.with_name(f".{folder.name}.exporting")
     stored = Checkpointer(partial, peers).save(steps, pieces)
     if peers.rank == 0:
         try:
-            _export_saved(stored, blueprint, folder, plan)
+            _export_saved(stored, model.blueprint, folder, plan)
         except CheckpointError as error:
             problem = str(error)
         shutil.rmtree(partial, ignore_errors=True)
@@ -100,12 +99,11 @@ def _export_saved(stored: Path, blueprint: Blueprint, folder: Path, plan: Plan) 
         export_checkpoint(stored, with_config_of(blueprint), folder)
 
 
-def _complex_in(blueprint: Blueprint) -> str | None:
-    """Why a model cannot be exported, of what this rank holds of it: other stages have let their parameters go."""
-    module = blueprint.module
-    held = (*module.named_parameters(), *module.named_buffers())
+def _complex_in(model: ParallelModel) -> str | None:
+    """Why a model cannot be exported, of what this rank holds of it."""
+    held = [named for part in model.parts for named in (*part.module.named_parameters(), *part.module.named_buffers())]
     for name, each in held:
-        if not isinstance(each, MovedParameter) and each.is_complex():
+        if each.is_complex():
             return (
                 f"{name} is complex, which no file of safetensors that transformers loads can hold. Keep the weights by"
                 " state.save(), or register torch.view_as_real of it in the model."

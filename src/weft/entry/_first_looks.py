@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from weft.entry._agreement import gather_texts
+from weft.entry._branches import find_branches, gathers_blocks, words_on_branches
 from weft.entry._left_behind import LeftBehind, find_left_behind, refuse_left_behind, runs_once
 from weft.entry._meetings import SampleMeeting, WholeBatchLoss, find_meeting, refuse_meeting
 from weft.entry._nets import Nets
@@ -32,6 +33,12 @@ class FirstLooks:
 
     left: LeftBehind = field(default_factory=LeftBehind)
     meeting: SampleMeeting = field(default_factory=SampleMeeting)
+    branches: Sequence[str] = ()
+    """Blocks that only some samples run, where ranks may have to gather each together."""
+
+    def notes(self, plan: Plan, *others: str) -> list[str]:
+        """Lines that tell of what was found, behind others."""
+        return [f"note      {note}" for note in (*others, words_on_branches(self.branches, plan)) if note]
 
     def limits(self, given: PlanSettings, world_size: int) -> PlanSettings:
         """What `auto` may choose from: one microbatch, where several would differ.
@@ -72,7 +79,8 @@ def look_first(
     nets: Nets,
     device: torch.device,
 ) -> FirstLooks:
-    """Try a few samples of a batch, on every rank, before `plan` (None: `auto`) is laid over the model.
+    """Try a few samples of a batch, on every rank, before `plan` (None: `auto`) is laid over the model, which is told
+    of its branches.
 
     Nothing is asked where one process takes the whole batch at once, and nothing is said of what cannot be tried: a
     forward that fails on a part of a batch.
@@ -96,15 +104,26 @@ def look_first(
     if trials is not None and (nets.meetings or is_declared):
         with suppress(Exception):  # as above
             looks = replace(looks, meeting=find_meeting(trials, is_declared=is_declared))
-    return FirstLooks(
-        left=LeftBehind(**_agreed(asdict(looks.left), device)),
-        meeting=SampleMeeting(**_agreed(asdict(looks.meeting), device)),
-    )
+    blocks = blueprint.cut.blocks if blueprint.cut is not None and (plan is None or gathers_blocks(plan)) else ()
+    if trials is not None and blocks:
+        with suppress(Exception):  # as above
+            looks = replace(looks, branches=find_branches(trials, blocks))
+    looks = agreed_looks(looks, device)
+    blueprint.sometimes = looks.branches
+    return looks
 
 
-def _agreed(found: dict[str, str], device: torch.device) -> dict[str, str]:
-    """What any rank has found, the first that has found something."""
+def agreed_looks(looks: FirstLooks, device: torch.device) -> FirstLooks:
+    """What any rank has found: the first that has found something, and the branches of all.  Call on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return found
-    told = [json.loads(text) for text in gather_texts(json.dumps(found), device)]
-    return next((one for one in told if any(one.values())), found)
+        return looks
+    told: list[dict[str, Any]] = [json.loads(text) for text in gather_texts(json.dumps(asdict(looks)), device)]
+
+    def first(what: str) -> dict[str, str]:
+        return next((one[what] for one in told if any(one[what].values())), told[0][what])
+
+    return FirstLooks(
+        left=LeftBehind(**first("left")),
+        meeting=SampleMeeting(**first("meeting")),
+        branches=list(dict.fromkeys(name for one in told for name in one["branches"])),
+    )

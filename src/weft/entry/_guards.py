@@ -65,7 +65,7 @@ class Guard:
     def inside(self) -> Generator[None]:
         """What Weft does by itself.  What the loop has written into the weights until then is taken over first."""
         if not self._depth and self._edits is not None:
-            self._edits.settle()
+            self._edits.settle(gathered=self._is_manual)
         self._depth += 1
         try:
             yield

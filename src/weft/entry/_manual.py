@@ -195,12 +195,14 @@ class ManualStep:
         )
 
 
-def check_manual(plan: Plan, vocabulary_head: str | None, instead: str = "state.step(batch)") -> None:
+def check_manual(
+    plan: Plan, vocabulary_head: str | None, instead: str = "state.step(batch)", *, per_sample_loss: bool = True
+) -> None:
     """Refuse plans under which a loop cannot call the model itself; `instead`: what they allow.
 
     Raises:
-        PlanError: the model is cut into stages, its sequence or its logits are, or ZeRO-3's ranks have unequal numbers
-            of parts.
+        PlanError: the model is cut into stages, its sequence or its logits are, ZeRO-3's ranks have unequal numbers
+            of parts, or the loss sees the whole batch, of which a part of the step is not all.
     """
     mesh = plan.mesh
     if mesh.pipeline > 1:
@@ -217,6 +219,13 @@ def check_manual(plan: Plan, vocabulary_head: str | None, instead: str = "state.
         raise PlanError(
             f"under mesh.tensor = {mesh.tensor} each rank has a part of the logits of {vocabulary_head}, which prepare"
             " was told only a vocabulary loss reads. Leave prepare's vocabulary_head= out."
+        )
+    if not per_sample_loss and (mesh.data > 1 or plan.microbatch.is_split):
+        raise PlanError(
+            "the loss that session.prepare was given is no sum over samples, and a manual step computes it of parts of"
+            " the batch, which gives something else than one process. Use state.step(batch), whose loss is of the whole"
+            " batch, or train on one process with the whole batch in one microbatch. If the block computes other"
+            " losses, give prepare one that is a sum over samples."
         )
     shares = plan.microbatch.shares(mesh.data)
     if plan.data_parallel.shards_weights and len(set(shares)) > 1:

@@ -8,9 +8,9 @@ batch, whose samples data ranks gather.  Batch norms have a rule of their own.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from weft.entry._extremes import extremes_of
 from weft.entry._trial_copies import LOSS, TrialCopy
-from weft.entry._trials_of_batch import Seen, Trials, is_costly
+from weft.entry._trials_of_batch import Seen, Trials, difference, is_costly, mean_of
 from weft.entry._user_loss import LossOfUser
 from weft.errors import PlanError
 from weft.models import Batch
@@ -30,10 +31,12 @@ from weft.plan import Plan
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Share of a loss that adding in another order may change."""
-_LEAST = 1e-2
-"""Loss of a sample that a rounding is held against at least: those of copies that cancel out leave nothing else."""
 _COARSE = 5e-2
 """The same in bf16 and fp16, and where a loss rounds by itself."""
+
+
+_ROUGHLY = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""The same of outputs that no model has computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +62,13 @@ def find_meeting(trials: Trials, *, is_declared: bool) -> SampleMeeting:
     """
     whole, *parts = trials.seen or _tried(trials)
     if not is_declared and not _meet(trials, whole, parts):
-        more = _more(trials, whole)
-        if more is None:
-            return SampleMeeting()
-        trials, (whole, *parts) = more
-        if not _meet(trials, whole, parts):
-            return SampleMeeting()
+        unit, is_kept, more = trials.part, trials.seen is None, _more(trials, whole)
+        if more is not None:
+            trials, (whole, *parts) = more
+        if more is None or not _meet(trials, whole, parts):
+            return _at_extremes(trials, whole, parts, unit, is_kept=is_kept)
     where, reason = _where(trials), _why_no_gathering(trials)
-    figures = f"{whole.mean:.6g} and {_mean_of(parts):.6g}"
+    figures = f"{whole.mean:.6g} and {mean_of(parts):.6g}"
     if where != LOSS and not reason:  # of two encoders whose outputs a forward multiplies, ranks gather the operands
         where = LOSS
     return SampleMeeting(where=where, figures=figures, no_gathering=reason)
@@ -89,6 +91,18 @@ def _more(trials: Trials, whole: Seen) -> tuple[Trials, list[Seen]] | None:
         return grown, _tried(grown)
     except Exception:  # batches of a shape that only few samples have
         return None
+
+
+def _at_extremes(trials: Trials, whole: Seen, parts: Sequence[Seen], unit: int, *, is_kept: bool) -> SampleMeeting:
+    """What samples of very unlike losses say, beside each other and alone."""
+    limit, found = _ROUGHLY.get(trials.dtype, _COARSE), None
+    with suppress(Exception), trials.calm():  # whatever a loss raises of so few samples, and of outputs made up
+        pairs = extremes_of(trials, whole, parts[0], unit, is_kept=is_kept)
+        found = next((pair for pair in pairs if difference(*pair) > limit), None)
+    if found is None:
+        return SampleMeeting()
+    figures = f"{found[0].mean:.6g} and {mean_of(found[1]):.6g}"
+    return SampleMeeting(where=LOSS, figures=figures, no_gathering=_why_no_gathering(trials))
 
 
 def _meet(trials: Trials, whole: Seen, parts: Sequence[Seen]) -> bool:
@@ -148,27 +162,8 @@ class WholeBatchLoss:
         return self._loss(outputs, batch)
 
 
-def _mean_of(parts: Sequence[Seen]) -> float:
-    count = sum(part.count for part in parts)
-    return sum(part.loss_sum for part in parts) / count if count else math.nan
-
-
-def _difference(whole: Seen, parts: Sequence[Seen]) -> float:
-    """How far the loss of the whole is from that of the parts, relative; 0 where it is no number."""
-    sums, counts = [part.loss_sum for part in parts], [part.count for part in parts]
-    if not all(map(math.isfinite, (whole.loss_sum, whole.count, *sums, *counts))):
-        return 0.0
-    least = _LEAST * max(1.0, abs(whole.count))
-    size = max(abs(whole.loss_sum), *map(abs, sums), least)
-    by_sum = max(abs(whole.loss_sum - sum(sums)) / size, abs(whole.count - sum(counts)) / (abs(whole.count) or 1.0))
-    if not whole.count or not sum(counts):
-        return by_sum
-    by_mean = abs(whole.mean - _mean_of(parts)) * abs(whole.count) / size
-    return min(by_sum, by_mean)  # a mean beside the count 1 is weighted right, where parts are equal
-
-
 def _adds_up(whole: Seen, parts: Sequence[Seen], dtype: torch.dtype) -> bool:
-    return _difference(whole, parts) <= _ROUNDING.get(dtype, _COARSE)
+    return difference(whole, parts) <= _ROUNDING.get(dtype, _COARSE)
 
 
 def _is_confirmed(trials: Trials, whole: Seen, parts: Sequence[Seen]) -> bool:
@@ -179,7 +174,7 @@ def _is_confirmed(trials: Trials, whole: Seen, parts: Sequence[Seen]) -> bool:
     try:
         seen = _tried(wide)
     except Exception:  # a forward or a loss that asks for its own dtype
-        return _difference(whole, parts) > _COARSE
+        return difference(whole, parts) > _COARSE
     return not _adds_up(seen[0], seen[1:], torch.float32)  # a forward may go on in fp32 by itself
 
 

@@ -107,7 +107,7 @@ class OwnLoop:
         first.let_go()
         try:
             called = self._models.calls.call(f"the first forward of {type(model).__name__}", meets=True)
-            with called, as_prepared(model), variables_kept(model, stand_in_loss):
+            with called, as_prepared(model), variables_kept(model, stand_in_loss, optimizer):
                 self._open.append((model, self._brought(model, optimizer, args, kwargs, split)))
         except BaseException:
             self._waiting[id(model)] = (model, FirstCall(model, first.begin))

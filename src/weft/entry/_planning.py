@@ -129,7 +129,7 @@ class Planning:
         check_same_on_all_ranks(recipe, plan)
         torch.set_num_threads(plan.compute.num_threads)
         if self.rank == 0 and not self.quiet:
-            noted = _said_of_shares(plan, recipe.batch.global_batch_size) + ([f"note      {note}"] if note else [])
+            noted = _said_of_shares(plan, recipe.batch.global_batch_size) + looks.notes(plan, note)
             print("\n".join([*describe_plan(plan, reasons, facts, machine.cluster), *noted]), flush=True)
         return plan
 

@@ -154,7 +154,7 @@ class PreparedModel:
         called, peers = self._calls.call(f"{self._name}.export()", meets=True), self._saves.peers
         with called, self._guard.inside():
             self._rounds.warn("export")
-            return export_model(self._training.weights(), self._blueprint, self._steps, folder, peers, self.plan)
+            return export_model(self._training.weights(), self._parallel, self._steps, folder, peers, self.plan)
 
     def load(self, path: str | Path | None = None) -> int:
         """Load the newest save of this session's folder, or the one given, and return its number of steps.

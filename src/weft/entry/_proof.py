@@ -60,10 +60,10 @@ def check_prove(prove: Any) -> Prove:
 
 
 @contextmanager
-def variables_kept(model: nn.Module, loss: object) -> Generator[Callable[[], None]]:
-    """Put variables of files, of classes and around the loss, which forwards on trial may write, back at the end; what
-    is yielded does so at once."""
-    around = Snapshot(("model", model), ("loss", loss), enters_modules=False)
+def variables_kept(model: nn.Module, loss: object, optimizer: object) -> Generator[Callable[[], None]]:
+    """Put variables of files, of classes and around the loss, which steps on trial may write, back at the end; what is
+    yielded does so at once."""
+    around = Snapshot(("model", model), ("loss", loss), ("optimizer", optimizer), enters_modules=False)
     try:
         yield around.put_back
     finally:
@@ -162,19 +162,23 @@ class SessionProof:
 
     def _plain(self) -> PlainSteps:
         device = self._mesh.device
-        fields, shape = self._rows(0, self._total)
-        fields = {name: value.to(device) for name, value in fields.items()}
-        inputs = {
-            keyword: fields[name] if name in fields else shape.part(name, fields)
-            for keyword, name in self._blueprint.inputs.items()
-            if shape.has(name)
-        }
+        rows, shape = self._rows(0, self._total)
         self._model.to(device)
+
+        def objective() -> tuple[Tensor, float]:
+            fields = {name: value.to(device, copy=True) for name, value in rows.items()}  # which a forward may write to
+            inputs = {
+                keyword: fields[name] if name in fields else shape.part(name, fields)
+                for keyword, name in self._blueprint.inputs.items()
+                if shape.has(name)
+            }
+            return objective_of(self._model, inputs, self._loss, shape.restored(fields))()
+
         return PlainSteps(
             model=self._model,
             optimizer=self._optimizer,
             loss=self._loss,
-            objective=objective_of(self._model, inputs, self._loss, shape.restored(fields)),
+            objective=objective,
             max_gradient_norm=self._max_gradient_norm,
             precision=self._plan.compute.precision,
             device=device,

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from contextlib import closing, suppress
 
+import torch
+
 from weft.data import PreparedData, data_shape, open_data
+from weft.entry._branches import find_branches, gathers_blocks
+from weft.entry._first_looks import FirstLooks, agreed_looks
 from weft.entry._left_behind import find_left_behind, refuse_left_behind, runs_once
 from weft.entry._meetings import find_meeting, refuse_meeting
-from weft.entry._trials_of_batch import is_costly, part_of, trials_of
+from weft.entry._trials_of_batch import Trials, is_costly, part_of, trials_of
 from weft.errors import PlanError
 from weft.models import Batch, Blueprint
 from weft.plan import MicrobatchPlan, Plan
@@ -22,12 +26,8 @@ def refuse_by_first_looks(recipe: Recipe, plan: Plan, blueprint: Blueprint, prep
     Raises:
         PlanError: it would.
     """
-    if recipe.model.factory is None or runs_once(plan):
-        return
-    trials = None
-    with suppress(Exception):  # the ranks will say what is wrong with the data
-        trials = trials_of(blueprint, blueprint.loss, _first_batch(recipe, blueprint, prepared), part_of(plan))
-    if trials is None or is_costly(trials):
+    trials = _trials(recipe, plan, blueprint, prepared)
+    if trials is None:
         return
     left = meeting = None
     with suppress(Exception):  # whatever the model's forward raises on a part of a batch
@@ -46,6 +46,31 @@ def refuse_by_first_looks(recipe: Recipe, plan: Plan, blueprint: Blueprint, prep
             " loss the attribute per_sample = False, and data ranks gather their samples for it; or, if it is a mean"
             " over something else than samples (tokens, pixels), return (sum, count)."
         )
+
+
+def branches_by_first_looks(
+    recipe: Recipe, plan: Plan, blueprint: Blueprint, prepared: PreparedData
+) -> tuple[str, ...]:
+    """Blocks that only some of the first samples run, where ranks gather each together.  Call on every rank that has
+    been joined."""
+    looks = FirstLooks()
+    if blueprint.cut is None or not gathers_blocks(plan):
+        return ()
+    trials = _trials(recipe, plan, blueprint, prepared)
+    if trials is not None:
+        with suppress(Exception):  # as above
+            looks = FirstLooks(branches=find_branches(trials, blueprint.cut.blocks))
+    return tuple(agreed_looks(looks, torch.device("cpu")).branches)
+
+
+def _trials(recipe: Recipe, plan: Plan, blueprint: Blueprint, prepared: PreparedData) -> Trials | None:
+    """Trials of the first samples, where these and the model are there and it does not take long."""
+    if recipe.model.factory is None or runs_once(plan):
+        return None
+    with suppress(Exception):  # the ranks will say what is wrong with the data
+        trials = trials_of(blueprint, blueprint.loss, _first_batch(recipe, blueprint, prepared), part_of(plan))
+        return None if trials is None or is_costly(trials) else trials
+    return None
 
 
 def _first_batch(recipe: Recipe, blueprint: Blueprint, prepared: PreparedData) -> Batch:

@@ -315,7 +315,7 @@ class Session:
         max_grad_norm: float | None,
         batch_size: int | None,
     ) -> TrainState:
-        with self._calls.call("session.prepare()", meets=True), variables_kept(model, loss) as put_back:
+        with self._calls.call("session.prepare()", meets=True), variables_kept(model, loss, optimizer) as put_back:
             check_prepared(model, optimizer, loss, split, cut, vocabulary_head)
             refuse_wrapped(model)
             stream = BatchStream(loader, self._planning.seed, lambda fields: None, batch_size)

@@ -15,12 +15,16 @@ from weft.plan import Plan
 def explain_share(error: BaseException, models: Iterable[tuple[nn.Module, Plan]]) -> RecipeError | None:
     """Return what to say of an error that came out of the loop's own code, where a function that failed was given a
     model, or parameters of it, that a plan cuts or holds in another dtype; None where there is nothing to say."""
-    if isinstance(error, AssertionError) and "does not support deepcopy" in str(error):
+    if isinstance(error, AssertionError | TypeError) and _NO_COPY.search(str(error)):
+        return _of_copies(error, models)
+    if isinstance(error, RuntimeError) and "Creating a Parameter from an instance" in str(error):
         return RecipeError(
-            "copy.deepcopy (which AveragedModel calls, too) was given a model after session.prepare of which this plan"
-            " gives a rank a share. Average its parameters, [p.detach().clone() for p in state.model.parameters()], or"
-            " use data_parallel.zero = 0, 1 or 2, which leave weights whole."
+            "nn.Parameter was given a parameter of the model after session.prepare, as parametrizations (weight_norm)"
+            " do: the plan trains those that prepare was given. Parametrize the model before prepare; for a copy write"
+            " nn.Parameter(parameter.detach().clone())."
         )
+    if isinstance(error, AttributeError | KeyError):
+        return _of_stages(error, models)
     if isinstance(error, WeftError) or not isinstance(
         error, RuntimeError | TypeError | ValueError | NotImplementedError
     ):
@@ -34,12 +38,19 @@ def explain_share(error: BaseException, models: Iterable[tuple[nn.Module, Plan]]
     for model, how in changed:
         names = {id(each): name for name, each in model.named_modules()}
         names |= {id(each): name for name, each in model.named_parameters()}
-        for frame in reversed(frames):
+        public = [frame for frame in frames if not frame.f_code.co_name.startswith("_")]
+        for frame in reversed(public or frames):
             held = [value for local in frame.f_locals.values() for value in _flat(local)]
             if any(id(value) in names for value in held) and "weft" not in frame.f_globals.get("__name__", "").split(
                 "."
             ):
                 said = next(iter(str(error).splitlines()), type(error).__name__)
+                if "sharded" in said:
+                    return RecipeError(
+                        f"{frame.f_code.co_name} was given parameters of the model after session.prepare, {how}, and"
+                        f" torch cannot do this with shares ({said}). Gather each first (parameter.full_tensor()), or"
+                        " use data_parallel.zero = 0, 1 or 2."
+                    )
                 return RecipeError(
                     f"{frame.f_code.co_name} was given parameters of the model after session.prepare, {how}, beside"
                     f" tensors that were made for the whole ({said}). Make averages and copies of the model after"
@@ -48,7 +59,40 @@ def explain_share(error: BaseException, models: Iterable[tuple[nn.Module, Plan]]
     return None
 
 
-_OF_SHARES = re.compile("DTensor|size of tensor|shape|dtype|same size", re.IGNORECASE)
+def _of_copies(error: BaseException, models: Iterable[tuple[nn.Module, Plan]]) -> RecipeError | None:
+    """Of a model with shares, or with groups of processes, that somebody copies."""
+    cut = {id(module) for model, plan in models if _how(plan) for module in model.modules()}
+    copies = [frame for frame in _frames(error) if _file(frame).endswith("copy.py")]
+    if not any(id(value) in cut for frame in copies for value in frame.f_locals.values()):
+        return None
+    return RecipeError(
+        "copy.deepcopy (which AveragedModel calls, too) was given a model after session.prepare of which this plan"
+        " gives a rank a share. Average its parameters, [p.detach().clone() for p in state.model.parameters()], or"
+        " use data_parallel.zero = 0, 1 or 2 and mesh.tensor = 1, which leave weights whole."
+    )
+
+
+def _of_stages(error: BaseException, models: Iterable[tuple[nn.Module, Plan]]) -> RecipeError | None:
+    """Of a loop that reads or writes an attribute of a module which another pipeline stage has."""
+    stages = [model for model, plan in models if plan.mesh.pipeline > 1]
+    names = {id(each): name for model in stages for name, each in model.named_modules() if _stands_in(each)}
+    used = next((frame for frame in _frames(error) if id(frame.f_locals.get("self")) in names), None)
+    if used is None:
+        return None
+    said = str(next(iter(error.args), ""))
+    return RecipeError(
+        f"the loop has used {names[id(used.f_locals['self'])]} of the model after session.prepare, and this plan gives"
+        f" it to another rank: {said}. Take the modules and parameters that state.model has on this rank (loop over"
+        " state.model.named_parameters()), or use mesh.pipeline = 1."
+    )
+
+
+def _stands_in(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("weft.techniques.pipeline.")
+
+
+_NO_COPY = re.compile("does not support deepcopy|cannot pickle")
+_OF_SHARES = re.compile("DTensor|sharded|size of tensor|shape|dtype|same size", re.IGNORECASE)
 """What torch says where tensors of other kinds, sizes or dtypes meet."""
 _HERE = __file__.rpartition("/entry/")[0]
 

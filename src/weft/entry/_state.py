@@ -108,13 +108,13 @@ class TrainState(PreparedModel):
         Raises:
             DataError: as `step`.
             RecipeError: as `step`; parts were left out, or a backward was not `step.backward`.
-            PlanError: the plan cuts the model into stages or the sequence, the block draws random numbers, or ZeRO-3's
-                ranks have unequal shares.
+            PlanError: the plan cuts the model into stages or the sequence, the block draws random numbers, the loss of
+                `prepare` is of the whole batch, or ZeRO-3's ranks have unequal shares.
         """
         from weft.entry._manual import ManualStep, check_manual  # loaded where a loop writes its own
 
         self._check_ready("manual_step()")
-        check_manual(self.plan, self._blueprint.vocabulary_head)
+        check_manual(self.plan, self._blueprint.vocabulary_head, per_sample_loss=self._loss.per_sample)
         with self._calls.call(f"{self._name}.manual_step()"):
             microbatches = self._taken(batch)
             self._share.refuse_fillers("state.manual_step()")

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,10 +25,11 @@ from weft.engine import TrainingOutcome
 from weft.engine.proof import Prove
 from weft.entry._agreement import check_same_on_all_ranks
 from weft.entry._auto import describe_blueprint, machine_for
+from weft.entry._branches import words_on_branches
 from weft.entry._export import processor_files
 from weft.entry._fit import MeasurePeak, fit_microbatch, measure_peak_in_job, measure_peak_in_processes
 from weft.entry._proof import check_prove
-from weft.entry._recipe_looks import refuse_by_first_looks
+from weft.entry._recipe_looks import branches_by_first_looks, refuse_by_first_looks
 from weft.entry._recording import create_folder, folder_of_rank_0, run_name
 from weft.entry._trials import decide_by_trials
 from weft.errors import CheckpointError, LaunchError, PlanError, RecipeError, WeftError
@@ -302,8 +303,9 @@ class _Job:
     def _prepare(self) -> PreparedData:
         progress = silent if self.quiet else ConsoleProgress(sys.stderr)
         prepared = prepare_data(self.recipe, data_shape(self.blueprint, self.recipe), progress=progress)
-        refuse_by_first_looks(self.recipe, self.plan, self.blueprint, prepared)
-        return prepared
+        looked = self.recipe, self.plan, self.blueprint, prepared
+        refuse_by_first_looks(*looked)
+        return replace(prepared, branches=branches_by_first_looks(*looked))
 
     @contextmanager
     def _kept_with_run(self, run: RunFolder, prepared: PreparedData) -> Generator[None]:
@@ -340,8 +342,9 @@ class _Job:
             print(line)
         if self.note:
             print(f"note      {self.note}")
-        for note in self.blueprint.notes:
-            print(f"note      {note}")
+        for note in (*self.blueprint.notes, words_on_branches(prepared.branches, self.plan)):
+            if note:
+                print(f"note      {note}")
         print(f"run       {run.path}/", flush=True)
 
     def _finalise(self, run: RunFolder, outcome: TrainingOutcome, *, export: bool = True) -> RunResult:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +20,7 @@ from weft.entry._trial_copies import Kept, TrialCopy
 from weft.entry._user_batches import UserBatch
 from weft.entry._user_loss import LossOfUser
 from weft.models import Batch, Blueprint
+from weft.models.positions import call_model
 from weft.parallel import compute_dtype_of, model_inputs
 from weft.plan import Plan
 
@@ -27,6 +28,8 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """Classes of batch norms, which Weft keeps by a rule of their own."""
 
 _LARGEST_PART = 8
+_LEAST = 1e-2
+"""Loss of a sample that a rounding is held against at least: those of copies that cancel out leave nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,25 @@ class Seen:
     def numbers(self) -> list[Tensor]:
         held = [leaf.detach() for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor)]
         return [*held, torch.tensor([self.loss_sum, self.count], dtype=torch.float64)]
+
+
+def mean_of(parts: Sequence[Seen]) -> float:
+    count = sum(part.count for part in parts)
+    return sum(part.loss_sum for part in parts) / count if count else math.nan
+
+
+def difference(whole: Seen, parts: Sequence[Seen]) -> float:
+    """How far the loss of the whole is from that of the parts, relative; 0 where it is no number."""
+    sums, counts = [part.loss_sum for part in parts], [part.count for part in parts]
+    if not all(map(math.isfinite, (whole.loss_sum, whole.count, *sums, *counts))):
+        return 0.0
+    least = _LEAST * max(1.0, abs(whole.count))
+    size = max(abs(whole.loss_sum), *map(abs, sums), least)
+    by_sum = max(abs(whole.loss_sum - sum(sums)) / size, abs(whole.count - sum(counts)) / (abs(whole.count) or 1.0))
+    if not whole.count or not sum(counts):
+        return by_sum
+    by_mean = abs(whole.mean - mean_of(parts)) * abs(whole.count) / size
+    return min(by_sum, by_mean)  # a mean beside the count 1 is weighted right, where parts are equal
 
 
 @dataclass(slots=True)
@@ -90,7 +112,7 @@ class Trials:
         if part <= self.part:
             return self
         device = self.fields["sample_ids"].device
-        fields = {name: value[: 2 * part].to(device) for name, value in self.rest.items()}
+        fields = {name: value[: 2 * part].to(device, copy=True) for name, value in self.rest.items()}
         fields["sample_ids"] = torch.arange(2 * part, device=device)
         return replace(self, fields=fields, part=part, own=set(self.own), seen=None)
 
@@ -122,6 +144,7 @@ class Trials:
 
     def run(self, copied: TrialCopy, batch: Batch) -> Seen:
         """One forward and its loss."""
+        batch = {name: value.clone() for name, value in batch.items()}  # which a forward may write to
         outputs = self.forward(copied, batch)
         return self.judged(copied, outputs, batch)
 
@@ -129,7 +152,7 @@ class Trials:
         random.seed(0)
         np.random.seed(0)
         dtype = self.dtype if self.is_wide else compute_dtype_of(copied.model)
-        return copied.model(**model_inputs(self.blueprint, batch, dtype))
+        return call_model(copied.model, model_inputs(self.blueprint, batch, dtype))
 
     def judged(self, copied: TrialCopy, outputs: Any, batch: Batch) -> Seen:
         loss = LossOfUser(copied.loss)
@@ -162,7 +185,7 @@ def trials_of(blueprint: Blueprint, loss: Callable[..., Any], example: UserBatch
     if device.type == "meta":
         return None
     whole, shape = taken_apart(example)
-    fields = {name: value[: 2 * part].to(device) for name, value in whole.items()}
+    fields = {name: value[: 2 * part].to(device, copy=True) for name, value in whole.items()}
     number = next(iter(fields.values())).shape[0]
     fields["sample_ids"] = torch.arange(number, device=device)
     return Trials(blueprint, loss, shape, fields, part, rest=whole) if number == 2 * part else None

@@ -124,6 +124,8 @@ class Blueprint(Tables):
     """Heads of queries and of keys in every attention; None: they differ, or nothing says."""
     no_shared_sequence: str = ""
     """Why ranks cannot share a sequence, as its description says: a sentence without its end; empty: it does not."""
+    sometimes: Sequence[str] = ()
+    """Blocks that only some samples' forwards call, as far as looks have shown: none is gathered by itself."""
     stacks: Mapping[str, ExpertStack] = field(default_factory=dict[str, "ExpertStack"])
     """Modules of stacked experts that ranks can share out beside mixtures of Weft's own, and how they compute."""
     no_experts: str = ""

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from weft.models.positions import arguments_for
 from weft.stand_ins import StandInMode, copy_on_meta, on_trial
 
 if TYPE_CHECKING:
@@ -238,11 +239,11 @@ class _Look:
         module = copy_on_meta(blueprint.module).train(blueprint.module.training)
         fields = {name: self._field(name, like) for name, like in self._example(samples).items()}
         fields.setdefault("sample_ids", torch.arange(samples))
-        inputs = blueprint.keywords(fields)
+        placed, named = arguments_for(blueprint.module, blueprint.keywords(fields))
         blocks = [0]
         _count_blocks(module, blueprint, blocks)
         with StandInMode(""), _Noting(products or {}, self._operand, blocks) as noting:
-            outputs = module(**inputs)
+            outputs = module(*placed, **named)
         return _Run(noting.calls, outputs, fields, frozenset(noting.in_blocks))
 
     def _operand(self, tensor: Tensor, dim: int) -> Tensor:

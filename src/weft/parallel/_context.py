@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from weft.parallel.elsewhere import Elsewhere
     from weft.parallel.local_tokens import LocalTokens, TokenSharing
     from weft.parallel.quiet import DrawLedger
+    from weft.parallel.ways import Ways
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,8 @@ class StepContext:
     """How ranks share out the tokens of a batch; None: each has whole samples."""
     gathers: str = ""
     """The block whose weights the forward in hand gathered last, under ZeRO-3."""
+    ways: Ways | None = None
+    """The ways of forwards through blocks, where data ranks must all take the same; None: they need not."""
     elsewhere: Elsewhere | None = None
     """Where what blocks keep for backward waits; None: it stays on the device."""
 

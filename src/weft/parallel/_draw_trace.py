@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft.models import Blueprint, others_draw, token_example
+from weft.models.positions import arguments_for
 from weft.parallel._draw_net import OwnPython, is_draw, numpy_lock
 from weft.stand_ins import OneDevice, StandIns, copy_on_meta, on_trial, without_fast_path
 
@@ -135,7 +136,7 @@ def _traced(
         loss = on_trial(blueprint.loss)
         fields = {name: _field(blueprint, name, like) for name, like in example(samples).items()}
         fields.setdefault("sample_ids", torch.arange(samples))
-        inputs = blueprint.keywords(fields)
+        placed, named = arguments_for(blueprint.module, blueprint.keywords(fields))
         with ExitStack() as stack:
             recorder.alone(stack)
             recorder.hook(module, ignored, stack)
@@ -143,7 +144,7 @@ def _traced(
             stack.enter_context(without_fast_path())
             stack.enter_context(recorder)
             stack.enter_context(OneDevice())
-            outputs = module(**inputs)
+            outputs = module(*placed, **named)
             recorder.enter(LOSS)
             loss(outputs, fields)
             recorder.leave()

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from weft.comm import Mesh
 from weft.models import Batch, Blueprint, Loss
+from weft.models.positions import call_model
 from weft.parallel._context import MicrobatchState, StepContext
 from weft.parallel._draw_net import without_draws
 from weft.parallel._part import ModelPart
@@ -218,7 +219,7 @@ class SequentialRunner:
     def _outputs(self, batch: Batch, state: MicrobatchState) -> Any:
         state.calls.restart()
         with self._part.context.entered(state):
-            return self._part.module(**model_inputs(self._blueprint, batch, self._dtype))
+            return call_model(self._part.module, model_inputs(self._blueprint, batch, self._dtype))
 
 
 def _with_sample_ids(batch: Batch) -> Batch:

@@ -312,7 +312,9 @@ def _create_stores(
             apply_zero3(
                 part,
                 mesh,
-                blocks=blueprint.cut.blocks if blueprint.cut is not None else (),
+                blocks=[]
+                if blueprint.cut is None
+                else [b for b in blueprint.cut.blocks if b not in blueprint.sometimes],
                 ignored={member.parameter for key, member in every.items() if key in kept_out}.union(frozen, empty),
                 compute_dtype=dtypes.compute,
                 gradient_dtype=dtypes.gradient,

@@ -1,6 +1,7 @@
 """ZeRO-3 and hybrid sharding, on torch's `fully_shard`.
 
-Every block is a unit of its own, gathered just before it computes; what is outside the blocks forms the root unit.
+Every block is a unit of its own, gathered just before it computes; what is outside the blocks forms the root unit, and
+so do blocks that only some samples run (`Blueprint.sometimes`), for all ranks gather and reduce together.
 Weights are cut over the shard axis and copied over the replicate axis (hybrid sharding).  Experts that ranks share out
 are units, too, cut over those of the shard axis that have the same ones.  Masters are the
 sharded fp32 weights; a lower compute precision is a cast at gather time, gradients are reduced in `gradient_dtype`.
@@ -24,7 +25,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -35,6 +35,7 @@ from torch.distributed.tensor import Shard as CutDim
 from torch.utils._pytree import tree_map
 
 from weft.comm import GroupView, Mesh, start_all_reduce
+from weft.comm.untraced import untraced
 from weft.models import Blueprint
 from weft.models.derivatives import is_differentiated
 from weft.models.stored import StoredTensor, stored_tensors
@@ -42,11 +43,11 @@ from weft.parallel._layout import NestedSplit, ParameterLayout, Split
 from weft.parallel._part import ModelPart
 from weft.parallel._shard import Piece, Segment, Shard, first_element
 from weft.parallel.buckets import BucketMember
-from weft.parallel.gathers import note_gather
 from weft.parallel.materialise import by_owner, draw
 from weft.parallel.shared_buffers import share_buffers
 from weft.parallel.stored import InMemory, read_local
 from weft.parallel.views import no_view
+from weft.parallel.ways import note_gathers
 from weft.techniques.buckets.contract import BucketSettings
 from weft.techniques.zero.shares import dim_of_shards
 
@@ -79,10 +80,9 @@ def apply_zero3(
     copies = ("replicate",) if mesh.size("replicate") > 1 and sum_replicas else ()
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=gradient_dtype, cast_forward_inputs=False)
     cuts = {each: cut for name, each in part.module.named_parameters() if (cut := cut_of(part.layout[name], mesh))}
-    names = {module: name for name, module in part.module.named_modules()}
+    returned = _Returned(weakref.ref(part.module))
     for unit, over in _units(part, blocks, cuts):
-        unit.register_forward_hook(partial(_returned, weakref.ref(part.module)))
-        unit.register_forward_pre_hook(partial(note_gather, part.context, names[unit]))
+        unit.register_forward_hook(returned)
         fully_shard(
             unit,
             mesh=mesh.device_mesh(*copies, over),
@@ -101,6 +101,7 @@ def apply_zero3(
         if unit is not part.module:  # experts travel while what stands before them in their block computes
             inside: list[FSDPModule] = [each for child in unit.children() for each in _sharded_within(child)]
             unit.set_modules_to_forward_prefetch(inside)
+    note_gathers(part.context, part.module, blocks, mesh, hold=hold)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,29 +223,28 @@ class _Rows:
         read_local(self.target, source, self.split, self.first)
 
 
-def _returned(whole: weakref.ref[nn.Module], unit: nn.Module, args: Any, output: Any) -> Any:
-    """What a unit returns, as `fully_shard` wants it: models slice their results, and hand on what they were given."""
-    hold = _HoldForAnother(whole)
+@untraced
+@dataclass(frozen=True, slots=True)
+class _Returned:
+    """A hook behind the forward of a unit: what it returns, as `fully_shard` wants it.  Models slice their results, and
+    hand on what they were given."""
 
-    def convert(leaf: Any) -> Any:
+    whole: weakref.ref[nn.Module]
+
+    def __call__(self, unit: nn.Module, args: Any, output: Any) -> Any:
+        return tree_map(self._convert, output)
+
+    def _convert(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         returned = no_view(leaf)
         if returned.requires_grad:
-            returned.register_hook(hold)
+            returned.register_hook(self._hold_for_another)
         return returned
 
-    return tree_map(convert, output)
-
-
-@dataclass(frozen=True, slots=True)
-class _HoldForAnother:
-    """Of a backward that will be differentiated (a penalty on gradients): its weights must stay for the next backward,
-    which begins behind the forwards whose hooks would gather them again."""
-
-    whole: weakref.ref[nn.Module]
-
-    def __call__(self, gradient: Tensor) -> None:
+    def _hold_for_another(self, gradient: Tensor) -> None:
+        """Of a backward that will be differentiated (a penalty on gradients): its weights must stay for the next
+        backward, which begins behind the forwards whose hooks would gather them again."""
         whole = self.whole()
         if is_differentiated() and isinstance(whole, FSDPModule):
             whole.set_reshard_after_backward(False)  # until `on_backward` says again what the step's own one does
@@ -443,7 +443,10 @@ class FullyShardedStore:
         return {"parameters": size, "gradients": gradients, "masters": 0, "residuals": held}
 
     def close(self) -> None:
-        """Nothing to do: torch's hooks are part of the sharded modules, and nothing runs in the background."""
+        """End what looks after the ways of forwards.  Torch's hooks are part of the sharded modules."""
+        for part in self._parts:
+            if part.context.ways is not None:
+                part.context.ways.close()
 
 
 def _local(tensor: DTensor) -> Tensor:

@@ -155,6 +155,7 @@ class RecipeProof:
     def _planned(self) -> StepsOfRank:
         part, small, mesh = self._part(), self._small, self.mesh
         blueprint = build_blueprint(part, small)
+        blueprint.sometimes = self.prepared.branches
         training = create_training(part, small, blueprint, mesh, Recorder(), self.folder)
         microbatches = self._microbatches(part, blueprint, small.microbatch, small.mesh.data, mesh.data_index)
         rate: Callable[[int], float] = lambda step: learning_rate(part, step)  # noqa: E731

@@ -140,6 +140,7 @@ def training_of(
     """
     mesh = Mesh(plan.mesh, distributed.device, timeout_seconds=plan.compute.timeout_seconds)
     blueprint = build_blueprint(recipe, plan)
+    blueprint.sometimes = prepared.branches
     check_plan(plan, recipe, facts_of_blueprint(blueprint, recipe), distributed.world_size)
     if prove != "never":
         _prove(recipe, plan, mesh, folder, prepared, events, prove)

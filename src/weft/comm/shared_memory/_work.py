@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from weft.comm._untraced import untraced
 from weft.comm.shared_memory._call import Call, GroupFailed
 from weft.comm.shared_memory._failure import explain
 from weft.comm.shared_memory._future import of_tensors
 from weft.comm.shared_memory._profiler import Record
 from weft.comm.shared_memory._tensors import CopyBack
+from weft.comm.untraced import untraced
 from weft.comm.watch import TraceEvent
 from weft.errors import CollectiveError
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.futures import Future
 
 from weft.comm._process import Process
-from weft.comm._untraced import untraced
 from weft.comm.shared_memory._call import DTYPES, OPS, Call, GroupFailed, Kind, Region
 from weft.comm.shared_memory._failure import explain, undefined
 from weft.comm.shared_memory._mailbox import Mailbox
@@ -30,6 +29,7 @@ from weft.comm.shared_memory._profiler import Record, is_profiling
 from weft.comm.shared_memory._tensors import CopyBack, check_memory, contiguous, is_as_stored, region
 from weft.comm.shared_memory._work import CallsUnderWay, Completer, SharedMemoryWork
 from weft.comm.shared_memory.engine import Engine
+from weft.comm.untraced import untraced
 from weft.comm.watch import TraceEvent
 from weft.comm.watched_group import METHODS, GroupMethod, WatchedGroup
 from weft.errors import CollectiveError

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from weft.comm import free_memory_bytes
 from weft.engine.proof._snapshot import Snapshot
 from weft.figures import spell_memory
+from weft.models.positions import call_model
 from weft.parallel.quiet import AmongRanksError, quiet
 
 STEPS = 2
@@ -211,7 +212,7 @@ def objective_of(model: nn.Module, inputs: Mapping[str, Tensor], loss: Callable[
     """Return forward and loss as one writes them: a (sum, count) is divided, terms over the batch are added."""
 
     def objective() -> tuple[Tensor, float]:
-        outputs = model(**inputs)
+        outputs = call_model(model, inputs)
         found = loss(outputs, batch)
         if isinstance(found, tuple) and not float(found[1]) > 0:
             raise ValueError(f"the loss counts {float(found[1]):g} samples")

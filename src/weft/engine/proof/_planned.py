@@ -44,7 +44,7 @@ def planned_steps(
 
     Args:
         training: under a plan that permits nothing but exact mathematics, before its first step.
-        microbatches: of both steps.
+        microbatches: of both steps, each on copies, for a forward may write to what it is given.
         loss: looked through for what it holds.
         optimizer: the user's own, of a session; None: the engine's.
         rate: learning rate of a step.
@@ -68,7 +68,8 @@ def planned_steps(
         stack.enter_context(shown)
         for step in range(STEPS):
             begins()
-            event = training.stepper(microbatches, step=step, learning_rate=rate(step))
+            fresh = [{name: value.clone() for name, value in batch.items()} for batch in microbatches]
+            event = training.stepper(fresh, step=step, learning_rate=rate(step))
             ends(event)
             if step == 0:
                 outcome.pieces += [_whole(name, value) for name, value in gradients_of_loss(loss).items()]

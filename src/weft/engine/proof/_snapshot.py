@@ -90,8 +90,10 @@ class Snapshot:
             elif depth == 0:
                 for kind in dict.fromkeys(type(inner) for inner in value.modules()):
                     self._visit_class(kind, depth)
-        elif isinstance(value, torch.optim.Optimizer) and self._enters_modules:
-            self._visit_attributes(name, value, depth, skipped=_hooks_of(value))
+        elif isinstance(value, torch.optim.Optimizer):
+            self._visit_class(type(value), depth)
+            if self._enters_modules:
+                self._visit_attributes(name, value, depth, skipped=_hooks_of(value))
         elif isinstance(value, dict | list | deque | set):
             self._visit_container(name, cast(Any, value), depth)
         elif isinstance(value, tuple | frozenset):
@@ -105,7 +107,7 @@ class Snapshot:
             self._visit(name, (value.args, value.keywords), depth)
         elif isinstance(value, types.FunctionType):
             self._visit_function(name, value, depth)
-        elif _is_of_user(value) and not isinstance(value, torch.optim.Optimizer):
+        elif _is_of_user(value):
             self._visit_attributes(name, value, depth)
 
     def _visit_tensor(self, name: str, tensor: Tensor) -> None:

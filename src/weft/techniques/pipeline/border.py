@@ -8,7 +8,6 @@ weights.  The first module of a later stage that is called ends the forward.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from weft.errors import PlanError
 from weft.models import Crossing, FoundCut
 from weft.parallel.views import no_view
 from weft.stand_ins import StandInMode, copy_on_meta
+from weft.techniques.pipeline.copies import copied
 from weft.techniques.pipeline.stages import stage_of
 
 
@@ -194,7 +194,7 @@ def cut_found(module: nn.Module, table: FoundCut, stage: int, cuts: Sequence[int
             memo[id(whole)] = Earlier(name, whole, border, dtype, is_written=name in table.written)
         elif home > stage:
             memo[id(whole)] = Later(whole, border, dtype)
-    part = copy.deepcopy(module, memo)
+    part = copied(module, memo)
     for name in dict.fromkeys(crossing.module for crossing in leaving):
         if stage_of(name, table, cuts) == stage:
             part.get_submodule(name).register_forward_hook(partial(_note, border, name))

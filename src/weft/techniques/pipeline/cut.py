@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +11,7 @@ from weft.errors import PlanError
 from weft.models import Blueprint, Cut, CutTable, FoundCut
 from weft.parallel.views import no_view
 from weft.techniques.pipeline.border import cut_found
+from weft.techniques.pipeline.copies import copied
 from weft.techniques.pipeline.stages import stage_of
 
 
@@ -80,7 +80,7 @@ def cut_stage(blueprint: Blueprint, stage: int, cuts: Sequence[int], dtype: torc
         substitutes |= {name: Passed() for name in table.tail}
     substitutes |= {name: Passed() for name in table.blocks if stage_of(name, table, cuts) != stage}
     memo = {id(module.get_submodule(name)): substitute for name, substitute in substitutes.items()}
-    return copy.deepcopy(module, memo)
+    return copied(module, memo)
 
 
 def _check_names(table: CutTable, module: nn.Module) -> None:

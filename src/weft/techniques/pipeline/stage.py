@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from weft.errors import PlanError
 from weft.models import Batch, Blueprint, logits_of
+from weft.models.positions import call_model
 from weft.parallel import LossTotals, MicrobatchState, ModelPart, model_inputs, without_draws
 from weft.techniques.pipeline.border import border_of
 from weft.techniques.pipeline.cut import Received
@@ -70,7 +71,7 @@ class Stage:
         what = f"the forward of {type(self.part.module).__name__} or its loss"
         undrawn = without_draws(self.part.context, state.sample_ids.device, what)
         with self.part.context.entered(state), self._given(received), _deferring(queue), undrawn:
-            outputs = self.part.module(**model_inputs(self._blueprint, batch, self._dtype))
+            outputs = call_model(self.part.module, model_inputs(self._blueprint, batch, self._dtype))
             if self.part.is_last:
                 loss_sum, count = self._loss(outputs, batch)
                 totals.add(loss_sum, count)

@@ -3,7 +3,7 @@ nothing.
 
 A scale after the embedding or behind the head that the forward applies by itself would be applied once per stage,
 silently. So the skeleton of the model, with every module of its table substituted, is run once on a random activation
-and must return it bit for bit, in evaluation as in training.
+and must return it bit for bit, in evaluation as in training, and in evaluation after that: a forward may count.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.models import Blueprint, CutTable, logits_of
+from weft.models.positions import call_model
 from weft.techniques.pipeline.cut import Absent, Passed, Received
 
 
@@ -66,8 +67,8 @@ def verify_cut_table(blueprint: Blueprint, table: CutTable) -> None:
         )
 
 
-def _through_skeleton(blueprint: Blueprint, table: CutTable) -> tuple[Tensor, Any, Any] | None:
-    """What went in where the first block stands, and what came out of the model in evaluation and in training."""
+def _through_skeleton(blueprint: Blueprint, table: CutTable) -> list[Any] | None:
+    """What went in where the first block stands, and what came out: in evaluation, in training, in evaluation."""
     if blueprint.example is None:
         return None
     shape, dtype = _first_block_input(blueprint, table)
@@ -78,8 +79,7 @@ def _through_skeleton(blueprint: Blueprint, table: CutTable) -> tuple[Tensor, An
     skeleton = _skeleton(blueprint.module, table, entry)
     inputs = _inputs(blueprint, torch.device("cpu"))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):  # a dropout outside of the table would draw
-        evaluated = logits_of(skeleton.eval()(**inputs))
-        return sent, evaluated, logits_of(skeleton.train()(**inputs))
+        return [sent, *(logits_of(call_model(skeleton.train(mode), inputs)) for mode in (False, True, False))]
 
 
 def _skeleton(module: nn.Module, table: CutTable, entry: Received) -> nn.Module:
@@ -108,7 +108,7 @@ def _first_block_input(blueprint: Blueprint, table: CutTable) -> tuple[torch.Siz
     training = module.training
     try:
         with torch.no_grad():
-            module.eval()(**_inputs(blueprint, device))
+            call_model(module.eval(), _inputs(blueprint, device))
     except _Stop:
         pass
     finally:

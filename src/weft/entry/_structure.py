@@ -1,0 +1,65 @@
+"""What a loop does to the structure of a model between two steps: parameters that are taken out or exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+from typing import Any, final
+
+from torch import nn
+
+from weft.errors import RecipeError
+
+
+@final
+class Structure:
+    """Knows the parameters of a rank's modules, and refuses to go on without them.
+
+    What a loop adds (a teacher, an average, a metric) is its own affair.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self._parts = parts
+        self._known = _names(parts)
+        self._held: list[dict[str, Any]] = []
+        self._entries: list[Any] = []
+        self._look()
+
+    def note(self) -> None:
+        """What is there now is as Weft has left it."""
+        if not self._is_same():
+            self._known = _names(self._parts)
+            self._look()
+
+    def check(self) -> None:
+        """Refuse what the loop has done since `note`.
+
+        Raises:
+            RecipeError: a parameter was taken out, or has another one in its place.
+        """
+        if self._is_same():
+            return
+        now = _names(self._parts)
+        for name, parameter in self._known.items():
+            if now.get(name) is not parameter:
+                what = f"put another parameter in the place of {name}" if name in now else f"taken {name} out"
+                raise RecipeError(
+                    f"the loop has {what} since session.prepare, and the plan trains, saves and exports those that"
+                    " prepare was given. Write into a weight (`with torch.no_grad(): parameter.copy_(new)`), or change"
+                    " the model before prepare: state.export() first, and a new session with the changed model."
+                )
+        self._look()
+
+    def _look(self) -> None:
+        modules = [module for part in self._parts for module in part.modules()]
+        held = [each for module in modules for each in (vars(module)["_parameters"], vars(module)["_modules"])]
+        self._held = [each for each in held if each]
+        self._entries = [entry for each in self._held for entry in each.values()]
+
+    def _is_same(self) -> bool:
+        entries = [entry for each in self._held for entry in each.values()]
+        return len(entries) == len(self._entries) and all(map(is_, entries, self._entries))
+
+
+def _names(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    return {name: each for part in parts for name, each in part.named_parameters(remove_duplicate=False)}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
-from weft.errors import LaunchError
+from weft.errors import LaunchError, PlanError
 from weft.plan import ComputePlan, MeshPlan, MicrobatchPlan, Plan
 
 
@@ -49,6 +49,38 @@ def test_a_split_of_ones_own_trains_saves_and_loads(ranks, tmp_path) -> None:
     for found in ranks.run(2, own_split, 2, str(tmp_path / "b")):
         assert found[2] == found[3]
         assert found == pytest.approx(alone, rel=1e-12)
+
+
+class NowAndThen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.active = nn.Linear(6, 6), nn.Linear(6, 3), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh() if self.active else x)
+
+
+def left_out(folder: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with weft.session(plan=plan_over(2), permit=("fp64",), folder=folder, quiet=True) as session:
+        model = NowAndThen().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        state = session.prepare(
+            model,
+            optimizer,
+            DataLoader(TensorDataset(x, x[:, :3]), batch_size=4),
+            loss=lambda outputs, batch: ((outputs - batch[1]).square().sum(), len(outputs)),
+            split={"first": "column", "second": "row"},
+        )
+        for batch in state.batches(2):
+            state.step(batch)
+            model.active = False
+
+
+def test_a_layer_of_a_pair_that_does_not_run_is_told_of(ranks, tmp_path) -> None:
+    with pytest.raises(PlanError, match=r"given 6 features, and this rank has weights for 3"):
+        ranks.run(2, left_out, str(tmp_path))
 
 
 def gpt2_with_own_loss(tensor: int, folder: str) -> list[float]:

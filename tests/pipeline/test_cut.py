@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.utils import prune
 
 from weft.errors import PlanError
 from weft.models.decoder import build_decoder
@@ -93,6 +94,16 @@ def test_hooks_of_a_stage_know_the_stage() -> None:
     entry.value = torch.zeros(2, 5, 16, device="meta")
     stage(tokens=torch.zeros(2, 5, dtype=torch.int64, device="meta"))
     assert calls == [3.0], "the hook reads the stage, and writes where its author looks"
+
+
+def test_pruned_weights_are_cut_with_their_layer() -> None:
+    blueprint = decoder()
+    whole: Any = blueprint.module
+    prune.l1_unstructured(whole.blocks[1].ffn.up, "weight", amount=0.4)
+    stage: Any = cut_stage(blueprint, 1, (1, 3))
+    own = stage.blocks[1].ffn.up
+    assert own.weight_orig is not whole.blocks[1].ffn.up.weight_orig
+    assert "blocks.1.ffn.up.weight_orig" in stage.state_dict()
 
 
 def test_ties_are_found_by_identity() -> None:

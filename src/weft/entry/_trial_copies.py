@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weft.stand_ins.copied_calls import FOREIGN, cells_of, copied_call, data_around
+from weft.stand_ins.copied_calls import FOREIGN, cells_of, copied_call, copied_model, data_around
 
 LOSS = "the loss"
 """Stands for the loss where a module's name is asked."""
@@ -52,7 +51,7 @@ class TrialCopy:
             if name not in own:
                 memo[id(parameter)] = parameter
         self._shared = frozenset(memo)
-        self.model: nn.Module = copy.deepcopy(model, memo)
+        self.model: nn.Module = copied_model(model, memo)
         self.loss = copied_call(loss, memo)
 
     def state(self) -> dict[Kept, Any]:

@@ -237,4 +237,8 @@ def copy_on_meta(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Modu
     for buffer in module.buffers():
         keeps = not buffer.is_floating_point() and not buffer.is_meta
         stand_ins[id(buffer)] = buffer.clone() if keeps else empty(buffer)
+    for inner in module.modules():
+        for value in vars(inner).values():
+            if isinstance(value, Tensor) and not value.is_leaf:  # a pruned weight, which torch refuses to copy
+                stand_ins.setdefault(id(value), empty(value))
     return copy.deepcopy(module, stand_ins)

@@ -44,6 +44,16 @@ def copied_call(function: Any, memo: dict[int, Any]) -> Any:
     return made
 
 
+def copied_model(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a model; what it holds of tensors with a history (pruned weights), which torch refuses to copy, by
+    value."""
+    for inner in module.modules():
+        for value in vars(inner).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo.setdefault(id(value), value.detach().clone())
+    return copy.deepcopy(module, memo)
+
+
 def cells_of(function: types.FunctionType) -> list[Any]:
     """Values of the variables around a function."""
     return [_content(cell) for cell in function.__closure__ or ()]

@@ -6,17 +6,18 @@ on reading the model that the stages were copied from, and what a loop sets on i
 
 from __future__ import annotations
 
-import copy
 import types
 from functools import partial
 from typing import Any, cast
 
 from torch import nn
 
+from weft.stand_ins.copied_calls import copied_model
+
 
 def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a copy, for which `memo` already knows what takes the place of some modules."""
-    made = copy.deepcopy(module, memo)
+    made = copied_model(module, memo)
     for inner in made.modules():
         for name, value in list(vars(inner).items()):
             if name.endswith("_hooks") and isinstance(value, dict):

@@ -8,7 +8,6 @@ and must return it bit for bit, in evaluation as in training, and in evaluation 
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from weft.errors import PlanError
 from weft.models import Blueprint, CutTable, logits_of
 from weft.models.positions import call_model
+from weft.stand_ins.copied_calls import copied_model
 from weft.techniques.pipeline.cut import Absent, Passed, Received
 
 
@@ -87,7 +87,7 @@ def _skeleton(module: nn.Module, table: CutTable, entry: Received) -> nn.Module:
     substitutes |= {name: Absent() for name in table.stem_zero}
     substitutes |= {name: Passed() for name in (*table.stem_skip, *table.blocks, *table.tail)}
     memo = {id(module.get_submodule(name)): substitute for name, substitute in substitutes.items()}
-    skeleton = copy.deepcopy(module, memo)
+    skeleton = copied_model(module, memo)
     if any(tensor.is_meta for tensor in (*skeleton.parameters(), *skeleton.buffers())):
         skeleton = skeleton.to_empty(device="cpu")
         for tensor in (*skeleton.parameters(), *skeleton.buffers()):

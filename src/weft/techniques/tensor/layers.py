@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -314,11 +314,26 @@ def _row_forward(
 def _linear_product(module: nn.Module, x: Tensor) -> Tensor:
     if is_coded(module):
         return module.product(x)  # pyright: ignore[reportCallIssue]
-    return F.linear(x, module.weight)  # pyright: ignore[reportArgumentType]
+    weight = cast(Tensor, module.weight)
+    _check_width(x.shape[-1], weight.shape[1])
+    return F.linear(x, weight)
 
 
 def _conv1d_product(module: nn.Module, x: Tensor) -> Tensor:
-    return torch.matmul(x, module.weight)  # pyright: ignore[reportArgumentType]
+    weight = cast(Tensor, module.weight)
+    _check_width(x.shape[-1], weight.shape[0])
+    return torch.matmul(x, weight)
+
+
+def _check_width(given: int, own: int) -> None:
+    """It knows no name: code that is compiled for one layer is that of all."""
+    if given != own:
+        raise PlanError(
+            f"a layer that is split row-wise was given {given} features, and this rank has weights for {own}: what is"
+            " split column-wise before it did not run in this forward, unlike the forward by which the split was found."
+            ' Leave both whole where a model calls a layer only now and then (split = {"name": "replicate"}), or use'
+            " mesh.tensor = 1."
+        )
 
 
 def _reduce_output(

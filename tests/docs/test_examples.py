@@ -45,7 +45,7 @@ def own_loop_alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def own_loop(launcher: Sequence[str], folder: Path) -> list[str]:
     script = ("examples/own_loop.py", "--epochs", "1", "--folder", str(folder))
-    return re.findall(r"epoch .*", run(*launcher, *script))
+    return re.findall(r"epoch \d.*", run(*launcher, *script))
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -137,7 +137,8 @@ class ManualStep:
         samples = self._forwards.samples
         if not samples:
             raise RecipeError("step.backward() belongs to a part: write it in `for part in step.parts():`.")
-        _check_loss(loss)
+        fixed = "under torch.no_grad() or inside `with state.frozen():` from constants"
+        check_loss(loss, call="step.backward()", of="the part's", fixed=fixed)
         if of is None:
             share = loss * samples
         elif type(of) is not StepTotal or not of.value > 0:
@@ -235,12 +236,19 @@ def check_manual(
         )
 
 
-def _check_loss(loss: Any) -> None:
+def check_loss(loss: Any, *, call: str, of: str, fixed: str) -> None:
+    """Refuse what has no backward: `call` was given it, its mean is that `of` some samples, and `fixed` is what a model
+    has been called in that leaves no gradient.
+
+    Raises:
+        DataError: it is no scalar.
+        RecipeError: it has no gradient.
+    """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise DataError(f"step.backward() wants a scalar, and got {what}. Take its mean over the part's samples.")
+        raise DataError(f"{call} wants a scalar, and got {what}. Take its mean over {of} samples.")
     if not loss.requires_grad:
         raise RecipeError(
-            "this loss has no gradient: nothing of it comes from the model (detached, computed under torch.no_grad(),"
-            " or inside `with state.frozen():` from constants). Leave its backward out."
+            f"this loss has no gradient: nothing of it comes from a model that trains (detached, or computed {fixed})."
+            " Leave its backward out."
         )

@@ -301,6 +301,12 @@ class _Methods:
             setattr(step, _SCHEDULED, True)
 
         def zero_grad(self: Any, set_to_none: bool = True) -> None:
+            if not set_to_none:
+                raise RecipeError(
+                    "zero_grad(set_to_none=False) leaves zeros, by which the next optimizer.step() would move"
+                    " parameters that its backward does not reach (weight decay, momentum); a session leaves these"
+                    " alone. Call zero_grad() without it."
+                )
             model.zero_grad()
 
         self._put(optimizer, "step", MethodType(step, optimizer))

@@ -18,7 +18,7 @@ from weft.entry._guard_words import OWN_STEPS
 from weft.entry._guards import refuse_wrapped
 from weft.entry._loop_loader import Handing, LoopLoader
 from weft.entry._loop_loss import stand_in_loss
-from weft.entry._manual import check_manual
+from weft.entry._manual import check_loss, check_manual
 from weft.entry._models import Models
 from weft.entry._open_step import OpenModel
 from weft.entry._outputs import GatheredOutputs
@@ -177,7 +177,7 @@ class OwnLoop:
 
     def backward(self, loss: Any, *, retain_graph: bool, is_last: bool) -> None:
         """See `Session.backward`."""
-        _check_loss(loss)
+        check_loss(loss, call="session.backward()", of="the rank's", fixed="under torch.no_grad()")
         models = [model for _, model in self._open if model.is_reachable]
         if not models:
             raise RecipeError(
@@ -296,17 +296,6 @@ def _within(models: Sequence[OpenModel], addend: Tensor, scale: float, **how: bo
 
 def _listed(what: Any) -> list[Tensor]:
     return [what] if isinstance(what, Tensor) else list(cast(Iterable[Tensor], what))
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"a tensor of {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise DataError(f"session.backward() wants a scalar, and got {what}. Take its mean over the rank's samples.")
-    if not loss.requires_grad:
-        raise RecipeError(
-            "this loss has no gradient: nothing of it comes from a model that trains (detached, or computed under"
-            " torch.no_grad()). Leave its backward out."
-        )
 
 
 def _kind_of(thing: Any) -> str:

@@ -96,6 +96,10 @@ def throughput(report: Report, device: str, **settings: Any) -> dict[str, Any]:
             f"  {contender['tokens_per_second']:10,.0f} tokens/s"
             f"  {contender['share_of_measured_peak']:6.1%} of peak  {contender['peak_bytes'] / 2**30:6.1f} GiB"
         )
+    for name, kernels in found["kernels"].items():
+        say(f"     {name:26s} device busy {kernels['busy']:7.1f} ms a step, idle {kernels['idle']:6.1f}")
+        for kernel, times, taken in kernels["kernels"][:25]:
+            say(f"       {taken:7.2f} ms  {times:6.1f} x  {kernel}")
     losses = [contender["first_losses"][0] for contender in found["contenders"].values()]
     if max(losses) - min(losses) > 0.02 * min(losses):
         report.failures.append(f"throughput: first losses differ between contenders: {losses}")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from gpu_kernels import kernels_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -92,10 +93,12 @@ def measure(
         for turn in range(rounds):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 seconds[name] += _timed(alive[name], where, warmup + turn * steps, steps)
+        kernels = {name: kernels_of(alive[name], where, warmup) for name in names if where.type == "cuda"}
         return {
             "settings": {"sizes": sizes, "batch": batch, "precision": precision, "compile": compiled},
             "parameters": sum(p.numel() for p in build_decoder(shape).module.parameters()),
             "peak_flops": peak,
+            "kernels": kernels,
             "contenders": {
                 name: contenders[name] | _speed(seconds[name], build_decoder(shape), batch, peak) for name in names
             },

@@ -12,6 +12,7 @@ import gpu_parity
 import gpu_suite
 import pytest
 import torch
+from gpu_kernels import summed
 from gpu_parity import Cells, Verdict
 from gpu_report import ROOT, Report
 
@@ -123,3 +124,12 @@ def test_without_a_gpu_it_says_so() -> None:
     ended = subprocess.run([sys.executable, "tests/gpu"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "finds no CUDA device" in ended.stderr
+
+
+def test_kernels_of_a_trace_are_summed_by_name() -> None:
+    trace = [("matmul", 0.0, 1000.0), ("add", 500.0, 1000.0), ("matmul", 4500.0, 500.0)]
+    found = summed([{"name": name, "ts": begin, "dur": taken} for name, begin, taken in trace], steps=2)
+    assert found["busy"] == pytest.approx(1.0)
+    assert found["idle"] == pytest.approx(1.5)
+    assert found["kernels"] == [("matmul", 1.0, pytest.approx(0.75)), ("add", 0.5, pytest.approx(0.5))]
+    assert found["gaps"] == [(pytest.approx(3.0), "add", "matmul")]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from weft.launch.launcher import launch_function
+
 PROGRAM = """
 from functools import partial
 import parity, small
@@ -80,3 +82,11 @@ def test_gradients_equal_one_process(recompute):
     command = [sys.executable, "-c", PROGRAM.format(recompute)]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_blocks_in_bf16_are_one_graph_while_gradients_are_summed_in_fp32(zero):
+    (found,) = launch_function("compiled_halves:train", {"zero": zero}, 1)
+    assert found["breaks"] == {}
+    assert found["graphs"] == 1  # of three blocks
+    assert found["compiled"] == pytest.approx(found["eager"], rel=1e-3)

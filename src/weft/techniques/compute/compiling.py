@@ -46,8 +46,10 @@ def apply_compile(
     for name, module in compiled.items():
         number_calls(module)
         module.compile(backend=backend, options=_options(plan) if backend == "inductor" else None)
+        whole: Any = module
+        if plan.compute.precision in ("bf16", "fp16"):
+            whole._compiled_call_impl = partial(_hiding, tuple(module.parameters()), whole._compiled_call_impl)
         if dropouts[name]:
-            whole: Any = module
             whole._compiled_call_impl = partial(_called_once, name, context, module, whole._compiled_call_impl)
 
 
@@ -66,6 +68,22 @@ def _counting_anew(dropouts: Sequence[KeyedDropout], forward: Callable[..., Any]
     for dropout in dropouts:
         dropout.compiled_calls = 0
     return forward(*args, **kwargs)
+
+
+def _hiding(parameters: Sequence[nn.Parameter], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a compiled forward while no parameter shows a gradient of another dtype than its own.
+
+    Dynamo breaks the graph at each such parameter, without a word: with gradients in fp32 a block in bf16 fell into
+    graphs of one or two operators, and nothing was fused across them (torch 2.11 and 2.13, 2026-11).
+    """
+    held = [(each, each.grad) for each in parameters if each.grad is not None and each.grad.dtype != each.dtype]
+    for parameter, _ in held:
+        parameter.grad = None
+    try:
+        return call(*args, **kwargs)
+    finally:
+        for parameter, gradient in held:
+            parameter.grad = gradient
 
 
 def _called_once(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -28,12 +29,14 @@ from weft.entry._recording import SessionRuns
 from weft.entry._same_data import facts_of_data
 from weft.entry._share_errors import explain_share
 from weft.entry._state import TrainState
+from weft.entry._together import Together
 from weft.entry._user_batches import BatchStream, UserBatch, shape_of, without_labels
 from weft.entry._user_loss import LossOfUser
 from weft.launch import Distributed, RankFailure
 from weft.launch.at_end import at_end
 from weft.models import Blueprint, CutTable, SplitRule
 from weft.models.hooks import refuse_given
+from weft.plan import MeshPlan
 from weft.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -288,6 +291,44 @@ class Session:
             DataError: on every rank: samples do not lie along dim 0, or other ranks gave other fields.
         """
         return self._own_loop.gather(value)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks that share out each global batch: all, unless the plan splits the model over some."""
+        return self._together.num_data_ranks
+
+    def wait(self) -> None:
+        """Go on when all ranks have come here.  Call on every rank."""
+        self._together.wait()
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Return what the rank `source` has given: tensors, numbers, texts, and lists, tuples and dictionaries of such.
+        Call on every rank.
+
+        Raises:
+            DataError: on every rank; it is something else.
+        """
+        return self._together.broadcast(value, source)
+
+    def all_gather(self, value: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensor of each data rank, in their order, whatever its shape.  Call on every rank."""
+        return self._together.all_gather(value)
+
+    def all_reduce(self, value: torch.Tensor, operation: Literal["sum", "mean", "min", "max"] = "sum") -> torch.Tensor:
+        """Return the sum, mean, smallest or largest of the data ranks' tensors, by element.  Call on every rank.
+
+        Each data rank counts once, whatever it has of a batch: a mean over its samples is what `session.mean` makes.
+
+        Raises:
+            DataError: there is no such operation.
+        """
+        return self._together.all_reduce(value, operation)
+
+    @cached_property
+    def _together(self) -> Together:
+        plan = self._planning.plan
+        mesh = MeshPlan(replicate=self.world_size) if plan is None else plan.mesh
+        return Together(self._calls, self.device, dist.group.WORLD if self.world_size > 1 else None, mesh)
 
     def state(self, model: nn.Module) -> PreparedModel:
         """Return what saves, loads and exports a model that was prepared without a loss, after its first forward."""

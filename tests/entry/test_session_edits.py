@@ -157,12 +157,15 @@ def test_edits_that_differ_between_ranks_are_refused(ranks: RankPool, tmp_path: 
         ranks.run(2, differing, str(tmp_path))
 
 
-def test_another_dtype_is_refused_where_it_is_given(tmp_path: Path) -> None:
+def test_another_dtype_is_refused_by_the_next_step(tmp_path: Path) -> None:
     with session_of(tmp_path) as session:
         state = prepared(session, build())
-        state.step(next(iter(state.batches(1))))
+        batches = iter(state.batches(2))
+        state.step(next(batches))
+        state.model.half()
         with pytest.raises(RecipeError, match=r"0\.weight was given \(16, 6\) float16 on cpu in place of"):
-            state.model.half()
+            state.step(next(batches))
+        state.model.float()
 
 
 def test_copies_and_files_have_nothing_of_weft(tmp_path: Path) -> None:
@@ -203,11 +206,11 @@ def test_parameters_that_come_and_go_are_refused(tmp_path: Path, edit: Callable[
 
 
 def test_a_parametrization_after_prepare_is_refused(tmp_path: Path) -> None:
-    with (
-        pytest.raises(RecipeError, match=r"Parametrize the model before prepare"),
-        session_of(str(tmp_path), plan_of("zero 0", 1)) as session,
-    ):
-        nn.utils.parametrizations.weight_norm(prepared(session, build()).model[2])
+    with session_of(str(tmp_path), plan_of("zero 0", 1)) as session:
+        state = prepared(session, build())
+        nn.utils.parametrizations.weight_norm(state.model[2])
+        with pytest.raises(RecipeError, match=r"has taken 2\.weight out since session\.prepare"):
+            state.step(next(iter(state.batches(1))))
 
 
 def test_what_a_loop_adds_is_its_own(tmp_path: Path) -> None:

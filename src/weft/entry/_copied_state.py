@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from weft.entry._agreement import LEFT
-from weft.entry._guards import modes_of
+from weft.entry._guards import Modes
 from weft.parallel import ParallelModel
 
 _REGULARLY = 1_000
@@ -21,6 +21,7 @@ class CopiedState:
 
     def __init__(self, model: ParallelModel) -> None:
         self._model = model
+        self._modes = Modes(model.module, model.plan)
         mesh, own = model.plan.mesh, model.mesh
         is_copied = mesh.data == mesh.world_size and model.summing.size("data") == own.size("data")
         self._saved = frozenset(model.module.state_dict(keep_vars=True)) if is_copied else frozenset[str]()
@@ -28,7 +29,7 @@ class CopiedState:
 
     def facts(self, steps: int) -> dict[str, str]:
         """What must be equal, by name, after so many steps."""
-        modes = modes_of(self._model.module, self._model.plan)
+        modes = self._modes.facts()
         is_due = steps > 0 and (steps & (steps - 1) == 0 or steps % _REGULARLY == 0)
         if not is_due or not self._first:
             return modes

@@ -149,7 +149,9 @@ class OpenModel(PreparedModel):
             stores.on_microbatch(0)
             stores.on_last_forward(0)
         called = self._calls.call("session.backward()") if self._exchanges else nullcontext()
-        with called, self._guard.inside(), self._forwards.own_backward(retain_graph):
+        # Weights that are gathered are let go within; others stay, and what was written into them is the step's to see.
+        aside = self._guard.inside() if self.plan.data_parallel.shards_weights else self._guard.within()
+        with called, aside, self._forwards.own_backward(retain_graph):
             yield
         if is_last:
             stores.on_last_backward(0)
@@ -192,11 +194,13 @@ class OpenModel(PreparedModel):
             )
         if not self._has_gradients:
             return  # plain PyTorch leaves parameters without gradients alone
-        reduced = self.reduced("optimizer.step()")
-        self._guard.set_manual(False)
-        with self._calls.call("optimizer.step()", facts=lambda: self._facts), self._guard.inside():
-            rate = float(self.optimizer.param_groups[0]["lr"])
-            event = self._training.stepper.apply(reduced, step=self._steps, learning_rate=rate)
+        gathers = self.plan.data_parallel.shards_weights
+        with self._guard.inside() if not gathers else nullcontext():  # one look for both
+            reduced = self.reduced("optimizer.step()")
+            self._guard.set_manual(False)
+            with self._calls.call("optimizer.step()", facts=lambda: self._facts), self._guard.inside():
+                rate = float(self.optimizer.param_groups[0]["lr"])
+                event = self._training.stepper.apply(reduced, step=self._steps, learning_rate=rate)
         self._is_open, self._has_old, self._reduced = False, True, None
         self._note(replace(event, count=float(self._samples)), self._samples)
         self._has_gradients = False
@@ -212,11 +216,11 @@ class OpenModel(PreparedModel):
         """Reduce the gradients, once in a step, and agree with the other ranks."""
         if self._reduced is None:
             self._check_untouched()
-            self._facts = self._settings()
-            agreement = self._agreement()
             if self._mesh.data_index == self._first_of_replica:
                 self._totals.count += 1.0
             with self._calls.call(who, facts=lambda: self._facts), self._guard.inside():
+                self._facts = self._settings()  # with what the loop was found to have written
+                agreement = self._agreement()
                 self._reduced = self._training.stepper.reduce(
                     self._totals, fingerprint=agreement["fingerprint"], on_difference=agreement["on_difference"]
                 )

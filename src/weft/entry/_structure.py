@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from operator import is_
 from typing import Any, final
 
@@ -57,7 +58,7 @@ class Structure:
         self._entries = [entry for each in self._held for entry in each.values()]
 
     def _is_same(self) -> bool:
-        entries = [entry for each in self._held for entry in each.values()]
+        entries = [*chain.from_iterable(map(dict.values, self._held))]
         return len(entries) == len(self._entries) and all(map(is_, entries, self._entries))
 
 

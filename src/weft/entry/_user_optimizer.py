@@ -125,6 +125,8 @@ class UserOptimizer(ShardOptimizer):
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [run.view for run in self._runs if run.shard.group == index]
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._places: list[int] = []
+        """Where the shards' gradients lie of which the runs' `grad` are parts for good; empty: these are given anew."""
         self.kept = KeptStates(optimizer, self._runs)
         """What the optimizer keeps, for checkpoints."""
         guard.watch_optimizer(optimizer)
@@ -134,17 +136,29 @@ class UserOptimizer(ShardOptimizer):
         """See `ShardOptimizer.step`; `learning_rate` is not looked at, the optimizer has its own."""
         del learning_rate
         self._refuse_new_parameters()
+        for shard in self._shards if gradient_scale != 1.0 else ():
+            if shard.gradient is not None and shard.gradient.dtype == shard.master.dtype:
+                shard.gradient.mul_(gradient_scale)
+        places = [shard.gradient.data_ptr() for shard in self._shards if shard.gradient is not None]
+        if skipped or places != self._places:
+            self._give_gradients(gradient_scale, skipped)
+        with self._guard.inside():
+            self._optimizer.step()
+        self._places = places if not skipped and all(shard.keeps_gradient for shard in self._shards) else []
+        if not self._places:
+            for _, _, view in self._runs:
+                view.grad = None
+
+    def _give_gradients(self, scale: float, skipped: Collection[str]) -> None:
+        """Let every run's `grad` be its part of the shard's gradient, which may be where it was in the last step."""
         for shard, segment, view in self._runs:
             assert shard.gradient is not None
             if segment.layout.name in skipped:
                 view.grad = None  # as plain torch leaves it: untouched, states and all
                 continue
             gradient = shard.gradient[segment.offset : segment.offset + segment.length].view(view.shape)
-            view.grad = gradient.to(view.dtype).mul_(gradient_scale)
-        with self._guard.inside():
-            self._optimizer.step()
-        for _, _, view in self._runs:
-            view.grad = None
+            is_scaled = gradient.dtype == view.dtype
+            view.grad = gradient if is_scaled else gradient.to(view.dtype).mul_(scale)
 
     def _refuse_new_parameters(self) -> None:
         if [len(group["params"]) for group in self._optimizer.param_groups] != self._sizes:

@@ -76,6 +76,8 @@ class Shard:
     """Keeper of master and states between two steps; None: they are always there."""
     gradient: Tensor | None = None
     """1-D, as long as `master`, set by the gradient store once a step's gradients are reduced."""
+    keeps_gradient: bool = False
+    """Whether the gradient has the dtype of the master, and its place in memory for good."""
     segments: list[Segment] = field(default_factory=list[Segment])
     """Ascending by offset; they may leave gaps (padding)."""
     group: int = 0

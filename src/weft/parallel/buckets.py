@@ -192,6 +192,8 @@ class LiveBucket:
     """None: gradients travel as they are."""
     pending: set[int] = field(default_factory=set[int])
     """Members whose last gradient of this round is still to come."""
+    used: set[int] = field(default_factory=set[int])
+    """Members that have had a gradient in this step."""
     adopted: set[int] = field(default_factory=set[int])
     """Members whose `.grad` is a view of `gradients`."""
     lasting: Sequence[Tensor] = ()

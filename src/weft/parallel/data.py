@@ -58,7 +58,7 @@ class _Hook:
     def __call__(self, parameter: Tensor) -> None:
         store = self.store()
         if store is not None:
-            store.on_gradient(self.index, self.position)
+            store.on_gradient(self.index, self.position, parameter)
 
 
 class BucketStore:
@@ -93,7 +93,8 @@ class BucketStore:
         self._reduce_rounds = reduce_rounds
         self._round = 0
         self._armed: set[int] = set()
-        self._used: set[str] = set()
+        self._used_elsewhere: set[str] = set()
+        """Parameters of several stages that one of the others has used in this step."""
         self._compression = compression
         buckets = compose_buckets(
             members,
@@ -163,6 +164,7 @@ class BucketStore:
         )
         if master_dtype != compute_dtype:
             shard.weights = weights[start:stop]
+        shard.keeps_gradient = gradient_dtype == master_dtype
         kept = torch.zeros(stop - start, dtype=gradient_dtype, device=device) if self._stage == 2 else None
         live = LiveBucket(
             bucket=bucket,
@@ -248,9 +250,10 @@ class BucketStore:
 
     def begin_step(self) -> None:
         self._round = 0
-        self._used.clear()
+        self._used_elsewhere.clear()
         self._armed.clear()
         for live in self._live:
+            live.used.clear()
             live.shard.gradient = None
             if live.reduction is not None:
                 live.reduction.begin_step()
@@ -285,12 +288,13 @@ class BucketStore:
         self._round += 1
         self._armed.update(live.bucket.key.part for live in self._live)
 
-    def on_gradient(self, index: int, position: int) -> None:
+    def on_gradient(self, index: int, position: int, parameter: Tensor) -> None:
         """Autograd has added to the gradient of a bucket's member."""
         live = self._live[index]
-        self._used.add(live.bucket.members[position].layout.name)
-        self._adopt(live, position)
-        if live.bucket.key.part not in self._armed:
+        live.used.add(position)
+        if not live.lasting or parameter.grad is not live.lasting[position]:
+            self._adopt(live, position)
+        if not self._armed or live.bucket.key.part not in self._armed:
             return
         if live.launched:
             check_alone(live.bucket, position)
@@ -321,8 +325,9 @@ class BucketStore:
                 self._settle(self._live[self._order[self._next - 1 - _IN_FLIGHT]])
 
     def _launch(self, live: LiveBucket) -> None:
-        for position in range(len(live.bucket.members)):
-            self._adopt(live, position)
+        if not live.lasting or len(live.used) < len(live.bucket.members):
+            for position in range(len(live.bucket.members)):
+                self._adopt(live, position)
         flat = live.gradients if live.gradients is not None else self._new_gradients(live)
         live.launched = True
         if live.reduction is not None:
@@ -394,9 +399,10 @@ class BucketStore:
     def _agree_on_use(self, live: LiveBucket, tie: GroupView) -> None:
         """Know of a shared parameter that only another stage used; unused is what no holder used."""
         names = [member.layout.name for member in live.bucket.members]
-        used = torch.tensor([float(name in self._used) for name in names], device=live.weights.device)
+        unused = self.unused()
+        used = torch.tensor([float(name not in unused) for name in names], device=live.weights.device)
         start_all_reduce(used, tie)()
-        self._used.update(name for name, users in zip(names, used.tolist(), strict=True) if users)
+        self._used_elsewhere.update(name for name, users in zip(names, used.tolist(), strict=True) if users)
 
     def _agree_on_order(self) -> None:
         """Once, after the first step: take the first rank's order of readiness for all steps to come."""
@@ -465,7 +471,10 @@ class BucketStore:
         return frozenset(member.layout.name for live in self._live for member in live.bucket.members)
 
     def unused(self) -> frozenset[str]:
-        return self.names() - self._used
+        if all(len(live.used) == len(live.bucket.members) for live in self._live):
+            return frozenset()  # as in nearly every step
+        used = {live.bucket.members[position].layout.name for live in self._live for position in live.used}
+        return self.names() - used - self._used_elsewhere
 
     def model_state_bytes(self) -> dict[str, int]:
         def size(tensor: Tensor | None) -> int:

@@ -137,21 +137,33 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank: there is none, it is damaged, or it does not fit the pieces.
         """
+        stored = self.open(which, check)
+        self.fill([(stored, pieces(stored) if callable(pieces) else pieces)])
+        self._goes_on = self._goes_on or stored.folder.resolve().parent == self.folder.resolve()
+        return dict(stored.manifest.state)
+
+    def open(self, which: Which, check: Check | None = None) -> StoredCheckpoint:
+        """Verify a checkpoint and return it; see `load`."""
+        return self._open_path(which, check) if isinstance(which, Path) else self._open_newest(check)
+
+    def fill(self, parts: Sequence[tuple[StoredCheckpoint, Sequence[Piece]]]) -> None:
+        """Fill pieces from (parts of) verified checkpoints: all of them, or none where one does not fit.
+
+        Raises:
+            CheckpointError: on every rank.
+        """
         from weft.checkpoint._carry import carry_over  # loaded where a checkpoint is
         from weft.checkpoint._match import match
 
-        stored = self._open_path(which, check) if isinstance(which, Path) else self._open_newest(check)
-        pieces = pieces(stored) if callable(pieces) else pieces
-        wanted = match(stored, pieces, self.peers)
+        wanted = [match(stored, pieces, self.peers) for stored, pieces in parts]
         with torch.no_grad():
-            for name, group in wanted.items():
-                stored.fill(name, group)
-                for piece in group:
-                    if piece.let_go is not None:
-                        piece.let_go()
-            carry_over(stored, pieces, self.peers)
-        self._goes_on = self._goes_on or stored.folder.resolve().parent == self.folder.resolve()
-        return dict(stored.manifest.state)
+            for (stored, pieces), by_name in zip(parts, wanted, strict=True):
+                for name, group in by_name.items():
+                    stored.fill(name, group)
+                    for piece in group:
+                        if piece.let_go is not None:
+                            piece.let_go()
+                carry_over(stored, pieces, self.peers)
 
     def _check_owned(self) -> None:
         """Refuse a folder that is another's, or holds what this run neither saved nor loaded."""

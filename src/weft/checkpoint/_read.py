@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from weft.checkpoint._files import verify_file, verify_header
-from weft.checkpoint._format import Manifest, StoredFile, StoredRun, read_index, read_manifest
+from weft.checkpoint._format import Json, Manifest, StoredFile, StoredRun, read_index, read_manifest
 from weft.checkpoint._tensor_file import TensorFile
 from weft.checkpoint._write import runs_by_name
 from weft.errors import CheckpointError
@@ -49,6 +51,15 @@ class StoredCheckpoint:
         for file in self.files[share::shares]:
             verify_file(self.folder, file)
             verify_header(self.folder, file.name, expected.get(file.name, []))
+
+    def part(self, names: Mapping[str, str], state: Mapping[str, Json]) -> StoredCheckpoint:
+        """Return what it holds under some `names`, each with the name that it has in the part, beside a `state`."""
+        found = copy(self)
+        found.runs = {
+            name: [replace(run, name=name) for run in self.runs[stored]] for stored, name in sorted(names.items())
+        }
+        found.manifest = replace(self.manifest, state=state)
+        return found
 
     def shape(self, name: str) -> torch.Size:
         return self.runs[name][0].shape

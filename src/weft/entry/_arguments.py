@@ -200,6 +200,11 @@ def whole_or_none(what: str, value: object) -> int | None:
     return value
 
 
+def path_of_save(call: str, path: object) -> Path:
+    """Return the folder of a save that `call` was given."""
+    return path_of(call, path, CheckpointError)
+
+
 def saved_path_of(path: object) -> Path:
     """Return the path of a save, or of a run's folder, that is to be loaded."""
     return path_of("state.load(path)", path, CheckpointError)

@@ -59,14 +59,13 @@ OWN_STEPS = GuardWords(
     untrained="session.backward() was called inside torch.no_grad() or torch.inference_mode(), where nothing can"
     " train. Call it outside.",
     optimizer_state="optimizer.state_dict() would hold this rank's share of the states only. Write"
-    f" `{_STATE}` and `state.save()`, which saves model, optimizer and place in the data for any plan.",
+    " `session.save(folder)`, which saves all that was prepared for any plan.",
     optimizer_load="optimizer.load_state_dict() after the model's first forward cannot fill this rank's share of the"
-    f" states. Write `{_STATE}` and `state.load(path)` for what state.save() has written.",
+    " states. Write `session.load(folder)` for what session.save() has written.",
     model_state="this plan cuts the model, so state_dict() and save_pretrained() would hold this rank's share of the"
     f" weights only. Write `{_STATE}` and `state.export(folder)` on every rank: it writes the whole model, as"
     " transformers loads it.",
     model_load="load_state_dict() after the model's first forward would be lost with the next step: the weights that"
-    f" train lie elsewhere. Load before it, or write `{_STATE}` and `state.load(path)` for what state.save() has"
-    " written.",
+    " train lie elsewhere. Load before it, or write `session.load(folder)` for what session.save() has written.",
 )
 """Words for a loop that keeps its own forward, loss and optimizer.step()."""

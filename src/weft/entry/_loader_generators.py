@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import random
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -74,6 +74,33 @@ def take_states(loader: object, device: torch.device, text: str) -> None:
     found = [*_of_process(device), *_generators(loader, _DEPTH, set())]
     for each, state in zip(found, json.loads(text), strict=True):
         _take(each, state)
+
+
+def own_states(loader: object) -> list[Any]:
+    """Return where the loader's own generators stand, beside those of the process."""
+    return [_state(each) for each in _generators(loader, _DEPTH, set())]
+
+
+def take_own_states(loader: object, states: Sequence[Any]) -> None:
+    """Put the loader's own where `own_states` has found them.  Raises `ValueError` where they are others."""
+    for each, state in zip([*_generators(loader, _DEPTH, set())], states, strict=True):
+        _take(each, state)
+
+
+def process_states(device: torch.device) -> dict[str, Any]:
+    """Return where the generators of the process stand, by name."""
+    return {name: _state(each) for name, each in zip(_names(device), _of_process(device), strict=True)}
+
+
+def take_process_states(device: torch.device, states: Mapping[str, Any]) -> None:
+    """Put them where `process_states` has found them, perhaps on another kind of device."""
+    for name, each in zip(_names(device), _of_process(device), strict=True):
+        if name in states:
+            _take(each, states[name])
+
+
+def _names(device: torch.device) -> list[str]:
+    return ["torch", *([] if device.type == "cpu" else [device.type]), "python", "numpy"]
 
 
 def _of_process(device: torch.device) -> list[Any]:

@@ -18,7 +18,14 @@ from weft.entry._batch_shape import samples_in, taken_apart
 from weft.entry._batch_shares import bounds_of
 from weft.entry._calls import Calls
 from weft.entry._keyed_reader import Asked, KeyedReader
-from weft.entry._loader_generators import states_of, take_states
+from weft.entry._loader_generators import (
+    own_states,
+    process_states,
+    states_of,
+    take_own_states,
+    take_process_states,
+    take_states,
+)
 from weft.errors import CheckpointError, DataError, PlanError
 
 _COMPARED = 3
@@ -105,10 +112,13 @@ class LoopLoader:
         self._position = self._given = 0
         """Samples of all passes before the present one, and of that."""
         self._taken = self._skipped = 0
-        self._passes = 0
+        self._passes = self._present = 0
         self._begun = ""
         """Where the generators stood when the present pass began."""
         self._resumes = ""
+        """Where they shall stand when the next pass begins; and how the process's stand behind what it leaves out."""
+        self._keeps = False
+        self._kept: dict[str, Any] | None = None
         self._inner = _inner_of(loader, _Shares(self), handing.seed + number - 1, alone=handing.ranks == 1)
 
     @property
@@ -129,20 +139,39 @@ class LoopLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._begin_pass()
-        batches = self._whole_batches() if self._inner is None else self._read()
-        for batch, handed in batches:
-            if not handed.size:
-                raise DataError(f"batch {self._taken} of the loader has no samples, so no step can be made of it.")
-            self._taken += 1
-            self._given = max(self._given, handed.first + handed.size - self._position)
-            self._handing.hand_out(handed)
-            yield _moved(batch, self._handing.device)
-        self._taken = 0
-        self._passes += 1
+        present, batches = self._present, self._whole_batches() if self._inner is None else self._read()
+        try:
+            for batch, handed in batches:
+                if not handed.size:
+                    raise DataError(f"batch {self._taken} of the loader has no samples, so no step can be made of it.")
+                self._taken += 1
+                self._given = max(self._given, handed.first + handed.size - self._position)
+                self._handing.hand_out(handed)
+                yield _moved(batch, self._handing.device)
+            self._passes += 1
+        finally:  # of a pass that the loop leaves early, too: the next one begins anew
+            if self._present == present:
+                self._taken = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop is in its passes, for a save; equal on all ranks."""
-        return {"passes": self._passes, "batches": self._taken, "position": self._position, "began": self._begun}
+        return {
+            "passes": self._passes,
+            "batches": self._taken,
+            "position": self._position + (0 if self._taken else self._given),
+            "began": self._begun if self._taken else "",
+            "own": own_states(self._loader),
+        }
+
+    def skip(self, batches: int) -> None:
+        """Leave out so many batches of the next pass, from its first on, and none of later passes."""
+        self._skipped = batches
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """`load_state_dict`, where the generators of the process were put where they stood at the save: they stand
+        there again behind the batches that the next pass leaves out."""
+        self.load_state_dict(state)
+        self._keeps = bool(self._skipped)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on behind the batches that were handed out: the next pass is the rest of the one that was saved.
@@ -157,21 +186,31 @@ class LoopLoader:
             raise CheckpointError(
                 f"this is no state of a loader ({type(error).__name__}: {error}). Give what its state_dict() returned."
             ) from None
-        self._passes, self._position, self._skipped = passes, position, taken
-        self._resumes = began if taken else ""
+        self._passes, self._position, self._given, self._skipped = passes, position, 0, taken
+        self._resumes, self._keeps = began if taken else "", False
+        if not taken and "own" in state:
+            try:
+                take_own_states(self._loader, state["own"])
+            except ValueError:
+                raise CheckpointError(
+                    "this state is that of a loader with other generators. Give the loader the same sampler and"
+                    " generator as where it was saved."
+                ) from None
 
     # ── inside ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin_pass(self) -> None:
         """Let all ranks draw the same order, which is rank 0's."""
         handing, text = self._handing, self._resumes
+        self._kept = process_states(handing.device) if self._keeps and self._skipped else None
         with handing.calls.call(f"a pass through loader {self._number}", meets=True):
             if not text and handing.world is not None:
                 own = states_of(self._loader, handing.device) if dist.get_rank() == 0 else ""
                 text = gather_texts(own, handing.device, handing.world)[0]
         if text:
             take_states(self._loader, handing.device, text)
-        self._begun, self._resumes = text or states_of(self._loader, handing.device), ""
+        self._begun, self._resumes, self._keeps = text or states_of(self._loader, handing.device), "", False
+        self._present += 1
         self._ahead.clear()
         self._position, self._given, self._taken = self._position + self._given, 0, self._skipped
 
@@ -192,7 +231,15 @@ class LoopLoader:
                 handed = self._handing.share_of(len(indices), first)
                 self._ahead.append(handed)
                 yield Asked(indices, first, handed.start, handed.stop)
+            elif number == skipped - 1:
+                self._put_back()
             first += len(indices)
+
+    def _put_back(self) -> None:
+        """The loop goes on from here: its generators stood elsewhere than behind the sampler's draws alone."""
+        if self._kept is not None:
+            take_process_states(self._handing.device, self._kept)
+            self._kept = None
 
     def _whole_batches(self) -> Iterator[tuple[Any, HandedOut]]:
         """Of anything else that iterates: every rank takes its rows of batches that it has whole."""
@@ -200,6 +247,8 @@ class LoopLoader:
         skipped, self._skipped = self._skipped, 0
         for number, batch in enumerate(self._loader):
             if number < skipped:
+                if number == skipped - 1:
+                    self._put_back()
                 continue
             if handing.world is None:
                 yield batch, handing.share_of(samples_in(batch), self._position + self._given)

@@ -255,14 +255,18 @@ class OpenModel(PreparedModel):
 
     def load(self, path: Any = None) -> int:
         """See `PreparedModel.load`."""
+        self.leave_step("state.load()")
+        return super().load(path)
+
+    def leave_step(self, call: str) -> None:
+        """Be outside of a step, for a load."""
         if self._has_gradients:
             raise RecipeError(
-                "state.load() was called between a backward and its optimizer.step(), whose gradients are of the"
-                " weights before it. Call it before the backward, or optimizer.zero_grad() first."
+                f"{call} was called between a backward and its optimizer.step(), whose gradients are of the weights"
+                " before it. Call it before the backward, or optimizer.zero_grad() first."
             )
         self._guard.set_manual(False)
         self._is_open = False
-        return super().load(path)
 
     def _reports_now(self) -> bool:
         """Not behind each of many short steps: to read the memory of a process takes a part of one."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from weft.comm import Mesh
 from weft.entry._agreement import check_same_facts, take_weights_of_rank_0
 from weft.entry._batch_shape import taken_apart
 from weft.entry._first_call import FirstCall, as_prepared, example_of
@@ -18,6 +19,7 @@ from weft.entry._guard_words import OWN_STEPS
 from weft.entry._guards import refuse_wrapped
 from weft.entry._loop_loader import Handing, LoopLoader
 from weft.entry._loop_loss import stand_in_loss
+from weft.entry._loop_saves import LoopSaves, LoopThings
 from weft.entry._manual import check_loss, check_manual
 from weft.entry._models import Models
 from weft.entry._open_step import OpenModel
@@ -49,11 +51,11 @@ class OwnLoop:
             calls=models.calls,
             seed=self._planning.seed,
         )
-        self._loaders: list[LoopLoader] = []
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self._things = LoopThings()
+        self.saves = LoopSaves(self._things, self._planning.device, self._any_mesh)
         self._waiting: dict[int, tuple[nn.Module, FirstCall]] = {}
         """Models that have not been called yet, or have no optimizer."""
-        self._open: list[tuple[nn.Module, OpenModel]] = []
+        self._open = self._things.begun
 
     # ── prepare ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -71,12 +73,13 @@ class OwnLoop:
                 self._take_model(thing, split)
             case torch.optim.Optimizer():
                 self._models.optimizers.add(thing)
-                self._optimizers.append(thing)
+                self._things.optimizers.append(thing)
             case torch.optim.lr_scheduler.LRScheduler():
-                pass  # it acts on the optimizer, which stays the loop's own
+                self._things.schedulers.append(thing)  # it acts on the optimizer, which stays the loop's own
             case _:
-                self._loaders.append(LoopLoader(thing, self._handing, len(self._loaders) + 1))
-                return self._loaders[-1]
+                loaders = self._things.loaders
+                loaders.append(LoopLoader(thing, self._handing, len(loaders) + 1))
+                return loaders[-1]
         return thing
 
     def _take_model(self, model: nn.Module, split: Any) -> None:
@@ -95,6 +98,7 @@ class OwnLoop:
         self._models.own(model)
         first = FirstCall(model, lambda args, kwargs: self._begin(model, args, kwargs, split))
         self._waiting[id(model)] = (model, first)
+        self._things.models.append(model)
 
     # ── the first forward ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -107,8 +111,10 @@ class OwnLoop:
         first.let_go()
         try:
             called = self._models.calls.call(f"the first forward of {type(model).__name__}", meets=True)
-            with called, as_prepared(model), variables_kept(model, stand_in_loss, optimizer):
-                self._open.append((model, self._brought(model, optimizer, args, kwargs, split)))
+            saves = self.saves.beginning(model)
+            with called, as_prepared(model), saves as begun, variables_kept(model, stand_in_loss, optimizer):
+                begun.append(self._brought(model, optimizer, args, kwargs, split))
+                self._open.append((model, begun[0]))
         except BaseException:
             self._waiting[id(model)] = (model, FirstCall(model, first.begin))
             raise
@@ -156,12 +162,7 @@ class OwnLoop:
         return replace(planning, plan=replace(planning.plan, microbatch=own)), share * ranks
 
     def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        own = {id(parameter) for parameter in model.parameters()}
-        found = [
-            each
-            for each in self._optimizers
-            if any(id(parameter) in own for group in each.param_groups for parameter in group["params"])
-        ]
+        found = self._things.optimizers_of(model)
         if len(found) > 1:
             raise RecipeError(
                 f"{len(found)} of the optimizers that session.prepare was given hold parameters of one"
@@ -236,11 +237,8 @@ class OwnLoop:
 
     def gather(self, value: Any) -> Any:
         """See `Session.gather`."""
-        plan, batch = (
-            self._planning.plan or Plan(mesh=MeshPlan(replicate=self._planning.world_size)),
-            self._handing.last,
-        )
-        collected = GatheredOutputs(lambda outputs, batch: outputs, self._models.mesh(plan))
+        batch = self._handing.last
+        collected = GatheredOutputs(lambda outputs, batch: outputs, self._any_mesh())
         with self._models.calls.call("session.gather()", meets=True):
             none = batch is not None and batch.start == batch.stop
             collected.take(tree_map_only(Tensor, lambda each: each[:0], value) if none else value)
@@ -248,13 +246,17 @@ class OwnLoop:
 
     def state(self, model: nn.Module) -> OpenModel:
         """See `Session.state`."""
-        found = next((state for given, state in self._open if given is model), None)
+        found = self._things.state_of(model)
         if found is None:
             raise RecipeError(
                 f"this {type(model).__name__} has no state yet: a model that was prepared without a loss= is brought"
                 " under its plan by its first forward, with its prepared optimizer. Call it once before."
             )
         return found
+
+    def _any_mesh(self) -> Mesh:
+        """One that has all ranks, whatever the models' own."""
+        return self._models.mesh(self._planning.plan or Plan(mesh=MeshPlan(replicate=self._planning.world_size)))
 
     def _whose(self, what: Any, call: str) -> OpenModel | None:
         """The model whose gradients are meant; None: one that is plain still."""

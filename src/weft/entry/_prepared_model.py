@@ -29,7 +29,7 @@ from weft.entry._user_loss import LossOfUser
 from weft.entry._user_optimizer import UserOptimizer, cuts_of, settings_of
 from weft.events import CheckpointEvent, EndEvent, StepEvent
 from weft.models import Blueprint
-from weft.parallel import ParallelModel, parallelize
+from weft.parallel import ParallelModel, Piece, parallelize
 from weft.plan import Plan
 from weft.recipe import Recipe
 from weft.record import Recorder
@@ -166,10 +166,30 @@ class PreparedModel:
         which = "latest" if path is None else saved_path_of(path)
         with self._calls.call(f"{self._name}.load()", meets=True), self._guard.inside():
             state = self._saves.read(which)
+        self.loaded(state)
+        return self._steps
+
+    def written(self) -> tuple[dict[str, Json], list[Piece]]:
+        """Return what `save` writes, for a save of several models."""
+        with self._guard.inside():
+            return self._saves.written(self._steps, self._place(), self.optimizer)
+
+    @contextmanager
+    def loading(self) -> Generator[Saves]:
+        """What fills the model within, from the save of several models."""
+        self._guard.refuse_within_manual(f"{self._name}.load()")
+        with self._guard.inside(), self._saves.loading():
+            yield self._saves
+
+    def loaded(self, state: Mapping[str, Json]) -> None:
+        """Go on where a save was made, whose model was filled."""
         self._go_on(state)
         self._steps = cast(int, state["steps"])
         self._reporter.start(self._steps, None)
-        return self._steps
+
+    def note_save(self, path: Path, seconds: float) -> None:
+        """Record a save of several models, of which this is one."""
+        self._run.emit(CheckpointEvent(step=self._steps, path=str(path), seconds=seconds))
 
     @contextmanager
     def frozen(self) -> Generator[nn.Module]:

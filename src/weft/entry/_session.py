@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 import torch
@@ -329,6 +330,34 @@ class Session:
         plan = self._planning.plan
         mesh = MeshPlan(replicate=self.world_size) if plan is None else plan.mesh
         return Together(self._calls, self.device, dist.group.WORLD if self.world_size > 1 else None, mesh)
+
+    def save(self, folder: str | Path, *, extra: Mapping[str, Any] | None = None) -> Path:
+        """Save all that was prepared without a loss: models with their optimizers, LR schedulers, the place of each
+        loader in its pass, and the generators of Python, NumPy and torch.  Any later plan loads it, on any number of
+        ranks.  A save that is in the folder stays until this one is whole, which then takes its place.
+
+        Args:
+            folder: of this save, which all ranks see.
+            extra: further objects by name, each with `state_dict` and `load_state_dict`: tensors and plain values.
+
+        Raises:
+            RecipeError: on every rank; an object has no state, or other states on other ranks.
+            CheckpointError: on every rank; it cannot be written.
+        """
+        with self._calls.call("session.save()", meets=True):
+            return self._own_loop.saves.save(folder, extra)
+
+    def load(self, folder: str | Path, *, extra: Mapping[str, Any] | None = None) -> int:
+        """Load what `save` has written into what is prepared now, in the same order, and return its number of steps.
+
+        It may be called before the models are, right behind `prepare`.  The next pass through a loader that was left in
+        mid-pass is the rest of that pass.
+
+        Raises:
+            CheckpointError: on every rank; there is no save, it is damaged, or it is of other things.
+        """
+        with self._calls.call("session.load()", meets=True):
+            return self._own_loop.saves.load(folder, extra)
 
     def state(self, model: nn.Module) -> PreparedModel:
         """Return what saves, loads and exports a model that was prepared without a loss, after its first forward."""

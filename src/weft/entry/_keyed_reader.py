@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast, final
-
-import numpy as np
-import torch
+from typing import Any, NamedTuple, final
 
 from weft.entry._batch_shape import taken_apart
-from weft.entry._user_batches import seeded
-
-_EARLY = 2
-"""Batches that are always looked at: what draws does so from the start."""
+from weft.entry._drawn_reads import DrawnReads, seeded
 
 
 class Asked(NamedTuple):
@@ -37,8 +30,7 @@ class KeyedReader:
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, *, alone: bool) -> None:
         """`alone`: whether this rank has all samples."""
         self._dataset, self._collate, self._seed, self._alone = dataset, collate, seed, alone
-        self._draws = self._collate_draws = False
-        self._read = 0
+        self._reads, self._collates = DrawnReads(dataset), DrawnReads(collate)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -53,33 +45,27 @@ class KeyedReader:
         return asked
 
     def __call__(self, asked: Asked) -> Any:
-        looks = self._read < _EARLY or self._read & (self._read - 1) == 0
-        self._read += 1
         start, stop = (0, len(asked.indices)) if self._needs_whole else _rows(asked)
-        before = _states() if looks and not self._draws else None
         samples = self._samples(asked, start, stop)
-        if before is not None and _moved(before):
-            self._draws = True
-            samples = self._samples(asked, start, stop)
-        before = _states() if looks and not self._collate_draws else None
-        batch = self._collated(samples, asked)
-        if before is not None and _moved(before):
-            self._collate_draws = True
-            return self(asked)
-        if not self._needs_whole:
-            return batch
-        fields, shape = taken_apart(batch)
+        found = None if self._collates.draw else self._collates.tried(lambda: [self._collate(samples)])
+        if found is not None:
+            return found[0]
+        if self._alone:
+            return self._collated(samples, asked)
+        if (start, stop) != (0, len(asked.indices)):
+            samples = self._samples(asked, 0, len(asked.indices))
+        fields, shape = taken_apart(self._collated(samples, asked))
         rows = slice(*_rows(asked))
         return shape.restored({name: value[rows] for name, value in fields.items()})
 
     @property
     def _needs_whole(self) -> bool:
-        return self._collate_draws and not self._alone
+        return self._collates.draw and not self._alone
 
     def _samples(self, asked: Asked, start: int, stop: int) -> list[Any]:
         indices = asked.indices[start:stop]
-        if not self._draws:
-            return self._items(indices)
+        if not self._reads.draw and (found := self._reads.tried(lambda: self._items(indices))) is not None:
+            return found
         samples: list[Any] = []
         for place, index in enumerate(indices, asked.first + start):
             with seeded(self._seed, place):
@@ -91,8 +77,6 @@ class KeyedReader:
         return list(fetch(indices)) if fetch else [self._dataset[index] for index in indices]
 
     def _collated(self, samples: list[Any], asked: Asked) -> Any:
-        if not self._collate_draws:
-            return self._collate(samples)
         with seeded(self._seed, asked.first):
             return self._collate(samples)
 
@@ -100,22 +84,3 @@ class KeyedReader:
 def _rows(asked: Asked) -> tuple[int, int]:
     """Those that a rank has; the first sample stands in where it has none."""
     return (asked.start, asked.stop) if asked.start < asked.stop else (0, 1)
-
-
-_States = tuple[torch.Tensor, Any, tuple[Any, ...]]
-
-
-def _states() -> _States:
-    return torch.get_rng_state(), random.getstate(), cast(tuple[Any, ...], np.random.get_state())
-
-
-def _moved(before: _States) -> bool:
-    """Whether a generator has; it is put back then."""
-    states = _states()
-    same_numpy = all(np.array_equal(one, other) for one, other in zip(before[2], states[2], strict=True))
-    if torch.equal(before[0], states[0]) and before[1] == states[1] and same_numpy:
-        return False
-    torch.set_rng_state(before[0])
-    random.setstate(before[1])
-    np.random.set_state(cast(Any, before[2]))
-    return True

@@ -11,7 +11,8 @@ from torch.utils.data import Subset
 
 from weft.entry._agreement import UNKNOWN
 from weft.entry._batch_shape import add_to_digest
-from weft.entry._user_batches import BatchStream, seeded
+from weft.entry._drawn_reads import seeded
+from weft.entry._user_batches import BatchStream
 
 _SAMPLES, _READS = 8, 3
 

@@ -4,10 +4,8 @@ they came."""
 from __future__ import annotations
 
 import inspect
-import random
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -25,6 +23,7 @@ from torch.utils.data import (
 
 from weft.data import Permutation
 from weft.entry._batch_shape import ROWS, BatchShape, taken_apart
+from weft.entry._drawn_reads import DrawnReads, seeded
 from weft.errors import DataError, RecipeError
 
 UserBatch = Tensor | Mapping[str, Any] | Sequence[Any]
@@ -133,6 +132,7 @@ class BatchStream:
         self._check = check
         self._dataset = _map_style(loader)
         self.batch_size = _batch_size(loader, batch_size)
+        self._drawn = DrawnReads(self._dataset, getattr(loader, "collate_fn", None))
         self._collates_whole: bool | None = None
         """Whether the collate function looks at the whole batch, so that shares are cut out of what it returns."""
         self.digest = ""
@@ -185,13 +185,22 @@ class BatchStream:
         return shape.restored({name: value[start:stop] for name, value in fields.items()})
 
     def _collated(self, positions: range, key: int) -> Any:
+        dataset, indices = cast(Any, self._dataset), self._indices(positions)
+        collate = cast(DataLoader[Any], self._loader).collate_fn
+        if not self._drawn.draw:
+
+            def read() -> list[Any]:
+                return [collate([dataset[index] for index in indices])]
+
+            found = self._drawn.tried(read)
+            if found is not None:
+                return found[0]
         samples: list[Any] = []
-        loader = cast(DataLoader[Any], self._loader)
-        for position, index in zip(positions, self._indices(positions), strict=True):
+        for position, index in zip(positions, indices, strict=True):
             with seeded(self._seed, position):
-                samples.append(cast(Any, self._dataset)[index])
+                samples.append(dataset[index])
         with seeded(self._seed, key):
-            return loader.collate_fn(samples)
+            return collate(samples)
 
     def _looks_at_the_whole(self, first: int, start: int, stop: int) -> bool:
         """Try the collate function on a batch and on this rank's share of it; lengths that it pads to may differ.  Its
@@ -278,23 +287,6 @@ class BatchStream:
                 raise DataError(f"batch {number} of the loader has no samples, so no step can be made of it.")
             self.digest = digest_of(fields)
             yield batch
-
-
-@contextmanager
-def seeded(seed: int, position: int) -> Generator[None]:
-    """Seed the generators that augmentation draws from by the sample's place in the stream, and put them back: so a
-    sample looks the same on every rank and after every resume."""
-    key = (seed * 1_000_003 + position) % 2**63
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    torch.default_generator.manual_seed(key)
-    random.seed(key)
-    np.random.seed(key % 2**32)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
 
 
 def _sampler(loader: DataLoader[Any]) -> Any:

@@ -154,7 +154,7 @@ class Stepper:
         parameters.  Then call `end`, or `reduce` and `apply`, or `abandon`.  Without `seeds` torch's generator goes on
         as it is.  Call on every rank."""
         if seeds:
-            seed_step(self._seed, step, self._mesh.index("data"))
+            seed_step(self._seed, step, self._mesh.index("data"), self._mesh.device)
         self._before = [buffer.clone() for buffer in self._buffers]
         self._stores.begin_step()
         if self._routing is not None:
@@ -326,7 +326,12 @@ def squared_norm(shards: Sequence[Shard]) -> Tensor:
     )
 
 
-def seed_step(seed: int, step: int, data_index: int) -> None:
-    """Seed torch's own generator from the step, so that even unkeyed randomness in a user's code repeats after a
+def seed_step(seed: int, step: int, data_index: int, device: torch.device) -> None:
+    """Seed torch's own generators from the step, so that even unkeyed randomness in a user's code repeats after a
     resume."""
-    torch.manual_seed(((seed * 1_000_003 + step) * 4_099 + data_index) % 2**63)
+    key = ((seed * 1_000_003 + step) * 4_099 + data_index) % 2**63
+    if device.type == "cpu":
+        # `torch.manual_seed` writes down the stack for each device that is not there: 0.3 ms (a Xeon core, 2026-11).
+        torch.default_generator.manual_seed(key)
+    else:
+        torch.manual_seed(key)

@@ -337,8 +337,8 @@ def retire(before: Mapping[str, nn.Parameter], *parts: nn.Module) -> None:
 class LeftGradients:
     """Gradients that a step has left in the parameters: what a loop does to them afterwards has no effect."""
 
-    def __init__(self, model: nn.Module) -> None:
-        left = [(name, parameter, parameter.grad) for name, parameter in model.named_parameters()]
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        left = [(name, parameter, parameter.grad) for name, parameter in parameters]
         # Weak, so that a loop which sets its gradients to None gets their memory back.
         self._left = [(name, parameter, ref(grad), grad._version) for name, parameter, grad in left if grad is not None]
 

@@ -151,7 +151,7 @@ class ManualStep:
         with called, self._guard.inside():
             self._model.stores.on_backward(0, 0)  # ZeRO-3 reduces in every backward: nobody knows which is the last
             self._forwards.backward(share * self._scale, retain_graph)
-        self._left = LeftGradients(self._model.module)
+        self._left = LeftGradients(self._model.module.named_parameters())
 
     # ── driven by `state.manual_step` ─────────────────────────────────────────────────────────────────────────────────
 

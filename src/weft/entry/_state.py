@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.checkpoint import Json
 from weft.entry._agreement import check_same_batches
@@ -51,6 +51,8 @@ class TrainState(PreparedModel):
         self._evaluation = Evaluation(self._parallel.runner, self._blueprint, self._loss, mesh, plan, recipe)
         self._seen = SeenBatches(shared_by_all=plan.mesh.data == 1 and plan.mesh.world_size > 1)
         self._passes = LoaderPasses(self._stream, self._seen)
+        self._named: list[tuple[str, nn.Parameter]] = []
+        """The model's parameters by name, once it has taken a step."""
 
     def batches(self, steps: int | None = None) -> Iterator[Any]:
         """Yield this rank's share of the coming global batches, in the shape that the loader gives.
@@ -279,7 +281,8 @@ class TrainState(PreparedModel):
 
     def _took(self, event: StepEvent) -> None:
         self._note(event, self._share.size)
-        self._left = LeftGradients(self.model)
+        self._named = self._named or list(self.model.named_parameters())
+        self._left = LeftGradients(self._named)
         self._shares.took_step(self._share)
 
     def _data_facts(self) -> dict[str, str]:

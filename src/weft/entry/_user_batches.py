@@ -132,6 +132,8 @@ class BatchStream:
         self._check = check
         self._dataset = _map_style(loader)
         self.batch_size = _batch_size(loader, batch_size)
+        self._orders: dict[tuple[int, int], Permutation] = {}
+        """The order that was last asked for, by size and epoch."""
         self._drawn = DrawnReads(self._dataset, getattr(loader, "collate_fn", None))
         self._collates_whole: bool | None = None
         """Whether the collate function looks at the whole batch, so that shares are cut out of what it returns."""
@@ -230,8 +232,9 @@ class BatchStream:
             # A batch at once: an order costs about as much for one position as for a thousand.
             size = len(sampler.data_source)
             for epoch in np.unique(epochs).tolist():
-                order = Permutation(size, self._seed, epoch)
-                indices[epochs == epoch] = order(indices[epochs == epoch])
+                if (size, epoch) not in self._orders:
+                    self._orders = {(size, epoch): Permutation(size, self._seed, epoch)}
+                indices[epochs == epoch] = self._orders[size, epoch](indices[epochs == epoch])
         return indices.tolist()
 
     def _refuse_what_is_not_read(self) -> None:

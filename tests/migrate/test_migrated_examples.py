@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from pages import ROOT
-from weft.migrate import migrate_script
 
 FOLDER = ROOT / "examples" / "migrated"
 KINDS = sorted(path.stem.removesuffix("_weft") for path in FOLDER.glob("*_weft.py"))
@@ -68,16 +67,3 @@ def test_few_lines_change() -> None:
         lines = difflib.ndiff(before, after)
         written[kind] = sum(line.startswith("+ ") and bool(line[2:].strip()) for line in lines)
     assert statistics.median(written.values()) <= LINES, written
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_command_changes_them_or_says_what_is_left(kind: str) -> None:
-    """Where a script has one loop with one backward, nothing of the peer is left."""
-    found = migrate_script(peer_of(kind))
-    handle = "accelerator." if peer_of(kind).stem.endswith("accelerate") else "fabric."
-    code = "\n".join(line for line in found.after.splitlines() if not line.strip().startswith("#"))
-    if kind == "gan":
-        assert "this loop has several backwards" in " ".join(found.remarks)
-    else:
-        assert "state.step(batch)" in code
-        assert handle not in code or found.remarks, code

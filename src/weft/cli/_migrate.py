@@ -18,32 +18,30 @@ def migrate(
     fill: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     write: Path | None = None,
 ) -> None:
-    """Turn a script or a configuration of another library into Weft's.
+    """Turn a configuration of DeepSpeed or Accelerate into Weft's.
 
-    A script for Accelerate, Lightning Fabric, DeepSpeed or plain DDP becomes one of weft.session, printed as a diff;
-    what could not be done stands in it as comments "# weft: ...". A configuration of DeepSpeed or Accelerate becomes a
-    plan and what a recipe says with it: every key is obeyed, translated with a comment, or refused by its name.
+    It becomes a plan and what a recipe says with it: every key is obeyed, translated with a comment, or refused by its
+    name. Scripts need no rewriting: `from weft.accelerate import Accelerator` and `from weft.fabric import Fabric`
+    stand in place of their imports.
 
     Parameters
     ----------
     source
-        script.py, ds_config.json, or Accelerate's default_config.yaml.
+        ds_config.json, or Accelerate's default_config.yaml.
     processes
         How many there are, where the file does not say it.
     fill
         KEY=VALUE of what stands as "auto", such as optimizer.params.lr=1e-4; and batch_size=8, that of a process,
         for Accelerate.
     write
-        New file for the changed script, or folder for plan.toml and recipe.part.toml; without it they are printed.
+        New folder for plan.toml and recipe.part.toml; without it they are printed.
     """
     if source.suffix == ".py":
-        if processes is not None or fill:
-            option = "--fill" if fill else "--processes"
-            raise RecipeError(
-                f"{option} is for configurations, and {source} is a script, which asks nothing. Leave it out."
-            )
-        _migrate_script(source, write)
-        return
+        raise RecipeError(
+            f"{source} is a script, which is not rewritten: write `from weft.accelerate import Accelerator` in place of"
+            " `from accelerate import Accelerator`, or `from weft.fabric import Fabric` in place of Lightning's, and it"
+            " runs. A plain loop has a guide: docs/guides/coming-from.md."
+        )
     from weft.migrate import read_config
 
     migration = read_config(source, processes=processes, fill=dict(_filled(text) for text in fill or []))
@@ -54,20 +52,6 @@ def migrate(
         return
     for name, text in {"plan.toml": migration.plan_toml(), "recipe.part.toml": migration.recipe_toml()}.items():
         _write(write / name, text)
-
-
-def _migrate_script(source: Path, target: Path | None) -> None:
-    import sys
-
-    from weft.migrate import migrate_script
-
-    migrated = migrate_script(source)
-    if target is None:
-        print(migrated.diff(), end="", flush=True)
-    else:
-        _write(target, migrated.after)
-    for remark in migrated.remarks:
-        print(f"to do     {remark}", file=sys.stderr)
 
 
 def _write(path: Path, text: str) -> None:

@@ -5,5 +5,3 @@ from weft.migrate._keys import Outcome as Outcome
 from weft.migrate._keys import keys_of as keys_of
 from weft.migrate._migration import Migration as Migration
 from weft.migrate._read import read_config as read_config
-from weft.migrate.script import MigratedScript as MigratedScript
-from weft.migrate.script import migrate_script as migrate_script

@@ -109,6 +109,14 @@ class BatchShape:
         return list(_names(self.root, ""))
 
 
+class Counted(dict[str, Any]):
+    """A batch that says how many samples it has."""
+
+    def __init__(self, entries: Mapping[str, Any], samples: int) -> None:
+        super().__init__(entries)
+        self.samples = samples
+
+
 def taken_apart(batch: Any) -> tuple[dict[str, Tensor], BatchShape]:
     """Return the tensors of a batch by name, each with a row for each sample, and the batch's shape.
 
@@ -157,7 +165,7 @@ def _looked_at(value: Any, name: str, size: int, fields: dict[str, Tensor]) -> A
 
 def _list_of(value: Sequence[Any], name: str, size: int) -> Any:
     """What an inner list is: an entry for each sample, a whole; None: a container."""
-    tensors = [each for each in _tensors(value) if each.ndim]
+    tensors = [each for each in tensors_of(value) if each.ndim]
     stacked = bool(tensors) and all(each.shape[0] == size for each in tensors)
     if len(value) != size or not len(value):
         return None if tensors else _Whole(value)
@@ -175,6 +183,8 @@ def samples_in(batch: Any) -> int:
     Raises:
         DataError: its entries disagree about it, or none says it.
     """
+    if isinstance(batch, Counted):
+        return batch.samples
     if isinstance(batch, Tensor):
         if batch.ndim == 0:
             raise DataError(f"the batch is one number, without samples along dim 0. {_GIVE}")
@@ -225,7 +235,7 @@ def _is_list_of_samples(batch: Any) -> bool:
     keys = {tuple(each) if isinstance(each, Mapping) else None for each in entries}
     if len(keys) != 1 or None in keys:
         return False
-    rows = {tensor.shape[0] if tensor.ndim else 0 for tensor in _tensors(entries)}
+    rows = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors_of(entries)}
     return len(rows) != 1 or rows == {0}
 
 
@@ -268,12 +278,13 @@ def _joined(name: str, key: Any) -> str:
     return f"{name}.{key}" if name else str(key)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value and in the containers that it holds."""
     if isinstance(value, Tensor):
         yield value
     else:
         for each in (_entries_of(value) or {}).values():
-            yield from _tensors(each)
+            yield from tensors_of(each)
 
 
 def _leaves(node: Any) -> Iterator[Any]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from weft.entry._batch_shape import taken_apart
+from weft.entry._batch_shape import Counted, taken_apart, tensors_of
 from weft.errors import DataError, RecipeError
 
 _CALL = "_call_impl"
@@ -42,38 +44,93 @@ class FirstCall:
         return getattr, (self._model, _CALL)
 
 
-def example_of(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a forward was given by the names of its arguments, as a batch whose samples lie along dim 0.
+@final
+class CallByName:
+    """In place of a module's call, while it is looked at: what has no name of its own in the forward has one here.
+
+    Where a model takes what it is given by `*args` or by position alone, what looks at it could not call it otherwise.
+    """
+
+    def __init__(self, model: nn.Module, places: Sequence[str]) -> None:
+        """`places`: names of what is given by position, in its order."""
+        self._model, self._places = model, places
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = [kwargs.pop(name) for name in self._places if name in kwargs]
+        return getattr(type(self._model), _CALL)(self._model, *args, *own, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return CallByName, (self._model, self._places)
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """What a forward was given by the names of its arguments."""
+
+    example: Counted
+    """A batch, whose samples lie along dim 0."""
+    places: Sequence[str]
+    """Those that are given by position alone."""
+
+    @contextmanager
+    def by_name(self, model: nn.Module) -> Generator[None]:
+        """The model, which may be called by all of these names."""
+        if not self.places:
+            yield
+            return
+        own = vars(model)
+        own[_CALL] = CallByName(model, self.places)
+        try:
+            yield
+        finally:
+            del own[_CALL]
+
+
+def called_with(model: nn.Module, args: Any, kwargs: Mapping[str, Any], samples: int | None) -> Called:
+    """Look at what a forward was given, perhaps of a batch of so many `samples`.
 
     Raises:
-        RecipeError: it has none that says its samples, or takes them by `*args`.
+        RecipeError: nothing in it says its samples.
     """
     parameters = inspect.signature(model.forward).parameters
-    bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     given: dict[str, Any] = {}
-    for name, value in bound.items():
-        if parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
-            raise RecipeError(
-                f"{type(model).__name__}.forward takes what it is given by *{name}, so nothing says what its arguments"
-                " are. Name them: def forward(self, first, second)."
-            )
-        named = cast(Mapping[str, Any], value) if parameters[name].kind is inspect.Parameter.VAR_KEYWORD else None
-        given |= {name: value} if named is None else dict(named)
-    rows = next((each.shape[0] for each in given.values() if isinstance(each, Tensor) and each.ndim), None)
+    places: list[str] = []
+    for name, value in inspect.signature(model.forward).bind(*args, **kwargs).arguments.items():
+        kind = parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            given |= value
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            places = list(given)  # what stands before these is given by position, too
+            numbered = {f"{name}_{number}": each for number, each in enumerate(value)}
+            places, given = [*places, *numbered], given | numbered
+        else:
+            given[name] = value
+            places += [name] if kind is inspect.Parameter.POSITIONAL_ONLY else []
+    rows = _rows_of(given, samples)
     if rows is None:
         raise RecipeError(
             f"the first forward of {type(model).__name__} was given no tensor with a row for each sample. Give it one,"
             " or prepare the module that computes with samples."
         )
+    # Not such as the state of a recurrent network, whose samples lie along another dim.
+    given = {name: value for name, value in given.items() if _fits(value, rows)}
+    return Called(Counted(tree_map_only(Tensor, Tensor.detach, given), rows), places)
+
+
+def _rows_of(given: Mapping[str, Any], samples: int | None) -> int | None:
+    """Samples that a forward was given: those of the batch in hand, where it has something with so many rows."""
+    sizes = [each.shape[0] for each in tensors_of(given) if each.ndim]
+    lists = [len(cast(Sequence[Any], each)) for each in given.values() if isinstance(each, list | tuple)]
+    return samples if samples in (*sizes, *lists) else next(iter(sizes), None)
+
+
+def _fits(value: Any, rows: int) -> bool:
+    """Whether each of its tensors has a row for each sample, or is one of a list with one for each."""
     try:
-        taken_apart(given)
-    except DataError:  # such as the state of a recurrent network, whose samples lie along another dim
-        return {
-            name: value.detach()
-            for name, value in given.items()
-            if isinstance(value, Tensor) and value.ndim and value.shape[0] == rows
-        }
-    return given
+        taken_apart(Counted({"value": value}, rows))
+    except DataError:
+        return False
+    return True
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map_only
 
 from weft.comm import Mesh
 from weft.entry._agreement import check_same_facts, take_weights_of_rank_0
-from weft.entry._batch_shape import taken_apart
-from weft.entry._first_call import FirstCall, as_prepared, example_of
+from weft.entry._batch_shape import Counted, taken_apart
+from weft.entry._first_call import FirstCall, as_prepared, called_with
 from weft.entry._guard_words import OWN_STEPS
 from weft.entry._guards import refuse_wrapped
 from weft.entry._loop_loader import Handing, LoopLoader
@@ -124,14 +124,17 @@ class OwnLoop:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, split: Any
     ) -> OpenModel:
         check_same_facts(facts_of_model(model, optimizer), self._planning.device)
-        example = example_of(model, args, kwargs)
-        fields, shape = taken_apart(example)
         batch = self._handing.last
-        rows = next(iter(fields.values())).shape[0] * self._handing.ranks
-        planning, samples = self._planned(rows if batch is None else batch.size)
+        seen = called_with(model, args, kwargs, None if batch is None else max(batch.stop - batch.start, 1))
+        with seen.by_name(model):
+            return self._laid_over(model, optimizer, seen.example, split)
+
+    def _laid_over(self, model: nn.Module, optimizer: torch.optim.Optimizer, example: Counted, split: Any) -> OpenModel:
+        shape, batch = taken_apart(example)[1], self._handing.last
+        planning, samples = self._planned(example.samples * self._handing.ranks if batch is None else batch.size)
         recipe = planning.recipe(model, samples, None)
         inputs = {name: name for name in example}
-        blueprint = planning.blueprint(model, inputs, split, None, None, example)
+        blueprint = planning.blueprint(model, inputs, split, None, None, example, checks_inputs=False)
         planned = self._models.plan(planning, recipe, blueprint, optimizer, stand_in_loss, example)
         check_manual(planned.plan, None, _INSTEAD)
         state = self._models.bring(

@@ -64,9 +64,11 @@ class Planning:
         cut: CutTable | None,
         vocabulary_head: str | None,
         batch: UserBatch,
+        *,
+        checks_inputs: bool = True,
     ) -> Blueprint:
         example, shape = taken_apart(batch)
-        if inputs is not None:
+        if inputs is not None and checks_inputs:
             check_inputs(inputs, model, shape)
         inputs = inputs or infer_inputs(model, shape)
         own = (

@@ -20,6 +20,9 @@ from weft.techniques.pipeline.cost import (
     shares_of_closed_form,
 )
 
+_NO_SECONDS = 1e-30
+"""What a block takes of which nobody knows what it computes."""
+
 
 class StageBlocks(NamedTuple):
     """Blocks of stages and ranks as `weft.plan.balanced_cuts` makes them, by row: exact where all blocks cost the same
@@ -53,8 +56,9 @@ def stage_blocks(blocks: int, options: Options, passes: Passes) -> StageBlocks:
     p, v = options.splits.pipeline, options.chunks
     stages = np.asarray(p * v, dtype=np.float64)
     others = np.maximum(stages - 1, 1)
-    behind = np.ceil(passes.tail / passes.block - 1e-9)
-    behind_first = np.ceil((passes.tail - passes.stem) / passes.block - 1e-9)
+    block = np.maximum(passes.block, _NO_SECONDS)
+    behind = np.ceil(passes.tail / block - 1e-9)
+    behind_first = np.ceil((passes.tail - passes.stem) / block - 1e-9)
     given = blocks + (others - 1) * (1.0 - behind) + (1.0 - behind_first)
     last = np.clip(np.floor(given / stages), 1.0, blocks - stages + 1)
     usual = passes.alike & (passes.stem < passes.block)

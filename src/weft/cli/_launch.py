@@ -16,6 +16,7 @@ def launch(
     *arguments: str,
     processes: Annotated[int, Parameter(name=("--processes", "-n"))],
     module: Annotated[bool, Parameter(name=("--module", "-m"), negative=())] = False,
+    accelerate: Annotated[bool, Parameter(negative=())] = False,
     threads: int | None = None,
     logs: Path | None = None,
 ) -> int:
@@ -34,6 +35,8 @@ def launch(
         How many processes.
     module
         Run a module, as python -m does.
+    accelerate
+        Let weft.accelerate stand where the script, and the libraries that it uses, import accelerate.
     threads
         Threads of each process; by default the cores are shared out.
     logs
@@ -41,7 +44,8 @@ def launch(
     """
     from weft.launch.launcher import launch_script
 
-    return launch_script(script, arguments, processes, module=module, threads_per_rank=threads, logs=logs)
+    under = "weft.accelerate" if accelerate else None
+    return launch_script(script, arguments, processes, module=module, under=under, threads_per_rank=threads, logs=logs)
 
 
 def mark_script(arguments: list[str]) -> list[str]:

@@ -180,6 +180,7 @@ def launch_script(
     num_processes: int,
     *,
     module: bool = False,
+    under: str | None = None,
     threads_per_rank: int | None = None,
     logs: Path | None = None,
 ) -> int:
@@ -187,7 +188,8 @@ def launch_script(
 
     The script reads its place from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as under torchrun, so
     `torch.distributed.init_process_group()` and `weft.session()` both work.  The first cause of a failure is printed
-    once on stderr.  With `module`, `script` is the name of a module.
+    once on stderr.  With `module`, `script` is the name of a module.  `under` is a module that runs it, as in
+    `python -m under script …` and `python -m under -m script …`.
 
     Raises:
         LaunchError: there is no such script.
@@ -196,8 +198,9 @@ def launch_script(
         raise LaunchError(f"there is no script {script} (in {os.getcwd()}). Give the path of a Python file.")
     if not script:
         raise LaunchError("the name of the module is empty. Give one that `python -m` would take.")
-    kind = "module" if module else "script"
-    job = _job(kind, script, list(arguments), num_processes, threads_per_rank, logs, None)
+    kind = "module" if module or under else "script"
+    words = [*(["-m"] if under and module else []), *([script] if under else []), *arguments]
+    job = _job(kind, under or script, words, num_processes, threads_per_rank, logs, None)
     with _private_folder() as folder, _LauncherRun(folder, WarningSink(failures=True)) as run:
         watch = _run(job, folder, None, COLLECTIVE_TIMEOUT_SECONDS, run)
         if watch.signals and any(watch.codes.values()):

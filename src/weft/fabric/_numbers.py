@@ -1,0 +1,88 @@
+"""What `Fabric(precision=…)` asks for, as a plan's precision and what is done around a model's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from weft.errors import RecipeError
+from weft.recipe import Precision
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """In what numbers a model computes."""
+
+    name: str
+    plan: Precision = "fp32"
+    """Precision of the plan."""
+    weights: torch.dtype | None = None
+    """What models are converted to, and made as; None: they stay as they are."""
+    inputs: torch.dtype | None = None
+    """What real inputs of a forward become; outputs become torch's default then."""
+    autocast: torch.dtype | None = None
+    said: str = ""
+    """How that differs from Fabric's own."""
+
+    def context(self, device: torch.device) -> AbstractContextManager[Any]:
+        """What forwards go on in."""
+        return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
+
+    def given(self, values: Any) -> Any:
+        """What a forward is called with."""
+        return values if self.inputs is None else _cast(values, self.inputs)
+
+    def returned(self, values: Any) -> Any:
+        """What a forward returns to the loop."""
+        return values if self.inputs is None else _cast(values, torch.get_default_dtype())
+
+    @contextmanager
+    def made(self, device: torch.device) -> Generator[None]:
+        """Tensors that are made within are on the device, and of the weights' type."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.weights or before)
+        try:
+            with device:
+                yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+def _cast(values: Any, to: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda each: each.to(to) if each.is_floating_point() else each, values)
+
+
+_HALF = "the plan's {}, which computes in {} beside weights in fp32"
+_KNOWN: Mapping[str, Numbers] = {
+    "32-true": Numbers("32-true"),
+    "64-true": Numbers("64-true", "fp64", torch.float64, torch.float64),
+    "bf16-mixed": Numbers("bf16-mixed", inputs=torch.bfloat16, autocast=torch.bfloat16),
+    "bf16-true": Numbers("bf16-true", "bf16", inputs=torch.bfloat16, said=_HALF.format("bf16", "bf16")),
+    "16-mixed": Numbers("16-mixed", "fp16", inputs=torch.float16, said=_HALF.format("fp16", "fp16")),
+    "16-true": Numbers("16-true", "fp16", inputs=torch.float16, said=_HALF.format("fp16", "fp16")),
+}
+_SHORT: Mapping[str, str] = {
+    "None": "32-true",
+    "32": "32-true",
+    "64": "64-true",
+    "16": "16-mixed",
+    "bf16": "bf16-mixed",
+}
+
+
+def numbers_of(precision: Any) -> Numbers:
+    """Return what a word for a precision means.
+
+    Raises:
+        RecipeError: it means nothing here.
+    """
+    name = _SHORT.get(str(precision), str(precision))
+    if name not in _KNOWN:
+        raise RecipeError(f"Fabric(precision={precision!r}) is not had. Use {', '.join(map(repr, _KNOWN))}.")
+    return _KNOWN[name]

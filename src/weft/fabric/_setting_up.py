@@ -1,0 +1,128 @@
+"""Models, optimizers and loaders of a script, given to the session."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from weft.errors import DataError, RecipeError
+from weft.fabric._joined import Joined
+from weft.fabric.wrappers import is_wrapped, mark, module_of, wrapped
+
+
+class SettingUp(Joined):
+    """Methods that bring a script's objects under the plan."""
+
+    def setup(
+        self,
+        module: nn.Module,
+        *optimizers: torch.optim.Optimizer,
+        scheduler: Any = None,
+        move_to_device: bool = True,
+        _reapply_compile: bool = True,
+    ) -> Any:
+        """Set up a model and its optimizers, and return them in the same order."""
+        del move_to_device, _reapply_compile  # a plan says where weights are, and what is compiled
+        made = self._set_up(module)
+        found = [self.setup_optimizers(each) for each in optimizers]
+        self.call("on_after_setup", fabric=self, module=made)
+        if not found:
+            return made
+        if scheduler is not None:
+            found.append(self._session.prepare(scheduler))
+        return (made, *found)
+
+    def setup_module(self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True) -> nn.Module:
+        """Set up a model alone: its optimizer may follow, or it stays whole on every rank, as a teacher."""
+        del move_to_device, _reapply_compile
+        return self._set_up(module)
+
+    def _set_up(self, module: nn.Module) -> nn.Module:
+        _refuse_again(module, "A model")
+        numbers = self._arguments.numbers
+        if numbers.weights is not None:
+            module.to(numbers.weights)
+        return wrapped(self._session.prepare(module), numbers, self._session.device)
+
+    def setup_optimizers(self, *optimizers: torch.optim.Optimizer) -> Any:
+        """Set up optimizers over parameters of models that were set up, and return them."""
+        if not optimizers:
+            raise RecipeError("fabric.setup_optimizers() was given no optimizer. Give it one.")
+        for each in optimizers:
+            _refuse_again(each, "An optimizer")
+            self._optimizers.append(self._session.prepare(each))
+            mark(each)
+        return optimizers[0] if len(optimizers) == 1 else optimizers
+
+    def setup_dataloaders(
+        self, *dataloaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True
+    ) -> Any:
+        """Set up loaders, whose batches are the global ones: every rank is handed its share, on its device."""
+        del use_distributed_sampler, move_to_device  # the sampler stays the script's own, on every rank
+        found = list[Any]()
+        for each in dataloaders:
+            _refuse_again(each, "A loader")
+            found.append(self._session.prepare(each))
+            mark(found[-1])
+            self._say_batch(each)
+        if not found:
+            raise DataError("fabric.setup_dataloaders() was given no loader. Give it one.")
+        return found[0] if len(found) == 1 else found
+
+    def _say_batch(self, loader: Any) -> None:
+        ranks, size = self._session.num_data_ranks, getattr(loader, "batch_size", None)
+        if ranks > 1 and isinstance(size, int) and size not in self._said:
+            self._said.add(size)
+            share = f"{size // ranks}" if size % ranks == 0 else f"{size // ranks} or {size // ranks + 1}"
+            self._session.print(
+                f"fabric    batches of {size} are the global ones: {share} samples on each of {ranks} ranks; Fabric's"
+                f" own would have {size} on each, which batch_size={size * ranks} says"
+            )
+
+    def to_device(self, obj: Any) -> Any:
+        """Return a model or tensors, in lists, tuples and dictionaries too, on this rank's device."""
+        if isinstance(obj, nn.Module):
+            return obj.to(self._session.device)
+        return tree_map_only(Tensor, lambda each: each.to(self._session.device), obj)
+
+    def init_tensor(self) -> AbstractContextManager[None]:
+        """A context in which tensors are made on the device, in the precision that was asked for."""
+        return self._arguments.numbers.made(self._session.device)
+
+    @contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Generator[None]:
+        """A context in which models are made on the device, in the precision that was asked for; `empty_init` leaves
+        out the drawing of weights that a load will replace."""
+        with self._arguments.numbers.made(self._session.device):
+            if empty_init:
+                with _Empty():
+                    yield
+            else:
+                yield
+
+    def sharded_model(self) -> AbstractContextManager[None]:
+        """`init_module` by its old name."""
+        return self.init_module()
+
+
+class _Empty(TorchFunctionMode):
+    """Initialisers leave tensors as they are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+def _refuse_again(thing: Any, what: str) -> None:
+    if is_wrapped(thing):
+        raise RecipeError(
+            f"{what} is set up once, and this {type(module_of(thing)).__name__} was before. Leave it out."
+        )

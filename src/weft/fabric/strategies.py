@@ -1,0 +1,170 @@
+"""Fabric's strategies: each becomes a plan, option by option, or says which option it does not take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from weft.errors import RecipeError
+from weft.fabric._absent import DEVICES, absent
+from weft.launch import RankInfo
+from weft.plan import ComputePlan, DataParallelPlan, MemoryPlan, MeshPlan, Plan
+
+_FREE = (
+    "accelerator parallel_devices cluster_environment checkpoint_io precision process_group process_group_backend"
+    " start_method find_unused_parameters static_graph gradient_as_bucket_view broadcast_buffers bucket_cap_mb"
+    " init_sync auto_wrap_policy state_dict_type use_orig_params sync_module_states limit_all_gathers"
+    " forward_prefetch backward_prefetch device_id allgather_partitions reduce_scatter overlap_comm"
+    " contiguous_gradients pin_memory allgather_bucket_size reduce_bucket_size sub_group_size logging_level"
+    " zero_optimization load_full_weights parallelize_fn save_distributed_checkpoint"
+    " zero_allow_untrained_optimizer"
+)
+"""Options that say how Fabric does what a session does in its own way."""
+_INSTEAD: Mapping[str, str] = {
+    "mixed_precision": 'Say it by Fabric(precision="bf16-mixed") or "bf16-true".',
+    "cpu_offload": 'Give Fabric a plan with memory.offload = "optimizer".',
+    "offload_parameters": "Weights stay on devices: use stage 3 on more ranks.",
+    "config": "`weft migrate ds_config.json` makes a plan of it, for Fabric(plan=…).",
+}
+_STAGES: Mapping[str, int] = {"FULL_SHARD": 3, "HYBRID_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
+
+
+class Strategy:
+    """How ranks share the work.  This one leaves it to the fastest plan that is found."""
+
+    root_device = torch.device("cpu")
+    """This rank's device, once the ranks are joined."""
+    world_size, global_rank = 1, 0
+    obeyed: tuple[str, ...] = ()
+    """Options that the plan has."""
+
+    def __init__(self, timeout: timedelta | None = None, **options: Any) -> None:
+        self._compute = ComputePlan() if timeout is None else ComputePlan().waiting(timeout.total_seconds())
+        self._given = {name: value for name, value in options.items() if value is not None and value is not False}
+        for name in self._given.keys() - {*_FREE.split(), *self.obeyed}:
+            raise RecipeError(f"{type(self).__name__}({name}=…) is not had. {_INSTEAD.get(name, 'Leave it out.')}")
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.global_rank == 0
+
+    def plan(self, ranks: int) -> Plan | None:
+        """Return the plan for so many ranks; None: what is found."""
+        del ranks
+        return None
+
+    def _sharing(self, ranks: int, stage: int, shard: int | None = None, **memory: Any) -> Plan:
+        shard = (shard or ranks) if stage == 3 else 1
+        if ranks % shard:
+            raise RecipeError(f"{type(self).__name__} shards over {shard} ranks, which do not divide {ranks}.")
+        return Plan(
+            mesh=MeshPlan(replicate=ranks // shard, shard=shard),
+            data_parallel=DataParallelPlan(zero=stage),  # type: ignore[arg-type]
+            memory=MemoryPlan(**memory),
+            compute=self._compute,
+        )
+
+
+class SingleDeviceStrategy(Strategy):
+    """One process."""
+
+
+class DDPStrategy(Strategy):
+    """Every rank has the whole model."""
+
+    def plan(self, ranks: int) -> Plan | None:
+        return self._sharing(ranks, 0)
+
+
+class FSDPStrategy(Strategy):
+    """Every rank has a part of each weight."""
+
+    obeyed = ("sharding_strategy", "device_mesh", "activation_checkpointing", "activation_checkpointing_policy")
+
+    def plan(self, ranks: int) -> Plan | None:
+        given = self._given.get("sharding_strategy", "FULL_SHARD")
+        word = str(getattr(given, "name", given)).upper()
+        if word not in _STAGES:
+            raise RecipeError(f"FSDPStrategy(sharding_strategy={word!r}) is not had. Use {', '.join(_STAGES)}.")
+        recomputes = any(name.startswith("activation") for name in self._given)
+        mesh = self._given.get("device_mesh", (1, _of_host(ranks)))
+        if not isinstance(mesh, tuple):
+            raise RecipeError("FSDPStrategy(device_mesh=…) is not a tuple. Give (replicas, shards).")
+        shard = mesh[1] if word == "HYBRID_SHARD" else None
+        return self._sharing(ranks, _STAGES[word], shard, recompute="full" if recomputes else "none")
+
+
+class DeepSpeedStrategy(Strategy):
+    """ZeRO by its stage, 2 where none is said."""
+
+    obeyed = ("stage", "offload_optimizer")
+
+    def plan(self, ranks: int) -> Plan | None:
+        offload = "optimizer" if "offload_optimizer" in self._given else "none"
+        return self._sharing(ranks, self._given.get("stage", 2), offload=offload)
+
+
+class ModelParallelStrategy(Strategy):
+    """Layers split over tensor ranks, which is found by looking, and weights sharded over data ranks."""
+
+    obeyed = ("data_parallel_size", "tensor_parallel_size")
+
+    def __init__(self, parallelize_fn: Any = None, **options: Any) -> None:
+        super().__init__(**options)
+
+    def plan(self, ranks: int) -> Plan | None:
+        data, tensor = (self._given.get(name, "auto") for name in self.obeyed)
+        if tensor == "auto":
+            tensor = _of_host(ranks) if data == "auto" else ranks // data
+        data = ranks // tensor if data == "auto" else data
+        if data * tensor != ranks:
+            raise RecipeError(f"ModelParallelStrategy has {data} × {tensor} ranks, and the job has {ranks}.")
+        stage = DataParallelPlan(zero=3 if data > 1 else 0)
+        return Plan(mesh=MeshPlan(shard=data, tensor=tensor), data_parallel=stage, compute=self._compute)
+
+
+def _of_host(ranks: int) -> int:
+    info = RankInfo.from_environment()
+    return ranks if info is None else info.local_world_size
+
+
+def strategy_of(given: Any) -> Strategy:
+    """Return the strategy that `Fabric(strategy=…)` names.
+
+    Raises:
+        RecipeError: it is no strategy, or none that is had.
+    """
+    match str(given).split("_"):
+        case _ if isinstance(given, Strategy):
+            return given
+        case ["auto"]:
+            return Strategy()
+        case ["ddp", *_]:
+            return DDPStrategy()
+        case ["fsdp", *offload]:
+            return FSDPStrategy(cpu_offload=bool(offload))
+        case ["deepspeed"]:
+            return DeepSpeedStrategy()
+        case ["deepspeed", "stage", ("1" | "2" | "3") as stage, *offload]:
+            return DeepSpeedStrategy(
+                stage=int(stage), offload_optimizer=bool(offload), offload_parameters=stage == "3" and bool(offload)
+            )
+        case _:
+            raise RecipeError(
+                f'Fabric(strategy={given!r}) is not had. Use "auto", "ddp", "fsdp", "deepspeed_stage_1" to "…_3", or an'
+                " object of weft.fabric.strategies."
+            )
+
+
+__getattr__ = absent(
+    __name__,
+    {
+        "Start a process for each device: `weft launch -n N script.py`.": "DataParallelStrategy",
+        "Use DDPStrategy, FSDPStrategy, DeepSpeedStrategy or ModelParallelStrategy.": "ParallelStrategy",
+        DEVICES: "XLAStrategy XLAFSDPStrategy SingleDeviceXLAStrategy",
+    },
+)

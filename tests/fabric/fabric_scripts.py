@@ -39,8 +39,9 @@ def run(name: str, folder: str, *, peer: bool = False, exact: bool = False, **op
             return space["main"](**options)
     finally:
         torch.set_default_dtype(torch.float32)
-        for each in made if not peer else ():
-            each.close()
+        while made and not peer:
+            made.pop().close()
+        space.clear()
 
 
 def peers(folder: Path) -> dict[str, dict[str, list[float]]]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import weft.entry
 from weft.entry import Session
 from weft.errors import LaunchError, RecipeError
-from weft.fabric._numbers import Numbers, numbers_of
+from weft.fabric._precision import FabricPrecision, numbers_of
 from weft.fabric.strategies import Strategy, strategy_of
 from weft.launch import RankInfo
 from weft.plan import Plan, load_plan
@@ -30,7 +30,7 @@ class Arguments:
     processes: int | None
     """None: as many as were started."""
     strategy: Strategy
-    numbers: Numbers
+    numbers: FabricPrecision
     plan: Plan | str | Path
 
     def join(self) -> Session:

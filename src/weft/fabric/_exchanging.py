@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from weft.errors import DataError, RecipeError
-from weft.fabric._joined import Joined
+from weft.fabric._place import FabricPlace
 
 _OPERATIONS: Mapping[str, str] = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max"}
 
 
-class Exchanging(Joined):
+class Exchanging(FabricPlace):
     """Collectives, and what rank 0 does alone or first.  Call them on every rank."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -83,7 +83,7 @@ def _refuse_group(group: Any) -> None:
 
 
 def _mapped(data: Any, device: torch.device, made: Callable[[Tensor], Tensor] = lambda value: value) -> Any:
-    """Numbers as tensors, all on the device, and what is made of them."""
+    """FabricPrecision as tensors, all on the device, and what is made of them."""
 
     def one(each: Any) -> Any:
         return made(torch.as_tensor(each, device=device)) if isinstance(each, bool | int | float | Tensor) else each

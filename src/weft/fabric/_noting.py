@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from weft.errors import RecipeError
-from weft.fabric._joined import Joined
+from weft.fabric._place import FabricPlace
 
 
-class Noting(Joined):
+class Noting(FabricPlace):
     """What a script says of itself."""
 
     @property

@@ -12,11 +12,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from weft.errors import DataError, RecipeError
-from weft.fabric._joined import Joined
+from weft.fabric._place import FabricPlace
 from weft.fabric.wrappers import is_wrapped, mark, module_of, wrapped
 
 
-class SettingUp(Joined):
+class SettingUp(FabricPlace):
     """Methods that bring a script's objects under the plan."""
 
     def setup(

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import RecipeError
-from weft.fabric._joined import Joined
+from weft.fabric._place import FabricPlace
 from weft.fabric.wrappers import is_wrapped, module_of
 
 
-class Stepping(Joined):
+class Stepping(FabricPlace):
     """What a loop calls between a forward and `optimizer.step()`."""
 
     _is_last = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from weft.errors import RecipeError
 from weft.fabric._absent import DEVICES, absent
 from weft.launch import RankInfo
-from weft.plan import ComputePlan, DataParallelPlan, MemoryPlan, MeshPlan, Plan
+from weft.plan import ComputePlan, Plan, parse_plan
 
 _FREE = (
     "accelerator parallel_devices cluster_environment checkpoint_io precision process_group process_group_backend"
@@ -29,7 +30,6 @@ _INSTEAD: Mapping[str, str] = {
     "offload_parameters": "Weights stay on devices: use stage 3 on more ranks.",
     "config": "`weft migrate ds_config.json` makes a plan of it, for Fabric(plan=…).",
 }
-_STAGES: Mapping[str, int] = {"FULL_SHARD": 3, "HYBRID_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
 
 
 class Strategy:
@@ -57,16 +57,15 @@ class Strategy:
         del ranks
         return None
 
-    def _sharing(self, ranks: int, stage: int, shard: int | None = None, **memory: Any) -> Plan:
+    def _sharing(self, ranks: int, stage: int, shard: int | None = None, memory: str = "") -> Plan:
         shard = (shard or ranks) if stage == 3 else 1
         if ranks % shard:
             raise RecipeError(f"{type(self).__name__} shards over {shard} ranks, which do not divide {ranks}.")
-        return Plan(
-            mesh=MeshPlan(replicate=ranks // shard, shard=shard),
-            data_parallel=DataParallelPlan(zero=stage),  # type: ignore[arg-type]
-            memory=MemoryPlan(**memory),
-            compute=self._compute,
-        )
+        return self._read(f"[mesh]\nreplicate = {ranks // shard}\nshard = {shard}", stage, memory)
+
+    def _read(self, mesh: str, stage: int, memory: str = "") -> Plan:
+        plan = parse_plan(f"{mesh}\n[data_parallel]\nzero = {stage}\n[memory]\n{memory}", name=type(self).__name__)
+        return replace(plan, compute=self._compute)
 
 
 class SingleDeviceStrategy(Strategy):
@@ -88,14 +87,15 @@ class FSDPStrategy(Strategy):
     def plan(self, ranks: int) -> Plan | None:
         given = self._given.get("sharding_strategy", "FULL_SHARD")
         word = str(getattr(given, "name", given)).upper()
-        if word not in _STAGES:
-            raise RecipeError(f"FSDPStrategy(sharding_strategy={word!r}) is not had. Use {', '.join(_STAGES)}.")
+        stage = {"FULL_SHARD": 3, "HYBRID_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}.get(word)
+        if stage is None:
+            raise RecipeError(f"FSDPStrategy(sharding_strategy={word!r}) is not had. Use FULL_SHARD or HYBRID_SHARD.")
         recomputes = any(name.startswith("activation") for name in self._given)
         mesh = self._given.get("device_mesh", (1, _of_host(ranks)))
         if not isinstance(mesh, tuple):
             raise RecipeError("FSDPStrategy(device_mesh=…) is not a tuple. Give (replicas, shards).")
         shard = mesh[1] if word == "HYBRID_SHARD" else None
-        return self._sharing(ranks, _STAGES[word], shard, recompute="full" if recomputes else "none")
+        return self._sharing(ranks, stage, shard, 'recompute = "full"' if recomputes else "")
 
 
 class DeepSpeedStrategy(Strategy):
@@ -104,8 +104,8 @@ class DeepSpeedStrategy(Strategy):
     obeyed = ("stage", "offload_optimizer")
 
     def plan(self, ranks: int) -> Plan | None:
-        offload = "optimizer" if "offload_optimizer" in self._given else "none"
-        return self._sharing(ranks, self._given.get("stage", 2), offload=offload)
+        offload = 'offload = "optimizer"' if "offload_optimizer" in self._given else ""
+        return self._sharing(ranks, self._given.get("stage", 2), memory=offload)
 
 
 class ModelParallelStrategy(Strategy):
@@ -123,8 +123,7 @@ class ModelParallelStrategy(Strategy):
         data = ranks // tensor if data == "auto" else data
         if data * tensor != ranks:
             raise RecipeError(f"ModelParallelStrategy has {data} × {tensor} ranks, and the job has {ranks}.")
-        stage = DataParallelPlan(zero=3 if data > 1 else 0)
-        return Plan(mesh=MeshPlan(shard=data, tensor=tensor), data_parallel=stage, compute=self._compute)
+        return self._read(f"[mesh]\nshard = {data}\ntensor = {tensor}", 3 if data > 1 else 0)
 
 
 def _of_host(ranks: int) -> int:

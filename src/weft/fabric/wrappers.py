@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weft.errors import RecipeError
 from weft.fabric._absent import absent
-from weft.fabric._numbers import Numbers
+from weft.fabric._precision import FabricPrecision
 
 _OWN = frozenset(("_original_module", "_numbers", "_device", "_marked", "training"))
 _MARK = "_weft_fabric"
@@ -24,7 +24,7 @@ _MARK = "_weft_fabric"
 class _FabricModule(nn.Module):
     """A model that was set up; `module` is the model itself, whose attributes this one has, too."""
 
-    def __init__(self, module: nn.Module, numbers: Numbers, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, numbers: FabricPrecision, device: torch.device) -> None:
         super().__init__()
         self._forward_module = module
         self._numbers, self._device, self._marked = numbers, device, {"training_step", "validation_step", "test_step"}
@@ -101,7 +101,7 @@ def module_of(model: Any) -> Any:
     return model.module if isinstance(model, _FabricModule) else model
 
 
-def wrapped(module: nn.Module, numbers: Numbers, device: torch.device) -> nn.Module:
+def wrapped(module: nn.Module, numbers: FabricPrecision, device: torch.device) -> nn.Module:
     """Return what a script goes on with for a model."""
     return _FabricModule(module, numbers, device)
 

@@ -16,7 +16,7 @@ from weft.recipe import Precision
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class FabricPrecision:
     """In what numbers a model computes."""
 
     name: str
@@ -59,13 +59,13 @@ def _cast(values: Any, to: torch.dtype) -> Any:
 
 
 _HALF = "the plan's {}, which computes in {} beside weights in fp32"
-_KNOWN: Mapping[str, Numbers] = {
-    "32-true": Numbers("32-true"),
-    "64-true": Numbers("64-true", "fp64", torch.float64, torch.float64),
-    "bf16-mixed": Numbers("bf16-mixed", inputs=torch.bfloat16, autocast=torch.bfloat16),
-    "bf16-true": Numbers("bf16-true", "bf16", inputs=torch.bfloat16, said=_HALF.format("bf16", "bf16")),
-    "16-mixed": Numbers("16-mixed", "fp16", inputs=torch.float16, said=_HALF.format("fp16", "fp16")),
-    "16-true": Numbers("16-true", "fp16", inputs=torch.float16, said=_HALF.format("fp16", "fp16")),
+_KNOWN: Mapping[str, FabricPrecision] = {
+    "32-true": FabricPrecision("32-true"),
+    "64-true": FabricPrecision("64-true", "fp64", torch.float64, torch.float64),
+    "bf16-mixed": FabricPrecision("bf16-mixed", inputs=torch.bfloat16, autocast=torch.bfloat16),
+    "bf16-true": FabricPrecision("bf16-true", "bf16", inputs=torch.bfloat16, said=_HALF.format("bf16", "bf16")),
+    "16-mixed": FabricPrecision("16-mixed", "fp16", inputs=torch.float16, said=_HALF.format("fp16", "fp16")),
+    "16-true": FabricPrecision("16-true", "fp16", inputs=torch.float16, said=_HALF.format("fp16", "fp16")),
 }
 _SHORT: Mapping[str, str] = {
     "None": "32-true",
@@ -76,7 +76,7 @@ _SHORT: Mapping[str, str] = {
 }
 
 
-def numbers_of(precision: Any) -> Numbers:
+def numbers_of(precision: Any) -> FabricPrecision:
     """Return what a word for a precision means.
 
     Raises:

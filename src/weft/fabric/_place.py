@@ -18,7 +18,7 @@ from weft.fabric.strategies import Strategy
 from weft.launch import RankInfo
 
 
-class Joined:
+class FabricPlace:
     """What of a Fabric does not depend on models.  The ranks are joined when they are first asked for."""
 
     def __init__(self, arguments: Arguments, callbacks: Sequence[Any], loggers: Sequence[Any]) -> None:

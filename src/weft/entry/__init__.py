@@ -11,6 +11,7 @@ from weft.entry._generate import load_module as load_module
 from weft.entry._joining import session as session
 from weft.entry._recording import run_name as run_name
 from weft.entry._session import Session as Session
+from weft.entry._settings import session_arguments as session_arguments
 from weft.entry._spawn import spawn as spawn
 from weft.entry._state import TrainState as TrainState
 from weft.entry._timed import TimedPlan as TimedPlan

@@ -119,6 +119,8 @@ class LoopLoader:
         """Where they shall stand when the next pass begins; and how the process's stand behind what it leaves out."""
         self._keeps = False
         self._kept: dict[str, Any] | None = None
+        self.is_at_end = False
+        """Whether the batch that was handed out last ends its pass."""
         self._inner = _inner_of(loader, _Shares(self), handing.seed + number - 1, alone=handing.ranks == 1)
 
     @property
@@ -141,7 +143,11 @@ class LoopLoader:
         self._begin_pass()
         present, batches = self._present, self._whole_batches() if self._inner is None else self._read()
         try:
-            for batch, handed in batches:
+            ahead = next(batches, None)
+            while ahead is not None:  # one is read ahead, so that a loop can know which is the last
+                batch, handed = ahead
+                ahead = next(batches, None)
+                self.is_at_end = ahead is None
                 if not handed.size:
                     raise DataError(f"batch {self._taken} of the loader has no samples, so no step can be made of it.")
                 self._taken += 1
@@ -245,21 +251,23 @@ class LoopLoader:
         """Of anything else that iterates: every rank takes its rows of batches that it has whole."""
         handing = self._handing
         skipped, self._skipped = self._skipped, 0
+        first = self._position
         for number, batch in enumerate(self._loader):
+            size = samples_in(batch)
             if number < skipped:
                 if number == skipped - 1:
                     self._put_back()
-                continue
-            if handing.world is None:
-                yield batch, handing.share_of(samples_in(batch), self._position + self._given)
-                continue
-            fields, shape = taken_apart(batch)
-            if number < skipped + _COMPARED:
-                with handing.calls.call(f"a batch of loader {self._number}", meets=True):
-                    check_same_batches(fields, handing.world)
-            handed = handing.share_of(next(iter(fields.values())).shape[0], self._position + self._given)
-            rows = slice(handed.start, handed.stop) if handed.start < handed.stop else slice(0, 1)
-            yield shape.restored({name: value[rows] for name, value in fields.items()}), handed
+            elif handing.world is None:
+                yield batch, handing.share_of(size, first)
+            else:
+                fields, shape = taken_apart(batch)
+                if number < skipped + _COMPARED:
+                    with handing.calls.call(f"a batch of loader {self._number}", meets=True):
+                        check_same_batches(fields, handing.world)
+                handed = handing.share_of(next(iter(fields.values())).shape[0], first)
+                rows = slice(handed.start, handed.stop) if handed.start < handed.stop else slice(0, 1)
+                yield shape.restored({name: value[rows] for name, value in fields.items()}), handed
+            first += size
 
 
 @final

@@ -57,6 +57,12 @@ class LoopThings:
             if any(id(parameter) in own for group in each.param_groups for parameter in group["params"])
         ]
 
+    def drop(self, thing: Any) -> None:
+        """Forget a thing."""
+        self.begun[:] = [each for each in self.begun if each[0] is not thing]
+        for kind in (self.models, self.optimizers, self.schedulers, self.loaders):
+            cast(list[Any], kind)[:] = [each for each in kind if each is not thing]
+
 
 class _Waiting(NamedTuple):
     """A model that was loaded before its first forward, when its plan is chosen and its optimizer's states are cut."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -75,6 +75,11 @@ class Models:
     def own(self, model: nn.Module) -> None:
         """From now on the model's parameters are the session's to update."""
         self._owned.update({id(parameter): parameter for parameter in model.parameters()})
+
+    def disown(self, models: Iterable[nn.Module]) -> None:
+        """From now on they may be trained by anything."""
+        for parameter in (each for model in models for each in model.parameters()):
+            self._owned.pop(id(parameter), None)
 
     def refuse_foreign_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Of every optimizer that is about to step: refuse one that holds parameters of a prepared model."""

@@ -18,6 +18,7 @@ from weft.entry._guard_words import OWN_STEPS
 from weft.entry._guards import WatchedGradients
 from weft.entry._loop_loader import HandedOut, Handing
 from weft.entry._prepared_model import Given, PreparedModel
+from weft.entry._whole_weights import whole_weights
 from weft.errors import DataError, RecipeError
 from weft.parallel import LossTotals, MicrobatchState
 from weft.parallel.own_forwards import OwnForwards
@@ -267,6 +268,16 @@ class OpenModel(PreparedModel):
             )
         self._guard.set_manual(False)
         self._is_open = False
+
+    def whole(self, tell: Callable[[Any], list[Any]]) -> dict[str, Tensor]:
+        """The whole model's state, see `Session.weights`."""
+        plan = self.plan
+        if not (plan.mesh.tensor > 1 or plan.data_parallel.shards_weights):
+            self._parallel.stores.settle()
+            return dict(self.model.state_dict())
+        with self._calls.call("session.weights()", meets=True), self._guard.inside():
+            found = whole_weights(self._training.weights(), tell)
+        return found if self._mesh["world"].index == 0 else {}
 
     def _reports_now(self) -> bool:
         """Not behind each of many short steps: to read the memory of a process takes a part of one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast, final
 
@@ -56,6 +56,11 @@ class OwnLoop:
         self._waiting: dict[int, tuple[nn.Module, FirstCall]] = {}
         """Models that have not been called yet, or have no optimizer."""
         self._open = self._things.begun
+
+    @property
+    def handing(self) -> Handing:
+        """How data are shared out, and what was handed out last."""
+        return self._handing
 
     # ── prepare ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -246,6 +251,38 @@ class OwnLoop:
             none = batch is not None and batch.start == batch.stop
             collected.take(tree_map_only(Tensor, lambda each: each[:0], value) if none else value)
             return collected.join()
+
+    def weights(self, model: nn.Module, tell: Callable[[Any], list[Any]]) -> dict[str, Tensor]:
+        """See `Session.weights`."""
+        found = self._things.state_of(model)
+        return dict(model.state_dict()) if found is None else found.whole(tell)
+
+    def forget(self, things: Sequence[Any]) -> None:
+        """See `Session.forget`."""
+        for thing in things:
+            if waiting := self._waiting.pop(id(thing), None):
+                waiting[1].let_go()
+            if (state := self._things.state_of(thing)) is not None:
+                state.close()
+            self._things.drop(thing)
+        self._models.disown([each for each in things if isinstance(each, nn.Module)])
+
+    def settle(self, seed: int | None, local_steps: int | None) -> None:
+        """See `Session.settle`."""
+        planning = self._planning
+        if local_steps is not None and self._open:
+            raise RecipeError(
+                "session.settle(local_steps=…) came after a model's first forward, which has chosen its plan. Call it"
+                " before."
+            )
+        if seed is not None:
+            planning = replace(planning, seed=seed)
+            self._handing.seed = seed
+        if local_steps is not None:
+            given = replace(planning.given, local_steps=local_steps)
+            permit = replace(planning.permit, local_steps=given.most_local_steps)
+            planning = replace(planning, given=given, permit=permit)
+        self._planning = self._models.planning = planning
 
     def state(self, model: nn.Module) -> OpenModel:
         """See `Session.state`."""

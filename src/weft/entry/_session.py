@@ -41,6 +41,7 @@ from weft.plan import MeshPlan
 from weft.recipe import Recipe
 
 if TYPE_CHECKING:
+    from weft.entry._loop_loader import HandedOut
     from weft.entry._own_loop import OwnLoop
 
 A = TypeVar("A")
@@ -298,6 +299,49 @@ class Session:
         """Ranks that share out each global batch: all, unless the plan splits the model over some."""
         return self._together.num_data_ranks
 
+    @property
+    def data_index(self) -> int:
+        """Place of this rank among the data ranks."""
+        return self._own_loop.handing.index
+
+    @property
+    def local_rank(self) -> int:
+        """Place of this rank on its machine."""
+        return self._distributed.rank_info.local_rank
+
+    @property
+    def batch(self) -> HandedOut | None:
+        """Return which samples of a global batch a prepared loader has handed out last; None: none yet."""
+        return self._own_loop.handing.last
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this process has left the job."""
+        return self._leaving is None
+
+    def weights(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the whole state of a model that was prepared without a loss, as its `state_dict()` was before: on
+        rank 0, and nothing elsewhere where ranks hold parts of it.  Call on every rank."""
+        return self._own_loop.weights(model, self._together.exchange_of_ranks)
+
+    def forget(self, *things: Any) -> None:
+        """Let go of what was prepared without a loss, a model with its optimizer: others may be prepared in their
+        place.  Call on every rank."""
+        self._own_loop.forget(things)
+
+    def settle(self, *, seed: int | None = None, local_steps: int | None = None) -> None:
+        """Say what `weft.session` was not told, before a model that was prepared without a loss has its first forward.
+        Call on every rank.
+
+        Args:
+            seed: of what models draw from then on.
+            local_steps: as that of `weft.session`.
+
+        Raises:
+            RecipeError: local steps are asked for, and a model has begun.
+        """
+        self._own_loop.settle(seed, local_steps)
+
     def wait(self) -> None:
         """Go on when all ranks have come here.  Call on every rank."""
         self._together.wait()
@@ -310,6 +354,15 @@ class Session:
             DataError: on every rank; it is something else.
         """
         return self._together.broadcast(value, source)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return what each data rank has given, in their order: tensors, numbers, texts, and lists, tuples and
+        dictionaries of such.  Call on every rank.
+
+        Raises:
+            DataError: on every rank; it is something else.
+        """
+        return self._together.exchange(value)
 
     def all_gather(self, value: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensor of each data rank, in their order, whatever its shape.  Call on every rank."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from weft.errors import PlanError
-from weft.plan import Plan, plan_settings, with_settings
+from weft.plan import Plan, load_plan, plan_settings, with_settings
 from weft.techniques.local_steps.contract import local_sgd
 
 _SETTINGS = "weft.session(settings=…)"
@@ -120,3 +121,24 @@ class PlanSettings:
         if self.accumulate is None:
             return plan
         return replace(plan, origins={**plan.origins, "microbatch.size": _ACCUMULATE})
+
+
+def session_arguments(plan: Plan | str | Path, seconds: float | None = None) -> dict[str, Any]:
+    """Return the arguments of `weft.session` that run a plan, and permit what it names; `seconds`: how long ranks wait
+    for one another, None: as the plan says.
+
+    Raises:
+        PlanError: it cannot be read.
+    """
+    waits: dict[str, Any] = {} if seconds is None else {"collective_timeout_seconds": float(seconds)}
+    if plan == "auto":
+        return waits
+    plan = plan if isinstance(plan, Plan) else load_plan(plan)
+    data, precision = plan.data_parallel, plan.compute.precision
+    return {
+        **waits,
+        "plan": plan,
+        **({"permit": ("fp32", precision)} if precision != "fp32" else {}),
+        **({"compression": (data.compression,)} if data.compression != "none" else {}),
+        **({"local_steps": data.local_steps} if data.local_steps else {}),
+    }

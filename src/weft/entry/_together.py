@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, final
 
 import torch
@@ -58,20 +58,8 @@ class Together:
 
     def _told(self, value: Any, source: int) -> Any:
         own: dict[str, Tensor] = {}
-        text = ""
-        if dist.get_rank() == source:
-            try:
-                form = write_form(value, "value", own)
-                kinds = [[name, str(each.dtype).removeprefix("torch."), [*each.shape]] for name, each in own.items()]
-                text = json.dumps([form, kinds])
-            except NoFormError as problem:
-                text = json.dumps([_REFUSED, f"{problem.place} is a {type(problem.value).__name__}"])
-        form, kinds = json.loads(gather_texts(text, self._device, self._world)[source])
-        if form == _REFUSED and isinstance(kinds, str):
-            raise DataError(
-                f"session.broadcast() was given what cannot be told to other ranks: {kinds}. Give tensors, numbers and"
-                " texts, and lists, tuples and dictionaries of such."
-            )
+        text = _text_of(value, own) if dist.get_rank() == source else ""
+        form, kinds = _read_told(gather_texts(text, self._device, self._world)[source], "session.broadcast()")
         told = {str(name): self._sent(own.get(name), dtype, shape, source) for name, dtype, shape in kinds}
         return value if dist.get_rank() == source else read_form(form, told, self._device)
 
@@ -87,19 +75,47 @@ class Together:
         """Return what each data rank has given, in their order; shapes may differ."""
         with self._calls.call("session.all_gather()", meets=True):
             value = value.detach().to(self._device)
-            if self._world is None:
-                return [value]
-            told = json.dumps([str(value.dtype).removeprefix("torch."), [*value.shape]])
-            kinds = [json.loads(each) for each in gather_texts(told, self._device, self._world)]
-            sizes = [torch.Size(shape).numel() * getattr(torch, dtype).itemsize for dtype, shape in kinds]
-            padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self._device)
-            padded[: sizes[dist.get_rank()]] = _bytes_of(value)
-            gathered = [torch.empty_like(padded) for _ in kinds]
-            dist.all_gather(gathered, padded, group=self._world)
-            return [
-                gathered[rank][: sizes[rank]].clone().view(getattr(torch, kinds[rank][0])).view(kinds[rank][1])
-                for rank in self._first
-            ]
+            return [value] if self._world is None else self._exchanged(value, "session.all_gather()")
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return what each data rank has given, in their order.
+
+        Raises:
+            DataError: on every rank; it is nothing that JSON and tensors can hold.
+        """
+        with self._calls.call("session.exchange()", meets=True):
+            return [value] if self._world is None else self._exchanged(value, "session.exchange()")
+
+    def exchange_of_ranks(self, value: Any) -> list[Any]:
+        """Return what each rank has given, data rank or not; within a call that all ranks meet in."""
+        return [value] if self._world is None else self._exchanged(value, "", range(dist.get_world_size(self._world)))
+
+    def _exchanged(self, value: Any, call: str, ranks: Iterable[int] | None = None) -> list[Any]:
+        """All tensors of a rank go in one message."""
+        own: dict[str, Tensor] = {}
+        texts = gather_texts(_text_of(value, own), self._device, self._world)
+        told = [_read_told(text, call) for text in texts]
+        sizes = [[_size_of(dtype, shape) for _, dtype, shape in kinds] for _, kinds in told]
+        longest = max(sum(each) for each in sizes)
+        gathered = [torch.zeros(longest, dtype=torch.uint8, device=self._device) for _ in told]
+        if longest:
+            message, start = torch.zeros_like(gathered[0]), 0
+            for each, size in zip(own.values(), sizes[dist.get_rank()], strict=True):
+                raw = _bytes_of(each.to(self._device))
+                message[start : start + len(raw)] = raw
+                start += size
+            dist.all_gather(gathered, message, group=self._world)
+        found: list[Any] = []
+        for rank in self._first if ranks is None else ranks:
+            form, kinds = told[rank]
+            tensors, start = dict[str, Tensor](), 0
+            for (name, dtype, shape), size in zip(kinds, sizes[rank], strict=True):
+                kind: torch.dtype = getattr(torch, dtype)
+                stop = start + torch.Size(shape).numel() * kind.itemsize
+                tensors[name] = gathered[rank][start:stop].clone().view(kind).view(shape)
+                start += size
+            found.append(read_form(form, tensors, self._device))
+        return found
 
     def all_reduce(self, value: Tensor, operation: Operation) -> Tensor:
         """Return the sum, mean, smallest or largest of what the data ranks have given, element by element.
@@ -119,6 +135,37 @@ class Together:
             if operation == "sum" and self._copies > 1:
                 return made / self._copies if _is_real(made) else made // self._copies
             return made
+
+
+def _text_of(value: Any, own: dict[str, Tensor]) -> str:
+    """A value as text; its tensors are put into `own`."""
+    try:
+        form = write_form(value, "value", own)
+    except NoFormError as problem:
+        own.clear()
+        return json.dumps([_REFUSED, f"{problem.place} is a {type(problem.value).__name__}"])
+    kinds = [[name, str(each.dtype).removeprefix("torch."), [*each.shape]] for name, each in own.items()]
+    return json.dumps([form, kinds])
+
+
+def _read_told(text: str, call: str) -> tuple[Any, list[Any]]:
+    """The form of a value, and names, types and shapes of its tensors.
+
+    Raises:
+        DataError: the rank that has told it has given something else.
+    """
+    form, kinds = json.loads(text)
+    if form == _REFUSED and isinstance(kinds, str):
+        raise DataError(
+            f"{call} was given what cannot be told to other ranks: {kinds}. Give tensors, numbers and texts, and lists,"
+            " tuples and dictionaries of such."
+        )
+    return form, kinds
+
+
+def _size_of(dtype: str, shape: list[int]) -> int:
+    """Bytes of a tensor in a message, where tensors begin at multiples of 16: the largest elements have so many."""
+    return -(-torch.Size(shape).numel() * getattr(torch, dtype).itemsize // 16) * 16
 
 
 def _is_first(coordinates: Mapping[Any, int]) -> bool:

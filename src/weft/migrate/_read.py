@@ -28,15 +28,27 @@ def read_config(path: str | Path, *, processes: int | None = None, fill: Mapping
     Raises:
         RecipeError: the file cannot be read, or keys are refused: each by its name, with what to write instead.
     """
-    path, settings = Path(path), Settings()
-    table = read_table(path)
-    filled = dict(fill or {})
+    path = Path(path)
+    return read_settings(read_table(path), path.name, path.parent, processes=processes, fill=fill)
+
+
+def read_settings(
+    table: Mapping[str, Any],
+    name: str,
+    beside: Path = Path(),
+    *,
+    processes: int | None = None,
+    fill: Mapping[str, Any] | None = None,
+) -> Migration:
+    """`read_config` of a configuration that is no file: `name` is what errors call it, `beside` where the files are
+    that it names."""
+    settings, filled = Settings(), dict(fill or {})
     _refuse_unknown(filled)
     if "distributed_type" in table or "compute_environment" in table:
-        read_accelerate(table, settings, processes, filled, lambda name: read_table(path.parent / name))
+        read_accelerate(table, settings, processes, filled, lambda file: read_table(beside / file))
     else:
         read_deepspeed(table, settings, processes, filled)
-    return migration_of(settings, path.name)
+    return migration_of(settings, name)
 
 
 def _refuse_unknown(filled: Mapping[str, Any]) -> None:

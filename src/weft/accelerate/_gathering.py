@@ -1,0 +1,77 @@
+"""What processes tell one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from weft.accelerate._stepping import Stepping
+from weft.accelerate.utils import operations
+
+
+class Tellings(Stepping):
+    """`gather` and its like, and triggers."""
+
+    def gather(self, tensor: Any) -> Any:
+        """Return what all processes have, in their order, along dim 0: of what has a row for each sample, the global
+        batch; of numbers, one for each process."""
+        return operations.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Return the rows of the global batch, in its order, and none twice.
+
+        What has as many rows as the loader's batch (a loss that was repeated) counts for the samples of this process.
+        """
+        if use_gather_object or not _is_of_tensors(input_data):
+            return operations.gather_values(input_data)
+        cut = self._own_samples()
+        if self._job.is_alone:
+            return operations.recursively_apply(cut, input_data)
+        return operations.gather_in(self._job, input_data, cut)
+
+    def _own_samples(self) -> Callable[[Tensor], Tensor]:
+        """What counts of this process's rows."""
+        batch, loader = self._job.session.batch, self.gradient_state.active_dataloader
+        plain = operations.own_rows(self._job)
+        if batch is None or loader is None:
+            return plain
+        own, whole = batch.stop - batch.start, loader.total_batch_size
+
+        def cut(tensor: Tensor) -> Tensor:
+            is_repeated = tensor.ndim > 0 and whole is not None and len(tensor) == whole and whole > own > 0
+            return tensor[:own] if is_repeated else plain(tensor)
+
+        return cut
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Return the sum, or the mean, over processes of tensors."""
+        return operations.reduce_in(self._job, tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: Any = 0, pad_first: bool = False) -> Any:
+        """Make tensors as long along a dim as those of the process that has the longest."""
+        return operations.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Let `check_trigger` say yes, once, on every process."""
+        self._is_triggered = True
+
+    def check_trigger(self) -> bool:
+        """Whether some process has set the trigger."""
+        own, self._is_triggered = self._is_triggered, False
+        if self._job.is_alone:
+            return own
+        found = any(self._job.session.exchange(own))
+        self._is_triggered = own and not found
+        return found
+
+    _is_triggered = False
+
+
+def _is_of_tensors(data: Any) -> bool:
+    try:
+        operations.tensors_of(data)
+    except TypeError:
+        return False
+    return True

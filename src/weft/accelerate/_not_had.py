@@ -1,0 +1,85 @@
+"""What the peer has and this has not, and what to do instead.  Each says so when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.accelerate._installed import asking_for
+from weft.errors import RecipeError
+
+METHODS: Mapping[str, str] = {
+    "context_parallel_rank": "Read accelerator.process_index: ranks that share a sequence are one process here.",
+    "data_parallel_shard_rank": "Read accelerator.process_index.",
+    "deepspeed_ulysses_dl_adapter": "Give Accelerator(plan=…) with mesh.context and a scheme: batches stay whole.",
+    "fp8_backend": "Weft does not compute in fp8.",
+    "lomo_backward": "Give prepare an optimizer that updates in its step().",
+    "maybe_context_parallel": "Give Accelerator(plan=…) with mesh.context: the model's forward is split by itself.",
+    "pipeline_parallel_rank": "A loop with a backward of its own has no pipeline: weft.session's state.step has.",
+    "tensor_parallel_rank": "Read accelerator.process_index: ranks that share matrices are one process here.",
+    "torch_device_mesh": "Give Accelerator(plan=…): the mesh is the plan's own.",
+}
+"""Methods of the peer's Accelerator, each with what to do instead."""
+
+_OFFLOAD = "Models are trained here: see memory.offload of a plan, or load the model by its own library."
+_QUANTISED = "Weft does not train quantised weights."
+_LAUNCH = "Start scripts by weft launch, or torchrun."
+_MEGATRON = "Megatron-LM's engine is not had: give Accelerator(plan=…)."
+_FP8 = "Weft does not compute in fp8."
+
+NAMES: Mapping[str, str] = {
+    "cpu_offload": _OFFLOAD,
+    "cpu_offload_with_hook": _OFFLOAD,
+    "disk_offload": _OFFLOAD,
+    "dispatch_model": _OFFLOAD,
+    "infer_auto_device_map": _OFFLOAD,
+    "init_empty_weights": "Construct the model on the CPU.",
+    "init_on_device": "Construct the model on the CPU.",
+    "load_checkpoint_and_dispatch": _OFFLOAD,
+    "load_checkpoint_in_model": "Load the model by its own library before prepare.",
+    "prepare_pippy": "Use weft.generate, or a pipeline plan with weft.session and state.step(batch).",
+    "load_and_quantize_model": _QUANTISED,
+    "BnbQuantizationConfig": _QUANTISED,
+    "MegatronLMPlugin": _MEGATRON,
+    "MegatronLMDummyDataLoader": _MEGATRON,
+    "MegatronLMDummyScheduler": _MEGATRON,
+    "AORecipeKwargs": _FP8,
+    "FP8RecipeKwargs": _FP8,
+    "MSAMPRecipeKwargs": _FP8,
+    "TERecipeKwargs": _FP8,
+    "TorchContextParallelConfig": "Give Accelerator(plan=…) with mesh.context and context_parallel.scheme.",
+    "DeepSpeedSequenceParallelConfig": "Give Accelerator(plan=…) with mesh.context and context_parallel.scheme.",
+    "merge_fsdp_weights": "Call accelerator.save_model: it writes whole weights under every plan.",
+    "PrepareForLaunch": _LAUNCH,
+    "synchronize_rng_state": "Loaders draw from rank 0's generators, and models by sample.",
+    "write_basic_config": _LAUNCH,
+}
+"""Names of the peer's modules, each with what to do instead."""
+
+
+class _Missing(type):
+    """The class of a name that is not had."""
+
+    instead: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise RecipeError(f"{cls.__name__} is not had in weft.accelerate. {cls.instead}")
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RecipeError(f"{cls.__name__} is not had in weft.accelerate. {cls.instead}")
+
+
+def not_had(name: str, instead: str) -> Any:
+    """Return what stands for something that is not had: it may be imported, and says so when it is used."""
+    return _Missing(name, (), {"instead": instead, "__module__": "weft.accelerate"})
+
+
+def name_of(module: str, name: str) -> Any:
+    """What `__getattr__` of a module of the peer's layout returns."""
+    if (asks := asking_for(name)) is not None:
+        return asks
+    if name in NAMES:
+        return not_had(name, NAMES[name])
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -1,0 +1,307 @@
+"""What an Accelerator may be given: words, plugins and arguments of what it opens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+from torch.profiler import schedule as when
+
+
+class _Word(StrEnum):
+    """A word that compares and prints as its text."""
+
+    @classmethod
+    def list(cls) -> Sequence[str]:
+        """All of them."""
+        return [str(each.value) for each in cls]
+
+
+class DistributedType(_Word):
+    """How a job is shared out."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+
+
+class PrecisionType(_Word):
+    """Mixed precisions by name."""
+
+    NO = "no"
+    FP8 = "fp8"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class LoggerType(_Word):
+    """Trackers by name."""
+
+    ALL = "all"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+
+
+class DynamoBackend(_Word):
+    """Compilers by name."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+
+
+class DDPCommunicationHookType(_Word):
+    """How gradients are sent."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+class KwargsHandler:
+    """Arguments of something that an Accelerator opens."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of them by name."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Those that are not as they are by default."""
+        plain = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if plain.get(name) != value}
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """Arguments of `torch.autocast`."""
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Arguments of torch's DistributedDataParallel, which a plan says by itself; a hook of gradients is refused."""
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: Any = DDPCommunicationHookType.NO
+    comm_wrapper: Any = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """Arguments of a gradient scaler: fp16 plans scale by themselves."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """How ranks are joined; `timeout` is how long they wait for one another."""
+
+    backend: str | None = "nccl"
+    init_method: str | None = None
+    timeout: Any = None
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """Arguments of `torch.profiler.profile`, and where its traces go."""
+
+    activities: Sequence[str] | None = None
+    schedule_option: Mapping[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def build(self) -> profile:
+        """Make the profiler."""
+        known = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
+        given = {name: value for name, value in vars(self).items() if name != "output_trace_dir" and value is not None}
+        if self.activities is not None:
+            given["activities"] = [known[each] for each in self.activities]
+        if self.schedule_option is not None:
+            given["schedule_option"] = when(**self.schedule_option)
+        return profile(**{name.removesuffix("_option"): value for name, value in given.items()})
+
+
+@dataclass
+class GradientAccumulationPlugin(KwargsHandler):
+    """How gradients accumulate."""
+
+    num_steps: int = 1
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How loaders are shared out.  A batch is the global one (`split_batches`), which is shared out over the processes;
+    False makes it each process's, so that the mathematics depend on their number."""
+
+    split_batches: bool = True
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a script saves, and how its saves are named."""
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
+        """Save there, and log there where nothing else is said."""
+        self.project_dir = None if project_dir is None else str(project_dir)
+        self.logging_dir = self.project_dir if self.logging_dir is None else self.logging_dir
+
+
+# ── plugins: each is read as a configuration file of the peer would be (`weft.accelerate._plans`) ─────────────────────
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """How weights are sharded, which becomes a plan's ZeRO stage and mesh."""
+
+    fsdp_version: int | None = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Any = None
+    cpu_offload: Any = None
+    ignored_modules: Any = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool = True
+    use_orig_params: bool | None = None
+    param_init_fn: Any = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_offload: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: Sequence[str] | None = None
+    min_num_params: int | None = None
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """DeepSpeed's settings, or its own configuration (a dictionary or a file), which become a plan."""
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | None = None
+    gradient_clipping: float | None = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = None
+    msamp_opt_level: str | None = None
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The configuration, where one was given."""
+        given = getattr(self.hf_ds_config, "config", self.hf_ds_config)
+        if isinstance(given, str | os.PathLike):
+            from weft.migrate import read_table
+
+            return dict(read_table(Path(given)))
+        return dict(given or {})
+
+
+@dataclass
+class TorchTensorParallelConfig:
+    """How tensor ranks work."""
+
+    enable_async_tp: bool = False
+
+
+@dataclass
+class TorchTensorParallelPlugin:
+    """How many ranks share each matrix."""
+
+    tp_size: int = 1
+    torch_device_mesh: Any = None
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """Whether blocks are compiled."""
+
+    backend: Any = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+
+@dataclass
+class ParallelismConfig:
+    """Sizes of the mesh's axes."""
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    cp_backend: str | None = None
+    sp_size: int | None = None
+    sp_backend: str | None = None
+    tp_handler: Any = None
+    cp_handler: Any = None
+    sp_handler: Any = None

@@ -38,6 +38,9 @@ class OpenModel(PreparedModel):
     """
 
     def __init__(self, given: Given, handing: Handing) -> None:
+        gathers = given.plan.data_parallel.shards_weights
+        self.size = 0 if gathers else sum(each.numel() for each in given.blueprint.module.parameters())
+        """Elements whose gradients are reduced in buckets; the same on all ranks."""
         super().__init__(given, nominal_count=1.0)
         self._handing = handing
         part = self._parallel.parts[0]
@@ -57,6 +60,8 @@ class OpenModel(PreparedModel):
         """Samples that the step took before those."""
         self._rows: int | None = None
         self._is_open = self._has_gradients = self._has_old = self._was_last = False
+        self._made = self._last_made = self._usual = 0
+        """Backwards since the last step or `zero_grad()`, before that, and in both of the last two steps."""
         self._scale = 1.0
         self._totals = LossTotals.empty(self._mesh.device)
         self._counted: HandedOut | None = None
@@ -132,19 +137,29 @@ class OpenModel(PreparedModel):
         """What losses are multiplied by, against underflow in fp16."""
         return self._scale
 
+    @property
+    def expects_last(self) -> bool:
+        """Whether the coming backward is likely the step's last: the two steps before had as many."""
+        return self._usual == self._made + 1 and self._parallel.stores.takes_back
+
     @contextmanager
     def backward(self, addend: Tensor, *, retain_graph: bool, is_last: bool) -> Generator[None]:
-        """The backward of a loss within: `addend` is its part in the mean over the step's samples."""
+        """The backward of a loss within: `addend` is its part in the mean over the step's samples.
+
+        In one that `is_last` reductions begin; where it was not, they are taken back.
+        """
         if not self._is_open:
             self._open()
-        if self._reduced is not None or self._was_last:
+        self._check_untouched()
+        stores = self._parallel.stores
+        if self._reduced is not None or (self._was_last and not stores.takes_back):
             raise RecipeError(
                 "session.backward() came after the gradients of this step were reduced over the ranks, by"
                 " session.clip_grad_norm_ or a backward that was said to be the last. Make all backwards of a step"
                 " first, or call optimizer.zero_grad() to begin anew."
             )
-        self._check_untouched()
-        stores = self._parallel.stores
+        self._made += 1
+        self._go_on_behind_last()
         stores.on_backward(0, 0)  # ZeRO-3 reduces in every backward: nobody knows which is the last
         if is_last:
             stores.on_microbatch(0)
@@ -154,12 +169,18 @@ class OpenModel(PreparedModel):
         aside = self._guard.inside() if self.plan.data_parallel.shards_weights else self._guard.within()
         with called, aside, self._forwards.own_backward(retain_graph):
             yield
-        if is_last:
+        if is_last:  # also where the loss did not come here: on another rank it may have
             stores.on_last_backward(0)
             self._was_last = True
         self._take(addend)
         if self._watched is not None:
             self._watched.note()
+
+    def _go_on_behind_last(self) -> None:
+        """Take reductions back that were begun too early, or of which no step is made."""
+        if self._was_last:
+            self._parallel.stores.take_back()
+            self._was_last = False
 
     def _take(self, addend: Tensor) -> None:
         """Count a loss whose backward has come here."""
@@ -204,11 +225,14 @@ class OpenModel(PreparedModel):
                 event = self._training.stepper.apply(reduced, step=self._steps, learning_rate=rate)
         self._is_open, self._has_old, self._reduced = False, True, None
         self._note(replace(event, count=float(self._samples)), self._samples)
+        self._usual = self._made if self._made == self._last_made else 0
+        self._last_made, self._made = self._made, 0
         self._has_gradients = False
 
     def zero_grad(self) -> None:
         """What `zero_grad()` of optimizer and model do."""
-        self._has_old = False
+        self._has_old, self._made = False, 0
+        self._go_on_behind_last()
         if self._is_open and self._has_gradients:
             self._parallel.stores.begin_step()
             self._forget()
@@ -266,6 +290,7 @@ class OpenModel(PreparedModel):
                 f"{call} was called between a backward and its optimizer.step(), whose gradients are of the weights"
                 " before it. Call it before the backward, or optimizer.zero_grad() first."
             )
+        self._go_on_behind_last()
         self._guard.set_manual(False)
         self._is_open = False
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast, final
 
@@ -184,7 +185,7 @@ class OwnLoop:
 
     # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def backward(self, loss: Any, *, retain_graph: bool, is_last: bool) -> None:
+    def backward(self, loss: Any, *, retain_graph: bool, is_last: bool | None) -> None:
         """See `Session.backward`."""
         check_loss(loss, call="session.backward()", of="the rank's", fixed="under torch.no_grad()")
         models = [model for _, model in self._open if model.is_reachable]
@@ -205,7 +206,12 @@ class OwnLoop:
                 "the models of this loop are in fp16 and have come to other loss scales, and one loss cannot be"
                 " multiplied by both. Use fp32 or bf16."
             )
-        _within(models, addend, scales.pop(), retain_graph=retain_graph, is_last=is_last)
+        scale, last = scales.pop(), _last_of(models, is_last)
+        objective = addend if scale == 1.0 else addend * scale
+        # The one whose reductions begin in the backward is left first: all ranks then begin all of them in one order.
+        ordered = [each for each in models if each is not last] + ([last] if last is not None else [])
+        with _within(ordered, last, addend, retain_graph):
+            objective.backward(retain_graph=retain_graph)
 
     def _share_of_replica(self, model: OpenModel) -> float:
         """What this rank's samples count in the mean of a replica that steps by itself."""
@@ -326,14 +332,22 @@ class OwnLoop:
         self._waiting.clear()
 
 
-def _within(models: Sequence[OpenModel], addend: Tensor, scale: float, **how: bool) -> None:
+def _last_of(models: Sequence[OpenModel], is_last: bool | None) -> OpenModel | None:
+    """The model whose reductions begin in a backward that is its last, or likely so: the largest."""
+    expected = [each for each in models if each.size and (each.expects_last if is_last is None else is_last)]
+    return max(expected, key=lambda each: each.size, default=None)
+
+
+@contextmanager
+def _within(models: Sequence[OpenModel], last: OpenModel | None, addend: Tensor, retain_graph: bool) -> Generator[None]:
     """A backward that may reach all of these.  No ExitStack: an error that passes one stays alive."""
-    if models:
-        with models[0].backward(addend, **how):
-            _within(models[1:], addend, scale, **how)
+    if not models:
+        yield
         return
-    objective = addend if scale == 1.0 else addend * scale
-    objective.backward(retain_graph=how["retain_graph"])
+    first = models[0]
+    backward = first.backward(addend, retain_graph=retain_graph, is_last=first is last)
+    with backward, _within(models[1:], last, addend, retain_graph):
+        yield
 
 
 def _listed(what: Any) -> list[Tensor]:

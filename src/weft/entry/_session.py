@@ -251,14 +251,15 @@ class Session:
             found = self._own_loop.take(things, split)
         return found[0] if len(found) == 1 else tuple(found)
 
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, is_last: bool = False) -> None:
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, is_last: bool | None = None) -> None:
         """Add a loss's gradients to those of every prepared model that it reaches, in place of `loss.backward()`.
 
         Args:
             loss: a scalar: the mean over this rank's samples of the batch that a prepared loader has handed out last.
                 It counts with their part in the global batch, so that an uneven last batch is exact.
             retain_graph: keep the graph for another backward of the same forward, as torch's own does.
-            is_last: no backward follows before `optimizer.step()`, so gradients may be reduced while it goes on.
+            is_last: whether a further backward follows before `optimizer.step()`: gradients are reduced while the last
+                one goes on.  By default the steps before tell which it is; a wrong guess costs time and nothing else.
 
         Raises:
             RecipeError: no prepared model has had a forward, the loss has no gradient, or gradients were changed.

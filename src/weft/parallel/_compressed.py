@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from weft.comm import GroupView, Mesh
 from weft.parallel._layout import ParameterLayout
 from weft.parallel._shard import Piece
-from weft.parallel.buckets import Bucket, BucketMember
+from weft.parallel.buckets import Bucket, BucketMember, LiveBucket
 from weft.techniques.compression.codecs import CodecSpec, CompressedReduction, Frame, KeptTensor, ParameterSpan
 
 
@@ -61,6 +61,16 @@ def pieces_of(
         else:
             pieces.append(_shared(kept, layout, view, shard))
     return pieces
+
+
+def pieces_of_buckets(buckets: Sequence[LiveBucket]) -> list[Piece]:
+    """Return what the reductions of buckets must keep."""
+    found: list[Piece] = []
+    for live in buckets:
+        if live.reduction is not None:
+            layouts = {member.layout.name: member.layout for member in live.bucket.members}
+            found += pieces_of(live.reduction, layouts, live.bucket.key.reducing)
+    return found
 
 
 def _residual(kept: KeptTensor, layout: ParameterLayout, view: GroupView, start: int) -> Piece:

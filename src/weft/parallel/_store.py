@@ -39,6 +39,16 @@ class GradientStore(Protocol):
         """Every weight gradient of this model part is complete."""
         ...
 
+    @property
+    def takes_back(self) -> bool:
+        """Whether `take_back` is had."""
+        ...
+
+    def take_back(self) -> None:
+        """What was said to be a part's last backward was not: reductions under way come to their end, and what they
+        have made is a part of the sums that are still to come."""
+        ...
+
     def finish(self) -> None:
         """Wait for the reductions and set every shard's `gradient`."""
         ...
@@ -114,6 +124,14 @@ class StoreSet:
     def on_last_backward(self, part: int) -> None:
         for store in self.stores:
             store.on_last_backward(part)
+
+    @property
+    def takes_back(self) -> bool:
+        return all(store.takes_back for store in self.stores)
+
+    def take_back(self) -> None:
+        for store in self.stores:
+            store.take_back()
 
     def finish(self) -> None:
         for store in self.stores:

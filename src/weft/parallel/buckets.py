@@ -6,9 +6,10 @@ the only one: parameters and gradients are views of it, a reduction runs on it i
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -212,12 +213,46 @@ class LiveBucket:
         if self.reduction is not None:
             self.reduction.advance()
 
+    def keep_one_addend(self, region: tuple[int, int] | None) -> None:
+        """Let the reduced gradients count once in a sum to come: in the regions of the ranks that keep them; where all
+        do (None), on the first rank."""
+        if self.gradients is None or self.bucket.key.reducing.size == 1 or self.kept is not None:
+            return
+        if region is not None:
+            self.gradients[: region[0]].zero_()
+            self.gradients[region[1] :].zero_()
+        elif self.bucket.key.reducing.index:
+            self.gradients.zero_()
+
     def send_away(self) -> None:
         """Leave the members' parameters without elements until their weights arrive."""
         self.away = [member.parameter.data for member in self.bucket.members]
         nothing = self.weights[:0]
         for member in self.bucket.members:
             member.parameter.data = nothing
+
+
+class HearsOfGradients(Protocol):
+    """Owner of buckets."""
+
+    def on_gradient(self, index: int, position: int, parameter: Tensor) -> None:
+        """Autograd has added to the gradient of a bucket's member."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GradientHook:
+    """Tells the store of a gradient.  Weak, because autograd holds hooks where the garbage collector cannot see the
+    cycle: a strong one would keep the store, and through it the process groups, alive for ever."""
+
+    store: weakref.ref[HearsOfGradients]
+    index: int
+    position: int
+
+    def __call__(self, parameter: Tensor) -> None:
+        store = self.store()
+        if store is not None:
+            store.on_gradient(self.index, self.position, parameter)
 
 
 def check_alone(bucket: Bucket, position: int) -> None:

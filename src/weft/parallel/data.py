@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -33,7 +32,7 @@ from weft.comm import GroupView, Mesh, collectives_for, hold, new_flat, nothing_
 from weft.comm.shared_memory import shared_memory_group
 from weft.parallel._ahead import await_needs, needs_of
 from weft.parallel._shard import Piece, Shard
-from weft.parallel.buckets import Bucket, BucketMember, LiveBucket, check_alone, compose_buckets
+from weft.parallel.buckets import Bucket, BucketMember, GradientHook, LiveBucket, check_alone, compose_buckets
 from weft.parallel.precision import NARROW, real_of
 from weft.plan import BATCH_AXES
 from weft.techniques.buckets.contract import BucketSettings
@@ -44,21 +43,6 @@ if TYPE_CHECKING:
 _IN_FLIGHT = 2
 """ZeRO-2: reductions that may run while backward fills the next bucket; older ones are waited for and their storage
 freed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Hook:
-    """Tells the store of a gradient.  Weak, because autograd holds hooks where the garbage collector cannot see the
-    cycle: a strong one would keep the store, and through it the process groups, alive for ever."""
-
-    store: weakref.ref[BucketStore]
-    index: int
-    position: int
-
-    def __call__(self, parameter: Tensor) -> None:
-        store = self.store()
-        if store is not None:
-            store.on_gradient(self.index, self.position, parameter)
 
 
 class BucketStore:
@@ -112,7 +96,7 @@ class BucketStore:
         self._ready_order: list[int] | None = []
         self._next = 0
         self._handles = [
-            member.parameter.register_post_accumulate_grad_hook(_Hook(weakref.ref(self), index, position))
+            member.parameter.register_post_accumulate_grad_hook(GradientHook(weakref.ref(self), index, position))
             for index, live in enumerate(self._live)
             for position, member in enumerate(live.bucket.members)
         ]
@@ -288,6 +272,19 @@ class BucketStore:
         self._round += 1
         self._armed.update(live.bucket.key.part for live in self._live)
 
+    @property
+    def takes_back(self) -> bool:
+        return self._compression is None
+
+    def take_back(self) -> None:
+        self._armed.clear()
+        self._round = 0
+        if any(live.launched for live in self._live):
+            self._complete_round()
+            for live in self._live:
+                live.keep_one_addend(self._region(live.bucket) if self._stage else None)
+        self._begin_round()
+
     def on_gradient(self, index: int, position: int, parameter: Tensor) -> None:
         """Autograd has added to the gradient of a bucket's member."""
         live = self._live[index]
@@ -368,7 +365,6 @@ class BucketStore:
     def finish(self) -> None:
         self.settle()  # of a part that computed nothing
         self._complete_round()
-        self._armed.clear()  # a backward before the next step is no part of this one
         for live in self._live:
             if live.kept is not None:
                 live.shard.gradient = live.kept
@@ -377,7 +373,9 @@ class BucketStore:
                 start, stop = self._region(live.bucket)
                 live.shard.gradient = live.gradients[start:stop]
         self._sum_over_model()
-        self._agree_on_order()
+        if self._armed:
+            self._agree_on_order()
+        self._armed.clear()  # a backward before the next step is no part of this one
 
     def _sum_over_model(self) -> None:
         """Sum what ranks that see the same tokens have of a gradient: other parts of the sum, copies of tied weights.
@@ -405,7 +403,8 @@ class BucketStore:
         self._used_elsewhere.update(name for name, users in zip(names, used.tolist(), strict=True) if users)
 
     def _agree_on_order(self) -> None:
-        """Once, after the first step: take the first rank's order of readiness for all steps to come."""
+        """Once, after the first step that was told its last backward: take the first rank's order of readiness for all
+        steps to come."""
         if self._ready_order is None:
             return
         seen = self._ready_order + [index for index in self._order if index not in self._ready_order]
@@ -425,14 +424,11 @@ class BucketStore:
                 live.reduction.keep(skipped)
 
     def pieces(self) -> list[Piece]:
-        found: list[Piece] = []
-        for live in self._live:
-            if live.reduction is not None:
-                from weft.parallel._compressed import pieces_of
+        if self._compression is None:
+            return []
+        from weft.parallel._compressed import pieces_of_buckets
 
-                layouts = {member.layout.name: member.layout for member in live.bucket.members}
-                found += pieces_of(live.reduction, layouts, live.bucket.key.reducing)
-        return found
+        return pieces_of_buckets(self._live)
 
     def publish(self) -> None:
         self.settle()

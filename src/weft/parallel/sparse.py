@@ -107,6 +107,13 @@ class SparseStore:
     def on_last_backward(self, part: int) -> None:
         """Nothing to do."""
 
+    @property
+    def takes_back(self) -> bool:
+        return True
+
+    def take_back(self) -> None:
+        """Nothing to do."""
+
     def on_gradient(self, index: int) -> None:
         """Autograd has made a gradient of a table: take its rows out of the model.
 

@@ -389,6 +389,13 @@ class FullyShardedStore:
     def on_last_backward(self, part: int) -> None:
         """Nothing to do: `fully_shard` reduces from its own backward hooks."""
 
+    @property
+    def takes_back(self) -> bool:
+        return True
+
+    def take_back(self) -> None:
+        """Nothing to do: every backward's gradients are summed by themselves."""
+
     def finish(self) -> None:
         for parameter, _, shard in self._entries:
             gradient = parameter.grad

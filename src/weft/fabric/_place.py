@@ -24,6 +24,7 @@ class FabricPlace:
     def __init__(self, arguments: Arguments, callbacks: Sequence[Any], loggers: Sequence[Any]) -> None:
         self._arguments, self._callbacks, self._loggers = arguments, [*callbacks], [*loggers]
         self._optimizers: list[torch.optim.Optimizer] = []
+        self._loaders: list[Any] = []
         self._said = set[int]()
         """Batch sizes whose shares were said."""
 

@@ -71,6 +71,7 @@ class SettingUp(FabricPlace):
             found.append(self._session.prepare(each))
             mark(found[-1])
             self._say_batch(each)
+        self._loaders += found
         if not found:
             raise DataError("fabric.setup_dataloaders() was given no loader. Give it one.")
         return found[0] if len(found) == 1 else found

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import torch
 import torch.distributed as dist
 
 import weft.entry
@@ -19,7 +18,6 @@ from weft.launch import RankInfo
 from weft.plan import Plan, load_plan
 
 _DEVICES: Mapping[str, Literal["auto", "cpu", "cuda"]] = {"auto": "auto", "cpu": "cpu", "cuda": "cuda", "gpu": "cuda"}
-_LARGEST_SEED, _SEED = 2**32, 1234
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +44,11 @@ class Arguments:
                 f" by `weft launch -n {wanted} script.py`."
             )
         plan = self._plan(ranks or 1)
-        seed = torch.initial_seed()
         session = weft.entry.session(
             plan,
             device=self.device,
             permit=(self.numbers.plan,),
             settings=None if isinstance(plan, Plan) else {"compute.precision": self.numbers.plan},
-            seed=seed if seed < _LARGEST_SEED else _SEED,  # torch's own, of a script that has set none, is longer
         )
         if self.processes not in (None, ranks or 1):
             session.print(f"fabric    {wanted} processes were asked for, and {ranks} started: the plan is for these")

@@ -19,6 +19,8 @@ _OPERATIONS: Mapping[str, str] = {"mean": "mean", "avg": "mean", "sum": "sum", "
 class Exchanging(FabricPlace):
     """Collectives, and what rank 0 does alone or first.  Call them on every rank."""
 
+    _is_warned = False
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 alone."""
         if self.is_global_zero:
@@ -69,6 +71,13 @@ class Exchanging(FabricPlace):
     def _reduced(self, value: Tensor, operation: Any) -> Tensor:
         if self.world_size == 1:
             return value
+        batch = self._session.batch
+        if operation == "mean" and batch is not None and batch.size % self.world_size and not self._is_warned:
+            self._is_warned = True
+            self._session.print(
+                f"fabric    all_reduce took a mean over {self.world_size} ranks that share out {batch.size} samples"
+                " unevenly: it is not that of the samples. Sums and counts are exact, and so is drop_last=True"
+            )
         found = self._session.all_reduce(value, operation)
         return found if value.requires_grad or found.dtype is not value.dtype else value.copy_(found)
 

@@ -17,6 +17,9 @@ from weft.fabric.loggers import InFolder
 from weft.fabric.strategies import Strategy
 from weft.launch import RankInfo
 
+_LONGER = 2**32
+"""What torch's own seeds are above, of a script that has set none."""
+
 
 class FabricPlace:
     """What of a Fabric does not depend on models.  The ranks are joined when they are first asked for."""
@@ -42,6 +45,12 @@ class FabricPlace:
         """Call a method of every callback that has it, with those keywords that it takes."""
         raise NotImplementedError(hook_name)
 
+    def _take_seed(self) -> None:
+        """Key what models and data sets draw by the seed that the script has set, which is rank 0's."""
+        seed = self._session.broadcast(torch.initial_seed())
+        if seed < _LONGER:
+            self._session.settle(seed=seed)
+
     @property
     def strategy(self) -> Strategy:
         """How the ranks share the work."""
@@ -65,8 +74,7 @@ class FabricPlace:
     @property
     def local_rank(self) -> int:
         """This process among those of its host."""
-        info = RankInfo.from_environment()
-        return self._session.rank if info is None else info.local_rank
+        return self._session.local_rank
 
     @property
     def node_rank(self) -> int:

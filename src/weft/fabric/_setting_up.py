@@ -45,6 +45,7 @@ class SettingUp(FabricPlace):
 
     def _set_up(self, module: nn.Module) -> nn.Module:
         _refuse_again(module, "A model")
+        self._take_seed()
         numbers = self._arguments.numbers
         if numbers.weights is not None:
             module.to(numbers.weights)
@@ -65,6 +66,7 @@ class SettingUp(FabricPlace):
     ) -> Any:
         """Set up loaders, whose batches are the global ones: every rank is handed its share, on its device."""
         del use_distributed_sampler, move_to_device  # the sampler stays the script's own, on every rank
+        self._take_seed()
         found = list[Any]()
         for each in dataloaders:
             _refuse_again(each, "A loader")
@@ -78,12 +80,20 @@ class SettingUp(FabricPlace):
 
     def _say_batch(self, loader: Any) -> None:
         ranks, size = self._session.num_data_ranks, getattr(loader, "batch_size", None)
-        if ranks > 1 and isinstance(size, int) and size not in self._said:
+        if ranks == 1 or not isinstance(size, int):
+            return
+        if size not in self._said:
             self._said.add(size)
             share = f"{size // ranks}" if size % ranks == 0 else f"{size // ranks} or {size // ranks + 1}"
             self._session.print(
                 f"fabric    batches of {size} are the global ones: {share} samples on each of {ranks} ranks; Fabric's"
                 f" own would have {size} on each, which batch_size={size * ranks} says"
+            )
+        left = len(loader.sampler) % size if hasattr(loader.sampler, "__len__") and not loader.drop_last else 0
+        if 0 < left < ranks:
+            self._session.print(
+                f"fabric    the last batch has {left} samples for {ranks} ranks: the others compute one that gradients"
+                " leave out, and sums of the loop's own count it. Use drop_last=True, or another batch size"
             )
 
     def to_device(self, obj: Any) -> Any:

@@ -11,7 +11,8 @@ __getattr__ = absent(
     {
         "Use fabric.to_device.": "move_data_to_device",
         "Use rank_zero_warn.": "rank_zero_deprecation disable_possible_user_warnings",
-        "Use torch.utils.flop_counter.": "measure_flops",
+        "Use torch.utils.flop_counter; the run's record has samples per second.": "measure_flops Throughput"
+        " ThroughputMonitor",
         "Divide the cores by the ranks of a host.": "suggested_max_num_workers",
         "Write what ranks read under fabric.rank_zero_first(local=True).": "is_shared_filesystem",
         "Use enum.StrEnum.": "LightningEnum",

@@ -17,7 +17,7 @@ _LARGEST = 2**32 - 1
 def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
     """Seed Python's, numpy's and torch's generators, equally on all ranks, and return the seed (0 if none is given).
 
-    Before the ranks are joined it is that of dropout, too.  What loaders' workers draw is keyed by sample anyway.
+    Of models and loaders that are set up from then on it is that of dropout, and of what data sets draw, too.
 
     Raises:
         RecipeError: numpy takes no such seed.

@@ -18,8 +18,8 @@ from weft.fabric.wrappers import is_wrapped, module_of
 class Stepping(FabricPlace):
     """What a loop calls between a forward and `optimizer.step()`."""
 
-    _is_last = False
-    """Whether the loop says that a backward is the last of its step."""
+    _is_last: bool | None = None
+    """Whether the loop says that a backward is the last of its step; None: it does not say."""
     _heard = 0
     """Optimizers whose steps callbacks hear of."""
 
@@ -32,7 +32,7 @@ class Stepping(FabricPlace):
             named = ", ".join(others) or "gradient"
             raise RecipeError(f"fabric.backward({named}=…) is not had. Give it a loss, and retain_graph= alone.")
         self._watch_steps()
-        self._session.backward(tensor, retain_graph=keeps, is_last=self._is_last and len(self._optimizers) == 1)
+        self._session.backward(tensor, retain_graph=keeps, is_last=self._is_last)
 
     def _watch_steps(self) -> None:
         """Let callbacks hear of steps: of methods that the first forward has put into the optimizers."""
@@ -59,9 +59,8 @@ class Stepping(FabricPlace):
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> Generator[None]:
-        """Within it a backward is not the step's last; with `enabled=False` it is, so that gradients may be reduced
-        while it goes on.  Without it nothing is reduced before `optimizer.step()`, either.
-        """
+        """Say that a backward within is not the step's last, or with `enabled=False` that it is: gradients are reduced
+        while that one goes on."""
         if not is_wrapped(module):
             raise RecipeError(
                 "fabric.no_backward_sync() was given a model that was not set up. Give what setup returned."

@@ -17,7 +17,7 @@ from weft.fabric.wrappers import is_wrapped, module_of
 _NAME = "state"
 
 
-class Saving(FabricPlace):
+class FabricSaves(FabricPlace):
     """What was set up is saved whole, with what else a state has; a checkpoint is a folder that any plan loads."""
 
     def save(self, path: str | Path, state: Mapping[str, Any], filter: Any = None) -> None:

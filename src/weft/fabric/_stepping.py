@@ -15,7 +15,7 @@ from weft.fabric._place import FabricPlace
 from weft.fabric.wrappers import is_wrapped, module_of
 
 
-class Stepping(FabricPlace):
+class FabricSteps(FabricPlace):
     """What a loop calls between a forward and `optimizer.step()`."""
 
     _is_last: bool | None = None

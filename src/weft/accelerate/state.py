@@ -28,6 +28,10 @@ class PartialState(Places):
         """Leave the job."""
         self._job.session.close()
 
+    def __reduce__(self) -> Any:
+        """What is pickled or copied with a state in it finds the job of its process again."""
+        return type(self), ()
+
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         forget_job()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import MethodType
@@ -17,6 +17,7 @@ from weft.engine import Reduced
 from weft.entry._guard_words import OWN_STEPS
 from weft.entry._guards import WatchedGradients
 from weft.entry._loop_loader import HandedOut, Handing
+from weft.entry._plain_states import PlainStates
 from weft.entry._prepared_model import Given, PreparedModel
 from weft.entry._whole_weights import whole_weights
 from weft.errors import DataError, RecipeError
@@ -43,6 +44,7 @@ class OpenModel(PreparedModel):
         """Elements whose gradients are reduced in buckets; the same on all ranks."""
         super().__init__(given, nominal_count=1.0)
         self._handing = handing
+        self._plain_states = PlainStates(self.optimizer, self._optimizer.runs, given.groups)
         part = self._parallel.parts[0]
         dtype = self._parallel.dtypes.compute if self._blueprint.casts_inputs else None
         gathers = self.plan.data_parallel.shards_weights and self._mesh.size("shard") > 1
@@ -229,6 +231,20 @@ class OpenModel(PreparedModel):
         self._last_made, self._made = self._made, 0
         self._has_gradients = False
 
+    def optimizer_state(self) -> dict[str, Any]:
+        """What `optimizer.state_dict()` returns: as without Weft, where every rank has all of each parameter.
+
+        Raises:
+            RecipeError: it has not.
+        """
+        with self._guard.within():
+            return self._plain_states.whole(OWN_STEPS.optimizer_state)
+
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """What `optimizer.load_state_dict()` does, with a state of whole parameters, on every rank alike."""
+        with self._guard.within():
+            self._plain_states.take(state)
+
     def zero_grad(self) -> None:
         """What `zero_grad()` of optimizer and model do."""
         self._has_old, self._made = False, 0
@@ -353,7 +369,15 @@ class _Methods:
                 )
             model.zero_grad()
 
+        def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
+            return model.optimizer_state()
+
+        def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+            model.load_optimizer_state(state_dict)
+
         self._put(optimizer, "step", MethodType(step, optimizer))
+        self._put(optimizer, "state_dict", MethodType(state_dict, optimizer))
+        self._put(optimizer, "load_state_dict", MethodType(load_state_dict, optimizer))
         self._put(optimizer, "zero_grad", MethodType(zero_grad, optimizer))
         self._put(module, "zero_grad", MethodType(zero_grad, module))
 

@@ -25,6 +25,7 @@ from weft.entry._manual import check_loss, check_manual
 from weft.entry._models import Models
 from weft.entry._open_step import OpenModel
 from weft.entry._outputs import GatheredOutputs
+from weft.entry._plain_states import CarriedState
 from weft.entry._planning import Planning
 from weft.entry._prepared_facts import facts_of_model
 from weft.entry._proof import variables_kept
@@ -115,13 +116,16 @@ class OwnLoop:
             return False
         _, first = self._waiting.pop(id(model))
         first.let_go()
+        carried = CarriedState(optimizer)
         try:
             called = self._models.calls.call(f"the first forward of {type(model).__name__}", meets=True)
             saves = self.saves.beginning(model)
             with called, as_prepared(model), saves as begun, variables_kept(model, stand_in_loss, optimizer):
                 begun.append(self._brought(model, optimizer, args, kwargs, split))
+                carried.give(begun[0].load_optimizer_state)
                 self._open.append((model, begun[0]))
         except BaseException:
+            carried.put_back()
             self._waiting[id(model)] = (model, FirstCall(model, first.begin))
             raise
         return True

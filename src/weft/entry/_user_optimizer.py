@@ -160,6 +160,11 @@ class UserOptimizer(ShardOptimizer):
             is_scaled = gradient.dtype == view.dtype
             view.grad = gradient if is_scaled else gradient.to(view.dtype).mul_(scale)
 
+    @property
+    def runs(self) -> Sequence[HeldRun]:
+        """What this rank updates, in the optimizer's order."""
+        return self._runs
+
     def _refuse_new_parameters(self) -> None:
         if [len(group["params"]) for group in self._optimizer.param_groups] != self._sizes:
             raise RecipeError(

@@ -49,6 +49,9 @@ def _forget(with_peer: bool) -> None:
     if with_peer:
         from accelerate.state import AcceleratorState, GradientState
 
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+            del os.environ[name]
+
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
     else:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from weft.accelerate._stepping import Stepping
+from weft.accelerate._stepping import Accumulating
 from weft.accelerate.utils import operations
 
 
-class Tellings(Stepping):
+class Tellings(Accumulating):
     """`gather` and its like, and triggers."""
 
     def gather(self, tensor: Any) -> Any:
@@ -60,9 +61,7 @@ class Tellings(Stepping):
     def check_trigger(self) -> bool:
         """Whether some process has set the trigger."""
         own, self._is_triggered = self._is_triggered, False
-        if self._job.is_alone:
-            return own
-        found = any(self._job.session.exchange(own))
+        found = bool(self._job.session.all_reduce(torch.tensor(float(own)), "max"))
         self._is_triggered = own and not found
         return found
 

@@ -89,6 +89,11 @@ class SharedJob:
         return self.session.is_closed or self.session.num_data_ranks == 1
 
     @property
+    def is_single(self) -> bool:
+        """Whether there is no other process."""
+        return self.session.is_closed or self.session.world_size == 1
+
+    @property
     def is_filled_in(self) -> bool:
         """Whether the present batch is too small for this process to have a sample: what it was handed stands in."""
         batch = self.session.batch if self.gradients.in_dataloader else None

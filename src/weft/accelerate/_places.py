@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from weft.accelerate._job import SharedJob
+from weft.accelerate._number import ProcessNumber
 from weft.accelerate.utils.dataclasses import DistributedType
 
 
@@ -30,7 +31,12 @@ class Places:
     @property
     def num_processes(self) -> int:
         """Processes that see different samples."""
-        return self._job.session.num_data_ranks
+        ranks = self._job.session.num_data_ranks
+        return ranks if ranks == 1 else ProcessNumber.of(ranks, self._weight)
+
+    def _weight(self) -> float:
+        batch = self._job.session.batch
+        return 1.0 / self._job.session.num_data_ranks if batch is None else batch.share or 1.0
 
     @property
     def process_index(self) -> int:

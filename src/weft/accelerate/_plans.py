@@ -8,6 +8,8 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any
 
+import torch.distributed as dist
+
 from weft.accelerate.utils.dataclasses import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
@@ -209,7 +211,7 @@ def _of_deepspeed(plugin: DeepSpeedPlugin, precision: str) -> dict[str, Any]:
 
 def _read(table: Mapping[str, Any]) -> Migration:
     info = RankInfo.from_environment()
-    processes = 1 if info is None else info.world_size
+    processes = dist.get_world_size() if dist.is_initialized() else 1 if info is None else info.world_size
     if "distributed_type" in table:
         return read_settings(table, "the Accelerator's plugins", processes=processes, fill={"batch_size": 1})
     own = {name: value for name, value in table.items() if name != "train_batch_size"}

@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from weft.accelerate._saving import Saving
+from weft.accelerate.data_loader import SeedableRandomSampler
 from weft.errors import CheckpointError, RecipeError
 
 Hook = Callable[..., None]
@@ -72,7 +73,9 @@ class SavedStates(Saving):
 
     def _extra(self) -> dict[str, Any]:
         own = {f"object-{number}": each for number, each in enumerate(self._custom_objects)}
-        return {"accelerator": _Counters(self), **own}
+        samplers = [getattr(each, "sampler", None) for each in self._dataloaders]
+        orders = [each for each in samplers if isinstance(each, SeedableRandomSampler)]
+        return {"accelerator": _Counters(self), **{f"order-{at}": each for at, each in enumerate(orders)}, **own}
 
     def _checkpoints(self) -> Path:
         if self.project_dir is None:

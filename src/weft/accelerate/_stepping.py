@@ -16,7 +16,7 @@ from weft.errors import RecipeError
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Stepping(Preparing):
+class Accumulating(Preparing):
     """`backward`, accumulation and clipping."""
 
     @property
@@ -104,8 +104,9 @@ class Stepping(Preparing):
 
         def clip() -> None:
             if not self._has_clipped:
-                parameters = [each for group in optimizer.param_groups for each in group["params"]]
-                self._job.session.clip_grad_norm_(parameters, limit)
+                session = self._job.session
+                for model in [each for each in self._models if session.state(each).optimizer is optimizer]:
+                    session.clip_grad_norm_(model, limit)
             self._has_clipped = False
 
         return clip if limit else None

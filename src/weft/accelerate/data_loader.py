@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, cast, final
 
 import torch
@@ -113,6 +113,14 @@ class SeedableRandomSampler(RandomSampler):
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next pass."""
         self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        """What orders follow from, for a save."""
+        return {"epoch": self.epoch, "seed": self.initial_seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on with the order of a save."""
+        self.epoch, self.initial_seed = state["epoch"], state["seed"]
 
 
 class SkipBatchSampler(BatchSampler):

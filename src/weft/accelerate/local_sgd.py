@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self, final
 
+from weft.accelerate._job import job_of
 from weft.errors import RecipeError
 
 
@@ -22,16 +23,16 @@ class LocalSGD:
                 f" {accelerator.gradient_state.num_steps} make up a step. Give a multiple of it."
             )
         self.enabled = enabled and accelerator.num_processes > 1
-        self._accelerator, self._model, self._steps = accelerator, model, max(steps, 1)
+        self._session, self._model, self._steps = job_of().session, model, max(steps, 1)
 
     def __enter__(self) -> Self:
         if self.enabled:
-            self._accelerator.take_local_steps(self._steps)
+            self._session.settle(local_steps=self._steps)
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.enabled and error[0] is None:
-            self._accelerator.end_local_steps(self._model)
+            self._session.state(self._model).end_round()
 
     def step(self) -> None:
         """Count a batch: the plan's own rounds average the weights."""

@@ -280,10 +280,11 @@ class OwnLoop:
     def settle(self, seed: int | None, local_steps: int | None) -> None:
         """See `Session.settle`."""
         planning = self._planning
-        if local_steps is not None and self._open:
+        known = planning.given.local_steps if planning.plan is None else planning.plan.data_parallel.local_steps
+        if local_steps not in (None, known) and (self._open or planning.plan is not None):
             raise RecipeError(
-                "session.settle(local_steps=…) came after a model's first forward, which has chosen its plan. Call it"
-                " before."
+                f"session.settle(local_steps={local_steps}) came after a plan with {known} was given, or chosen at a"
+                " model's first forward. Call it before, or write it in the plan as data_parallel.local_steps."
             )
         if seed is not None:
             planning = replace(planning, seed=seed)

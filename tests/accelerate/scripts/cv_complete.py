@@ -1,11 +1,12 @@
 """Images in three classes: a small convolutional network, a one-cycle schedule, and an accuracy over all of them."""
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Dataset
+
+from accelerate import Accelerator
 
 
 class Pictures(Dataset):

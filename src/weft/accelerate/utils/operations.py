@@ -160,7 +160,7 @@ def gather(tensor: Any) -> Any:
 def gather_values(object: Any) -> Any:
     """Return what all processes have of lists of numbers and text, one behind the other."""
     job = job_of()
-    if job.is_alone:
+    if job.is_single:
         return object
     return [each for part in job.session.exchange([] if job.is_filled_in else list(object)) for each in part]
 
@@ -172,7 +172,7 @@ gather_object = gather_values
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Return what one process has of tensors."""
     job = job_of()
-    if job.is_alone:
+    if job.is_single:
         return tensor
     return _put_back(tensor, job.session.exchange(tensors_of(tensor))[from_process])
 
@@ -180,7 +180,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Put what one process has of numbers and text into a list."""
     job = job_of()
-    if not job.is_alone:
+    if not job.is_single:
         object_list[:] = job.session.exchange(object_list)[from_process]
     return object_list
 
@@ -189,7 +189,7 @@ def reduce_in(job: SharedJob, tensor: Any, reduction: str, scale: float) -> Any:
     """Return the sum or the mean over processes of tensors."""
     if reduction not in ("sum", "mean", "none"):
         raise ValueError(f"reduction = {reduction!r} is none of sum, mean and none.")
-    if job.is_alone or reduction == "none":
+    if job.is_single or reduction == "none":
 
         def scaled(each: Tensor) -> Tensor:
             return each.clone() if scale == 1.0 else each * scale

@@ -167,17 +167,3 @@ def left() -> bool:
     own = [name for each in model.modules() for name, value in vars(each).items() if "weft" in type(value).__module__]
     assert not {*own, "_call_impl", "zero_grad"} & {name for each in model.modules() for name in vars(each)}
     return weights == [nn.Parameter] * len(weights) and b"weft" not in pickle.dumps(model)
-
-
-def drawing() -> str:
-    with weft.session(quiet=True, record=False, plan=Plan(mesh=MeshPlan(replicate=2))) as session:
-        model, _, loader = prepared(session)
-        x, y = next(iter(loader))
-        with pytest.raises(PlanError) as caught:
-            session.backward(F.cross_entropy(model(x + torch.randn_like(x)), y))
-        return str(caught.value)
-
-
-def test_what_the_loop_draws_on_several_ranks_is_refused(ranks: RankPool) -> None:
-    for told in ranks.run(2, drawing):
-        assert "the loop drew from torch's generator" in told

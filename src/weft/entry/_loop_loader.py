@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast, final
 
@@ -26,7 +27,8 @@ from weft.entry._loader_generators import (
     take_process_states,
     take_states,
 )
-from weft.errors import CheckpointError, DataError, PlanError
+from weft.entry._placed_draws import PlacedDraws
+from weft.errors import CheckpointError, DataError
 
 _COMPARED = 3
 """Batches of a loader that only iterates which ranks compare: one that differs does so from the start."""
@@ -62,28 +64,23 @@ class Handing:
     seed: int
     last: HandedOut | None = None
     """None: no loader was prepared, or none was gone through yet."""
-    drawn: Tensor | None = None
-    """Where torch's generator stood then, on several data ranks."""
+    draws: PlacedDraws | None = None
+    """What places the loop's own draws, on several data ranks."""
 
     def hand_out(self, batch: HandedOut) -> None:
         """The loop is handed a batch."""
         self.last = batch
-        self.drawn = torch.get_rng_state() if self.ranks > 1 else None
+        if self.draws is not None:
+            self.draws.begin(batch.size, batch.start, batch.stop)
 
-    def check_undrawn(self) -> None:
-        """Refuse a loss into which the loop may have drawn: every rank draws other numbers for its samples than one
-        process does.
+    def take_back(self) -> None:
+        """It asks for the next, or for none: loaders draw now."""
+        if self.draws is not None:
+            self.draws.end()
 
-        Raises:
-            PlanError: torch's generator has moved since the batch was handed out.
-        """
-        if self.drawn is not None and not torch.equal(self.drawn, torch.get_rng_state()):
-            raise PlanError(
-                "the loop drew from torch's generator between a batch and session.backward(), and this rank has a part"
-                " of the batch's samples: its numbers would be others than those of one process. Draw in the model's"
-                " forward or in the dataset's __getitem__, whose draws are keyed by sample; or from a torch.Generator"
-                " of your own, whose numbers are those of all samples."
-            )
+    def aside(self) -> AbstractContextManager[None]:
+        """What is drawn within is no draw of the loop's."""
+        return nullcontext() if self.draws is None else self.draws.aside()
 
     def at(self, index: int) -> Handing:
         """How they are shared out to another data rank."""
@@ -154,8 +151,10 @@ class LoopLoader:
                 self._given = max(self._given, handed.first + handed.size - self._position)
                 self._handing.hand_out(handed)
                 yield _moved(batch, self._handing.device)
+                self._handing.take_back()
             self._passes += 1
         finally:  # of a pass that the loop leaves early, too: the next one begins anew
+            self._handing.take_back()
             if self._present == present:
                 self._taken = 0
 
@@ -231,15 +230,15 @@ class LoopLoader:
         sampler = cast(Any, self._loader).batch_sampler
         skipped, self._skipped = self._skipped, 0
         first = self._position
-        for number, drawn in enumerate(sampler):
+        for number, drawn in enumerate(sampler):  # one is drawn ahead, where the save was made, too
             indices = list(drawn)
             if number >= skipped:
+                self._put_back()
                 handed = self._handing.share_of(len(indices), first)
                 self._ahead.append(handed)
                 yield Asked(indices, first, handed.start, handed.stop)
-            elif number == skipped - 1:
-                self._put_back()
             first += len(indices)
+        self._put_back()
 
     def _put_back(self) -> None:
         """The loop goes on from here: its generators stood elsewhere than behind the sampler's draws alone."""
@@ -254,9 +253,10 @@ class LoopLoader:
         first = self._position
         for number, batch in enumerate(self._loader):
             size = samples_in(batch)
+            if number == skipped:
+                self._put_back()
             if number < skipped:
-                if number == skipped - 1:
-                    self._put_back()
+                pass
             elif handing.world is None:
                 yield batch, handing.share_of(size, first)
             else:
@@ -268,6 +268,7 @@ class LoopLoader:
                 rows = slice(handed.start, handed.stop) if handed.start < handed.stop else slice(0, 1)
                 yield shape.restored({name: value[rows] for name, value in fields.items()}), handed
             first += size
+        self._put_back()
 
 
 @final

@@ -55,6 +55,11 @@ class OpenModel(PreparedModel):
             *self._forwards.watch(),
             part.module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
         ]
+        if (draws := handing.draws) is not None:
+            self._handles += [
+                part.module.register_forward_pre_hook(draws.enter, prepend=True),
+                part.module.register_forward_hook(draws.leave, always_call=True),
+            ]
         self._watched = WatchedGradients(part.module) if self._mesh["world"].size > 1 else None
         self._batch: HandedOut | None = None
         """What forwards are keyed by."""
@@ -63,7 +68,7 @@ class OpenModel(PreparedModel):
         self._rows: int | None = None
         self._is_open = self._has_gradients = self._has_old = self._was_last = False
         self._made = self._last_made = self._usual = 0
-        """Backwards since the last step or `zero_grad()`, before that, and in both of the last two steps."""
+        """Backwards since the last step, before that, and before each of the last two steps."""
         self._scale = 1.0
         self._totals = LossTotals.empty(self._mesh.device)
         self._counted: HandedOut | None = None
@@ -183,6 +188,8 @@ class OpenModel(PreparedModel):
         if self._was_last:
             self._parallel.stores.take_back()
             self._was_last = False
+            if self._watched is not None:
+                self._watched.note()
 
     def _take(self, addend: Tensor) -> None:
         """Count a loss whose backward has come here."""
@@ -247,7 +254,7 @@ class OpenModel(PreparedModel):
 
     def zero_grad(self) -> None:
         """What `zero_grad()` of optimizer and model do."""
-        self._has_old, self._made = False, 0
+        self._has_old = False
         self._go_on_behind_last()
         if self._is_open and self._has_gradients:
             self._parallel.stores.begin_step()
@@ -293,6 +300,12 @@ class OpenModel(PreparedModel):
         reduced.scaled(1.0 / reduced.factor)
 
     # ── the run ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _data_facts(self) -> dict[str, str]:
+        draws = self._handing.draws
+        if draws is None or not draws.has_drawn:
+            return {}
+        return {"where torch's generator stands, from which the loop draws,": draws.digest()}
 
     def load(self, path: Any = None) -> int:
         """See `PreparedModel.load`."""

@@ -25,6 +25,7 @@ from weft.entry._manual import check_loss, check_manual
 from weft.entry._models import Models
 from weft.entry._open_step import OpenModel
 from weft.entry._outputs import GatheredOutputs
+from weft.entry._placed_draws import PlacedDraws
 from weft.entry._plain_states import CarriedState
 from weft.entry._planning import Planning
 from weft.entry._prepared_facts import facts_of_model
@@ -53,6 +54,8 @@ class OwnLoop:
             calls=models.calls,
             seed=self._planning.seed,
         )
+        if self._handing.ranks > 1:
+            self._handing.draws = PlacedDraws(self._planning.device)
         self._things = LoopThings()
         self.saves = LoopSaves(self._things, self._planning.device, self._any_mesh)
         self._waiting: dict[int, tuple[nn.Module, FirstCall]] = {}
@@ -120,7 +123,13 @@ class OwnLoop:
         try:
             called = self._models.calls.call(f"the first forward of {type(model).__name__}", meets=True)
             saves = self.saves.beginning(model)
-            with called, as_prepared(model), saves as begun, variables_kept(model, stand_in_loss, optimizer):
+            with (
+                called,
+                self._handing.aside(),
+                as_prepared(model),
+                saves as begun,
+                variables_kept(model, stand_in_loss, optimizer),
+            ):
                 begun.append(self._brought(model, optimizer, args, kwargs, split))
                 carried.give(begun[0].load_optimizer_state)
                 self._open.append((model, begun[0]))
@@ -198,7 +207,8 @@ class OwnLoop:
                 "session.backward() was called before a prepared model with a prepared optimizer has had its first"
                 " forward. Give both to session.prepare, and go on with what it returns."
             )
-        self._handing.check_undrawn()
+        if self._handing.draws is not None:
+            self._handing.draws.check()
         batch = self._handing.last
         share = 1.0 / self._handing.ranks if batch is None else batch.share
         if any(model.plan.data_parallel.replicas_step_alone for model in models):
@@ -214,7 +224,7 @@ class OwnLoop:
         objective = addend if scale == 1.0 else addend * scale
         # The one whose reductions begin in the backward is left first: all ranks then begin all of them in one order.
         ordered = [each for each in models if each is not last] + ([last] if last is not None else [])
-        with _within(ordered, last, addend, retain_graph):
+        with self._handing.aside(), _within(ordered, last, addend, retain_graph):
             objective.backward(retain_graph=retain_graph)
 
     def _share_of_replica(self, model: OpenModel) -> float:
@@ -335,6 +345,12 @@ class OwnLoop:
         for _, first in self._waiting.values():
             first.let_go()
         self._waiting.clear()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Give torch its functions back."""
+        if self._handing.draws is not None:
+            self._handing.draws.close()
 
 
 def _last_of(models: Sequence[OpenModel], is_last: bool | None) -> OpenModel | None:

@@ -115,6 +115,8 @@ class Session:
 
     def _fail(self, error: BaseException, leaving: ExitStack) -> None:
         """Say to the others what ends the session on this rank, and leave.  Raises what is known beside it."""
+        if self._loop is not None:
+            self._loop.let_go()
         for state in self._models:
             state.let_go()
         self._runs.fail(error)

@@ -1,0 +1,303 @@
+"""What a loop draws for its samples: on several data ranks for the whole batch, of which each rank takes its rows.
+
+All ranks' generators stand where rank 0's stood when a pass began, and every rank draws alike from then on, so the
+numbers are those of one process.  Torch's functions that draw are changed for that while such a session is open; in
+models, loaders and steps they do what they always do, and what else draws is noticed by the generator.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast, final
+
+import torch
+import xxhash
+from torch import Tensor
+
+from weft.errors import PlanError
+
+Draw = Callable[..., Any]
+
+_BY_SIZE = ("rand", "randn", "randint")
+_LIKE = ("rand_like", "randn_like", "randint_like")
+_OF_TENSORS = ("bernoulli", "multinomial", "normal")
+_IN_PLACE = ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
+_DEEPEST = 8
+"""Calls between a loop and a draw that are told apart."""
+_ELSE = (
+    "Draw with a row for each sample (len(x)), in the model's forward or in the dataset's __getitem__, whose draws are"
+    " keyed by sample; or give the draw a torch.Generator of your own, for numbers that are the same on every rank."
+)
+
+
+@final
+class PlacedDraws:
+    """The draws of a loop between a batch and the next."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._size = self._start = self._stop = 0
+        """Samples of the batch in hand, and those of this rank."""
+        self._is_on = False
+        self._aside = 0
+        self._thread = threading.get_ident()
+        self._put_back: list[Callable[[], None]] = []
+        self._stood: tuple[bytes, ...] = ()
+        """Where the generators stood behind the last draw that was seen."""
+        self._known: dict[tuple[Any, ...], bool] = {}
+        self._alike: dict[tuple[Any, ...], tuple[int, ...]] = {}
+        """What lines of the loop draw: whether for its samples, and else of which shape."""
+        self.has_drawn = False
+        """Whether the loop has drawn since the session began."""
+
+    # ── when ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, size: int, start: int, stop: int) -> None:
+        """The loop has a batch of `size` samples, of which this rank has those from `start` to `stop`."""
+        if not self._put_back:
+            self._install()
+        self._size, self._start, self._stop = size, start, stop
+        self._is_on, self._stood = True, self._states()
+
+    def end(self) -> None:
+        """It has none: what draws now are loaders, or the loop for itself."""
+        self._is_on = False
+
+    def enter(self, *_: Any) -> None:
+        """A model is called, or trained: its draws are its own."""
+        self._aside += 1
+
+    def leave(self, *_: Any) -> None:
+        """It has come to its end."""
+        self._aside -= 1
+
+    @contextmanager
+    def aside(self) -> Generator[None]:
+        """What is drawn within is no draw of the loop's."""
+        self._aside += 1
+        try:
+            yield
+        finally:
+            self._aside -= 1
+
+    def check(self) -> None:
+        """Refuse draws that were not seen.
+
+        Raises:
+            PlanError: a generator has moved otherwise than by what this module places.
+        """
+        if self._is_on and self._states() != self._stood:
+            raise PlanError(
+                "the loop drew from torch's generator between a batch and session.backward() by what has no row for"
+                " each sample (a dropout, a gamma or Poisson draw, a function that torch was asked for before), and"
+                " this rank has a part of the batch's samples: its numbers would be others than those of one process."
+                f" {_ELSE}"
+            )
+
+    def digest(self) -> str:
+        """Where the generators stand; the same on all ranks while all draw alike."""
+        found = xxhash.xxh3_64()
+        for state in self._states():
+            found.update(state)
+        return found.hexdigest()
+
+    def _states(self) -> tuple[bytes, ...]:
+        own = torch.get_rng_state().numpy().tobytes()
+        if self._device.type == "cpu":
+            return (own,)
+        return own, torch.get_device_module(self._device).get_rng_state(self._device).numpy().tobytes()
+
+    # ── how ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _install(self) -> None:
+        for names, make in ((_BY_SIZE, self._by_size), (_LIKE, self._like), (_OF_TENSORS, self._of_tensors)):
+            for name in names:
+                self._put(torch, name, make)
+        self._put(torch, "randperm", self._permutation)
+        for name in _IN_PLACE:
+            self._put(Tensor, name, self._in_place)
+
+    def _put(self, owner: Any, name: str, make: Callable[[Draw], Draw]) -> None:
+        plain, is_own = getattr(owner, name), name in vars(owner)
+        draw = make(plain)
+
+        @functools.wraps(plain)
+        def placed(*args: Any, **kwargs: Any) -> Any:
+            seen = self._is_on and not self._aside and threading.get_ident() == self._thread
+            if not seen or kwargs.get("generator") is not None:
+                return plain(*args, **kwargs)
+            self.check()
+            self.has_drawn = True
+            found = draw(*args, **kwargs)
+            self._stood = self._states()
+            return found
+
+        setattr(owner, name, placed)
+
+        def put_back() -> None:
+            if getattr(owner, name) is placed:
+                setattr(owner, name, plain) if is_own else delattr(owner, name)
+
+        self._put_back.append(put_back)
+
+    def close(self) -> None:
+        """Give torch its functions back."""
+        self.end()
+        while self._put_back:
+            self._put_back.pop()()
+
+    @property
+    def _rows(self) -> int:
+        """Samples that the loop was handed: one where it has none of its own."""
+        return max(self._stop - self._start, 1)
+
+    def _is_of_samples(self, shape: Sequence[int], name: str) -> bool:
+        """Whether a draw has a row for each of this rank's samples; if not, it is the same on all ranks.
+
+        Where a number could be either, what the same line drew of other batches tells.
+
+        Raises:
+            PlanError: neither can be told.
+        """
+        if not shape or 0 in shape:
+            return False
+        rows, place = self._rows, _place_of_call()
+        known = self._known.get(place)
+        if rows == 1:
+            found = known if known is None or not known else shape[0] == 1 or None
+        elif shape[0] == rows:
+            found = known is None or known is True or self._alike.get(place) != tuple(shape)
+        else:
+            found = False if shape[0] == 1 or (shape[0] % rows and rows not in shape) else None
+        if found is None:
+            raise PlanError(
+                f"the loop drew {name} of shape {tuple(shape)} where this rank has {rows} of the batch's {self._size}"
+                f" samples, and nothing says which numbers are whose. {_ELSE}"
+            )
+        self._known[place] = found
+        if not found:
+            self._alike[place] = tuple(shape)
+        return found
+
+    def _cut(self, whole: Tensor) -> Tensor:
+        stop = self._stop if self._start < self._stop else 1
+        start = self._start if self._start < self._stop else 0
+        return whole[start:stop].clone(memory_format=torch.preserve_format)
+
+    def _like_whole(self, tensor: Tensor) -> Tensor:
+        """Room for what a tensor has for this rank's samples, for all samples."""
+        order = torch.channels_last if _is_channels_last(tensor) else torch.contiguous_format
+        shape = (self._size, *tensor.shape[1:])
+        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=order)
+
+    def _by_size(self, plain: Draw) -> Draw:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            shape, place = _size_of(args, kwargs)
+            if shape is None or not self._is_of_samples(shape, f"torch.{plain.__name__}"):
+                return plain(*args, **kwargs)
+            _refuse_out(plain, kwargs)
+            wants = kwargs.pop("requires_grad", False)
+            kwargs.pop("size", None)
+            whole = plain(*args[:place], size=(self._size, *shape[1:]), **kwargs)
+            return self._cut(whole).requires_grad_(wants) if wants else self._cut(whole)
+
+        return draw
+
+    def _like(self, plain: Draw) -> Draw:
+        def draw(like: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_of_samples(like.shape, f"torch.{plain.__name__}"):
+                return plain(like, *args, **kwargs)
+            wants = kwargs.pop("requires_grad", False)
+            found = self._cut(plain(self._like_whole(like), *args, **kwargs))
+            return found.requires_grad_() if wants else found
+
+        return draw
+
+    def _of_tensors(self, plain: Draw) -> Draw:
+        by_size = self._by_size(plain)
+
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            if not given:  # torch.normal(0.0, 1.0, size)
+                return by_size(*args, **kwargs)
+            shape = torch.broadcast_shapes(*(each.shape for each in given))
+            if not self._is_of_samples(shape, f"torch.{plain.__name__}"):
+                return plain(*args, **kwargs)
+            _refuse_out(plain, kwargs)
+            whole = plain(
+                *(self._spread(each, len(shape)) for each in args),
+                **{name: self._spread(each, len(shape)) for name, each in kwargs.items()},
+            )
+            return self._cut(whole)
+
+        return draw
+
+    def _in_place(self, plain: Draw) -> Draw:
+        def draw(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_of_samples(tensor.shape, plain.__name__):
+                return plain(tensor, *args, **kwargs)
+            spread = [self._spread(each, tensor.ndim) for each in args]
+            named = {name: self._spread(each, tensor.ndim) for name, each in kwargs.items()}
+            return tensor.copy_(self._cut(plain(self._like_whole(tensor.detach()), *spread, **named)))
+
+        return draw
+
+    def _permutation(self, plain: Draw) -> Draw:
+        def draw(number: int, *args: Any, **kwargs: Any) -> Any:
+            if number == self._rows:
+                raise PlanError(
+                    f"the loop drew torch.randperm({number}), an order of this rank's {number} samples, where one"
+                    f" process has one of all {self._size}: samples of other ranks are not here to be mixed with. Mix"
+                    " them in collate_fn, which is given the whole batch where it draws, or use one data rank."
+                )
+            self._is_of_samples((number,), "torch.randperm")
+            return plain(number, *args, **kwargs)
+
+        return draw
+
+    def _spread(self, value: Any, ndim: int) -> Any:
+        """Of an argument with a row for each of this rank's samples one for all, in which these are in their places."""
+        if not isinstance(value, Tensor) or value.ndim != ndim or value.shape[0] != self._rows:
+            return value
+        whole = self._like_whole(value.detach())
+        whole.copy_(value.detach()[:1].expand_as(whole))
+        if self._start < self._stop:
+            whole[self._start : self._stop] = value.detach()
+        return whole
+
+
+def _place_of_call() -> tuple[Any, ...]:
+    """Where in the loop, and in what it calls, a draw stands."""
+    found: list[Any] = []
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and len(found) < _DEEPEST:
+        if frame.f_code.co_filename != __file__:
+            found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _size_of(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[int] | None, int]:
+    """The size that a factory was given, and how many of its other arguments stand before it."""
+    if "size" in kwargs:
+        return tuple(kwargs["size"]), len(args)
+    at = next((place for place, each in enumerate(args) if isinstance(each, list | tuple)), None)
+    if at is not None:
+        return tuple(cast(Sequence[int], args[at])), at
+    return (tuple(args), 0) if all(isinstance(each, int) for each in args) else (None, len(args))
+
+
+def _refuse_out(plain: Draw, kwargs: dict[str, Any]) -> None:
+    if kwargs.get("out") is not None:
+        raise PlanError(
+            f"torch.{plain.__name__}(out=…) draws for this rank's samples alone. Leave out= out, and use what it"
+            " returns."
+        )
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)

@@ -67,6 +67,8 @@ class OpenModel(PreparedModel):
         """Samples that the step took before those."""
         self._rows: int | None = None
         self._is_open = self._has_gradients = self._has_old = self._was_last = False
+        self._zeros = frozenset[str]()
+        """Parameters whose gradients are zeros where the loop asked for that, and which had one before."""
         self._made = self._last_made = self._usual = 0
         """Backwards since the last step, before that, and before each of the last two steps."""
         self._scale = 1.0
@@ -223,6 +225,12 @@ class OpenModel(PreparedModel):
                 f"{again} add the gradients of the last step to its own, as nothing has cleared them since. Call"
                 " optimizer.zero_grad() once in every step, before its backward or after its optimizer.step()."
             )
+        if unreached := sorted(self._zeros & self._parallel.stores.unused()):
+            raise RecipeError(
+                f"zero_grad(set_to_none=False) has left zeros as the gradients of {len(unreached)} parameters that no"
+                f" backward of this step has reached ({', '.join(unreached[:3])}), by which optimizer.step() would move"
+                " them (weight decay, momentum); a session leaves such alone. Call zero_grad() without it."
+            )
         if not self._has_gradients:
             return  # plain PyTorch leaves parameters without gradients alone
         gathers = self.plan.data_parallel.shards_weights
@@ -252,8 +260,10 @@ class OpenModel(PreparedModel):
         with self._guard.within():
             self._plain_states.take(state)
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, *, leaves_zeros: bool = False) -> None:
         """What `zero_grad()` of optimizer and model do."""
+        stores = self._parallel.stores
+        self._zeros = self._zeros | (stores.names() - stores.unused()) if leaves_zeros else frozenset[str]()
         self._has_old = False
         self._go_on_behind_last()
         if self._is_open and self._has_gradients:
@@ -374,13 +384,7 @@ class _Methods:
             setattr(step, _SCHEDULED, True)
 
         def zero_grad(self: Any, set_to_none: bool = True) -> None:
-            if not set_to_none:
-                raise RecipeError(
-                    "zero_grad(set_to_none=False) leaves zeros, by which the next optimizer.step() would move"
-                    " parameters that its backward does not reach (weight decay, momentum); a session leaves these"
-                    " alone. Call zero_grad() without it."
-                )
-            model.zero_grad()
+            model.zero_grad(leaves_zeros=not set_to_none)
 
         def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
             return model.optimizer_state()

@@ -53,8 +53,9 @@ def peers(folder: Path) -> dict[str, dict[str, list[float]]]:
     """What all scripts return under Fabric itself, in a process of their own, as it changes torch."""
     program = (
         "import json, sys; sys.path.insert(0, sys.argv[1]); import fabric_scripts as f\n"
-        "run = lambda n, p: f.run(n, f'{sys.argv[2]}/{n}-{p}', peer=True, exact=p == 'double')\n"
-        "found = {n: {p: run(n, p) for p in ('single', 'double')} for n in f.NAMES}\n"
+        "kinds = {'single': {}, 'double': {'exact': True}, 'half': {'precision': 'bf16-mixed'}}\n"
+        "run = lambda n, k: f.run(n, f'{sys.argv[2]}/{n}-{k}', peer=True, **kinds[k])\n"
+        "found = {n: {k: run(n, k) for k in kinds} for n in f.NAMES}\n"
         "open(sys.argv[2] + '/found.json', 'w').write(json.dumps(found))"
     )
     environment = {**os.environ, "PYTHONWARNINGS": "default"}

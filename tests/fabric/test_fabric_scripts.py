@@ -20,6 +20,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero-2-4": (4, {"strategy": "deepspeed_stage_2"}),
     "tensor-2": (2, {"plan": TENSOR}),
 }
+HALF = ("gan", "language_model")
 Returned = dict[str, dict[str, list[float]]]
 
 
@@ -30,11 +31,14 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> Returned:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_process_gives_the_losses_of_fabric(ranks: RankPool, peers: Returned, name: str, tmp_path: Path) -> None:
-    """In single precision, where a clipped gradient is rounded once less; and in double."""
+    """In single precision, where a clipped gradient is rounded once less, in double, and under autocast."""
     (single,) = ranks.run(1, run, name, str(tmp_path))
     assert single == pytest.approx(peers[name]["single"], rel=1e-6)
     (double,) = ranks.run(1, run, name, str(tmp_path / "double"), exact=True)
     assert double == pytest.approx(peers[name]["double"], rel=1e-12)
+    if name in HALF:
+        (half,) = ranks.run(1, run, name, str(tmp_path / "half"), precision="bf16-mixed")
+        assert half == pytest.approx(peers[name]["half"], rel=1e-6)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -47,7 +47,7 @@ class Arguments:
         session = weft.entry.session(
             plan,
             device=self.device,
-            permit=(self.numbers.plan,),
+            permit=(plan.compute.precision if isinstance(plan, Plan) else self.numbers.plan,),
             settings=None if isinstance(plan, Plan) else {"compute.precision": self.numbers.plan},
         )
         if self.processes not in (None, ranks or 1):

@@ -15,7 +15,7 @@ from weft.errors import RecipeError
 from weft.fabric._absent import absent
 from weft.fabric._precision import FabricPrecision
 
-_OWN = frozenset(("_original_module", "_numbers", "_device", "_marked", "training"))
+_OWN = frozenset(("_numbers", "_device", "_marked", "training"))
 _MARK = "_weft_fabric"
 """Attribute by which an optimizer or a loader knows that it was set up."""
 
@@ -66,7 +66,7 @@ class _FabricModule(nn.Module):
         self.module.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
-        module = vars(self)["_modules"].get("_forward_module")
+        module = vars(self).get("_modules", {}).get("_forward_module")
         if name == "_forward_module" or module is None:
             return super().__getattr__(name)
         found = getattr(module, name)

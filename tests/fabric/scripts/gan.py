@@ -20,7 +20,7 @@ def main(**options):
     fabric.launch()
     fabric.seed_everything(3)
     angles = 6.28 * torch.rand(64, 1)
-    dataset = TensorDataset(torch.cat([angles.cos(), angles.sin()], 1), torch.randn(64, 4))
+    dataset = TensorDataset(torch.cat([angles.cos(), angles.sin()], 1))
     loader = fabric.setup_dataloaders(DataLoader(dataset, batch_size=8, shuffle=True))
 
     with fabric.init_module():
@@ -32,12 +32,12 @@ def main(**options):
 
     losses = []
     for _ in range(2):
-        for real, noise in loader:
+        for (real,) in loader:
             ones, zeros = torch.ones(len(real)), torch.zeros(len(real))
             discriminator_optimizer.zero_grad()
             real_loss = F.binary_cross_entropy_with_logits(discriminator(real), ones)
             fabric.backward(real_loss)
-            fake = generator(noise)
+            fake = generator(torch.randn(len(real), 4, device=fabric.device))
             fake_loss = F.binary_cross_entropy_with_logits(discriminator(fake.detach()), zeros)
             fabric.backward(fake_loss)
             discriminator_optimizer.step()

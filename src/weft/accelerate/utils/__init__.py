@@ -7,6 +7,7 @@ from typing import Any
 from weft.accelerate._not_had import name_of
 from weft.accelerate.utils.constants import *  # noqa: F403
 from weft.accelerate.utils.dataclasses import *  # noqa: F403
+from weft.accelerate.utils.fsdp_utils import *  # noqa: F403
 from weft.accelerate.utils.memory import *  # noqa: F403
 from weft.accelerate.utils.operations import *  # noqa: F403
 from weft.accelerate.utils.other import *  # noqa: F403

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,65 @@ def test_steps_say_what_they_do_not_take(fabric: Fabric) -> None:
     fabric.backward(loss * float("inf"))
     with pytest.raises(RuntimeError, match="the norm of the gradients is nan"):
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
+
+
+def test_a_step_may_have_a_closure(fabric: Fabric) -> None:
+    """As a trainer of one's own writes it: forward and backward stand in the step, from the first one on."""
+    weights = list[torch.Tensor]()
+    for closes in (False, True):
+        torch.manual_seed(0)
+        model, optimizer = fabric.setup(plain := Coder(), torch.optim.AdamW(plain.parameters(), 0.1))
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+        def loss_of(rows: torch.Tensor, sums: torch.Tensor, model: nn.Module = model) -> torch.Tensor:
+            loss = F.mse_loss(model(rows), sums)
+            fabric.backward(loss)
+            return loss
+
+        for rows, sums in fabric.setup_dataloaders(data(8)):
+            optimizer.zero_grad()
+            if closes:
+                assert optimizer.step(partial(loss_of, rows, sums)) > 0
+            else:
+                loss_of(rows, sums)
+                optimizer.step()
+            schedule.step()
+        weights.append(plain.up.weight.detach().clone())
+    assert torch.equal(*weights)
+    several = fabric.setup_optimizers(torch.optim.LBFGS(Coder().parameters()))
+    with pytest.raises(RecipeError, match="LBFGS computes the loss several times"):
+        several.step(lambda: torch.zeros(()))
+
+
+def test_before_anything_is_set_up_a_backward_is_plain(fabric: Fabric) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    fabric.backward(weight * 2, torch.ones(2))
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0, 2.0]
+
+
+class Lightning(Coder):
+    """What of a LightningModule a Fabric knows it by."""
+
+    _fabric: Any = None
+    epochs = 0
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return F.mse_loss(self(batch[0]), batch[1])
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs += 1
+
+
+def test_a_lightning_module_is_a_callback_and_has_steps(fabric: Fabric) -> None:
+    model, optimizer = fabric.setup(plain := Lightning(), torch.optim.SGD(plain.parameters(), 0.1))
+    for batch in fabric.setup_dataloaders(data(8)):
+        optimizer.zero_grad()
+        fabric.backward(model.training_step(batch))
+        optimizer.step()
+    fabric.call("on_train_epoch_end")
+    assert plain._fabric is fabric
+    assert model.epochs == 1
 
 
 def test_weights_are_made_as_they_are_asked_for(fabric: Fabric) -> None:

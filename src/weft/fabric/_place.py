@@ -28,6 +28,7 @@ class FabricPlace:
         self._arguments, self._callbacks, self._loggers = arguments, [*callbacks], [*loggers]
         self._optimizers: list[torch.optim.Optimizer] = []
         self._loaders: list[Any] = []
+        self._has_set_up = False
         self._said = set[int]()
         """Batch sizes whose shares were said."""
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from weft.errors import DataError, RecipeError
 from weft.fabric._place import FabricPlace
-from weft.fabric.wrappers import is_wrapped, mark, module_of, wrapped
+from weft.fabric.wrappers import is_wrapped, mark, module_of, take_closures, wrapped
 
 
 class SettingUp(FabricPlace):
@@ -49,6 +49,10 @@ class SettingUp(FabricPlace):
         numbers = self._arguments.numbers
         if numbers.weights is not None:
             module.to(numbers.weights)
+        if hasattr(module, "_fabric"):  # a LightningModule, which logs by it and has hooks
+            module._fabric = self  # type: ignore[assignment]
+            self._callbacks.append(module)
+        self._has_set_up = True
         return wrapped(self._session.prepare(module), numbers, self._session.device)
 
     def setup_optimizers(self, *optimizers: torch.optim.Optimizer) -> Any:
@@ -58,6 +62,7 @@ class SettingUp(FabricPlace):
         for each in optimizers:
             _refuse_again(each, "An optimizer")
             self._optimizers.append(self._session.prepare(each))
+            take_closures(each)
             mark(each)
         return optimizers[0] if len(optimizers) == 1 else optimizers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from weft.errors import RecipeError
 from weft.fabric._place import FabricPlace
-from weft.fabric.wrappers import is_wrapped, module_of
+from weft.fabric.wrappers import closed_step, is_wrapped, module_of
 
 
 class FabricSteps(FabricPlace):
@@ -21,11 +22,17 @@ class FabricSteps(FabricPlace):
     _is_last: bool | None = None
     """Whether the loop says that a backward is the last of its step; None: it does not say."""
     _heard = 0
-    """Optimizers whose steps callbacks hear of."""
+    """Optimizers whose steps this one hears of."""
 
     def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Add a loss's gradients to those of every model that it reaches.  It is a mean over this rank's samples."""
+        """Add a loss's gradients to those of every model that it reaches.  It is a mean over this rank's samples.
+
+        Before anything was set up it is torch's own backward.
+        """
         del model
+        if not self._has_set_up:
+            tensor.backward(*args, **kwargs)
+            return
         keeps = bool(kwargs.pop("retain_graph", False))
         others = [name for name, value in kwargs.items() if value not in (None, False)]
         if args or others:
@@ -35,27 +42,28 @@ class FabricSteps(FabricPlace):
         self._session.backward(tensor, retain_graph=keeps, is_last=self._is_last)
 
     def _watch_steps(self) -> None:
-        """Let callbacks hear of steps: of methods that the first forward has put into the optimizers."""
-        if any(hasattr(each, "on_after_optimizer_step") for each in self._callbacks):
-            for optimizer in self._optimizers[self._heard :]:
-                vars(optimizer)["step"] = self._telling(optimizer)
-            self._heard = len(self._optimizers)
+        """Stand before the methods that the first forward has put into the optimizers."""
+        for optimizer in self._optimizers[self._heard :]:
+            vars(optimizer)["step"] = self._telling(optimizer)
+        self._heard = len(self._optimizers)
 
     def _telling(self, optimizer: torch.optim.Optimizer) -> Any:
         stepped, depth = optimizer.step, [0]
 
         @wraps(stepped)
-        def step(*args: Any, **kwargs: Any) -> Any:
+        def step(_: Any, closure: Any = None) -> Any:
+            if closure is not None:
+                return closed_step(optimizer, closure)
             depth[0] += 1  # the session's own step comes here again for the update itself
             try:
-                found = stepped(*args, **kwargs)
+                stepped()
             finally:
                 depth[0] -= 1
             if not depth[0]:
                 self.call("on_after_optimizer_step", strategy=self.strategy, optimizer=optimizer)
-            return found
+            return None
 
-        return step
+        return MethodType(step, optimizer)
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> Generator[None]:

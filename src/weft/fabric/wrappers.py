@@ -10,6 +10,7 @@ from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from weft.errors import RecipeError
 from weft.fabric._absent import absent
@@ -86,6 +87,33 @@ class _FabricModule(nn.Module):
             setattr(self.module, name, value)
 
 
+def closed_step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
+    """Compute a loss by a step's closure, and then step.
+
+    Raises:
+        RecipeError: the optimizer computes it several times.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise RecipeError(
+            "LBFGS computes the loss several times in a step, which a session does not. Use torch.optim.Adam."
+        )
+    with torch.enable_grad():
+        loss = closure()
+    optimizer.step()  # what the first forward, within, has put in its place
+    return loss
+
+
+def take_closures(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer take a closure in its first step, which the model's first forward may stand in."""
+    plain = optimizer.step
+
+    @wraps(plain)
+    def step(_: Any, closure: Any = None) -> Any:
+        return plain() if closure is None else closed_step(optimizer, closure)
+
+    vars(optimizer)["step"] = MethodType(step, optimizer)
+
+
 def mark(thing: Any) -> None:
     """Note that an optimizer or a loader was set up."""
     setattr(thing, _MARK, True)
@@ -99,6 +127,10 @@ def is_wrapped(obj: object) -> bool:
 def module_of(model: Any) -> Any:
     """Return a model as it was before it was set up."""
     return model.module if isinstance(model, _FabricModule) else model
+
+
+def _unwrap_objects(collection: Any) -> Any:  # pyright: ignore[reportUnusedFunction] - scripts import it
+    return tree_map(module_of, collection)
 
 
 def wrapped(module: nn.Module, numbers: FabricPrecision, device: torch.device) -> nn.Module:

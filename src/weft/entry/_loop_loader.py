@@ -66,12 +66,14 @@ class Handing:
     """None: no loader was prepared, or none was gone through yet."""
     draws: PlacedDraws | None = None
     """What places the loop's own draws, on several data ranks."""
+    shared: str = ""
+    """Digest of all that the loop has shared out itself; equal on all ranks."""
 
-    def hand_out(self, batch: HandedOut) -> None:
-        """The loop is handed a batch."""
+    def hand_out(self, batch: HandedOut, *, is_made: bool = False) -> None:
+        """The loop is handed a batch, or its rows of one that it has made itself."""
         self.last = batch
         if self.draws is not None:
-            self.draws.begin(batch.size, batch.start, batch.stop)
+            self.draws.begin(batch.size, batch.start, batch.stop, is_made=is_made)
 
     def take_back(self) -> None:
         """It asks for the next, or for none: loaders draw now."""

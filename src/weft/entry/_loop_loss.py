@@ -14,7 +14,8 @@ def stand_in_loss(outputs: Any, batch: Any) -> tuple[Tensor, int]:
     on."""
     rows = _rows(batch)
     floating = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    own = [leaf for leaf in floating if leaf.ndim and leaf.shape[0] == rows]
+    # Of the state of a recurrent network samples lie along another dim, and layers may be as many along the first.
+    own = [leaf for leaf in floating if rows in leaf.shape]
     total = sum((leaf.sum() for leaf in own), start=torch.zeros(()))
     if not own and floating:  # means over the batch: nothing of one sample alone
         total = floating[0].sum() * 0.0

@@ -312,10 +312,11 @@ class OpenModel(PreparedModel):
     # ── the run ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _data_facts(self) -> dict[str, str]:
-        draws = self._handing.draws
+        draws, shared = self._handing.draws, self._handing.shared
+        facts = {"data: what session.share was given": shared} if shared else {}
         if draws is None or not draws.has_drawn:
-            return {}
-        return {"where torch's generator stands, from which the loop draws,": draws.digest()}
+            return facts
+        return {**facts, "where torch's generator stands, from which the loop draws,": draws.digest()}
 
     def load(self, path: Any = None) -> int:
         """See `PreparedModel.load`."""

@@ -30,6 +30,7 @@ from weft.entry._plain_states import CarriedState
 from weft.entry._planning import Planning
 from weft.entry._prepared_facts import facts_of_model
 from weft.entry._proof import variables_kept
+from weft.entry._shared_rows import SharedRows
 from weft.entry._user_loss import LossOfUser
 from weft.errors import DataError, PlanError, RecipeError
 from weft.models.hooks import refuse_given
@@ -56,6 +57,7 @@ class OwnLoop:
         )
         if self._handing.ranks > 1:
             self._handing.draws = PlacedDraws(self._planning.device)
+        self._shared = SharedRows(self._handing)
         self._things = LoopThings()
         self.saves = LoopSaves(self._things, self._planning.device, self._any_mesh)
         self._waiting: dict[int, tuple[nn.Module, FirstCall]] = {}
@@ -198,8 +200,10 @@ class OwnLoop:
 
     # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def backward(self, loss: Any, *, retain_graph: bool, is_last: bool | None) -> None:
+    def backward(self, loss: Any, *, reduction: str, retain_graph: bool, is_last: bool | None) -> None:
         """See `Session.backward`."""
+        if reduction not in ("mean", "sum"):
+            raise DataError(f"session.backward(reduction={reduction!r}) is not had. Give 'mean' or 'sum'.")
         check_loss(loss, call="session.backward()", of="the rank's", fixed="under torch.no_grad()")
         models = [model for _, model in self._open if model.is_reachable]
         if not models:
@@ -209,10 +213,7 @@ class OwnLoop:
             )
         if self._handing.draws is not None:
             self._handing.draws.check()
-        batch = self._handing.last
-        share = 1.0 / self._handing.ranks if batch is None else batch.share
-        if any(model.plan.data_parallel.replicas_step_alone for model in models):
-            share = share * self._handing.ranks if batch is None else self._share_of_replica(models[0])
+        share = self._share(models) if reduction == "mean" else self._has_samples
         addend = loss.reshape(()) if share == 1.0 else loss.reshape(()) * share
         scales = {model.scale for model in models}
         if len(scales) > 1:
@@ -226,6 +227,19 @@ class OwnLoop:
         ordered = [each for each in models if each is not last] + ([last] if last is not None else [])
         with self._handing.aside(), _within(ordered, last, addend, retain_graph):
             objective.backward(retain_graph=retain_graph)
+
+    def _share(self, models: Sequence[OpenModel]) -> float:
+        """What the mean over this rank's samples counts."""
+        batch = self._handing.last
+        if any(model.plan.data_parallel.replicas_step_alone for model in models):
+            return 1.0 if batch is None else self._share_of_replica(models[0])
+        return 1.0 / self._handing.ranks if batch is None else batch.share
+
+    @property
+    def _has_samples(self) -> float:
+        """1; or 0, where the rank was handed a filler."""
+        batch = self._handing.last
+        return float(batch is None or batch.start < batch.stop)
 
     def _share_of_replica(self, model: OpenModel) -> float:
         """What this rank's samples count in the mean of a replica that steps by itself."""
@@ -262,6 +276,10 @@ class OwnLoop:
             if self._handing.world is not None:
                 dist.all_reduce(own, group=self._handing.world)
         return float(own) * ranks / self._planning.world_size  # the other ranks have the same samples as these
+
+    def share(self, values: Sequence[Any], dim: int) -> list[Any]:
+        """See `Session.share`."""
+        return self._shared.rows(values, dim)
 
     def gather(self, value: Any) -> Any:
         """See `Session.gather`."""

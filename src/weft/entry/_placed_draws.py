@@ -42,7 +42,7 @@ class PlacedDraws:
         self._device = device
         self._size = self._start = self._stop = 0
         """Samples of the batch in hand, and those of this rank."""
-        self._is_on = False
+        self._is_on = self._makes = False
         self._aside = 0
         self._thread = threading.get_ident()
         self._put_back: list[Callable[[], None]] = []
@@ -56,11 +56,14 @@ class PlacedDraws:
 
     # ── when ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, size: int, start: int, stop: int) -> None:
-        """The loop has a batch of `size` samples, of which this rank has those from `start` to `stop`."""
+    def begin(self, size: int, start: int, stop: int, *, is_made: bool = False) -> None:
+        """The loop has a batch of `size` samples, of which this rank has those from `start` to `stop`.
+
+        `is_made`: the loop makes its batches itself, by draws for all samples, which are the same on all ranks.
+        """
         if not self._put_back:
             self._install()
-        self._size, self._start, self._stop = size, start, stop
+        self._size, self._start, self._stop, self._makes = size, start, stop, is_made
         self._is_on, self._stood = True, self._states()
 
     def end(self) -> None:
@@ -167,7 +170,9 @@ class PlacedDraws:
             return False
         rows, place = self._rows, _place_of_call()
         known = self._known.get(place)
-        if rows == 1:
+        if self._makes and (shape[0] != rows or known is False):
+            found = False  # for a batch that the loop makes
+        elif rows == 1:
             found = known if known is None or not known else shape[0] == 1 or None
         elif shape[0] == rows:
             found = known is None or known is True or self._alike.get(place) != tuple(shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -15,30 +15,22 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from weft.comm import group_store
 from weft.engine.proof import Prove
-from weft.entry._agreement import check_same_facts
-from weft.entry._arguments import check_prepared, refuse_without_loss
+from weft.entry._arguments import refuse_without_loss
 from weft.entry._calls import Calls
-from weft.entry._guard_words import STEPS
-from weft.entry._guards import refuse_wrapped
 from weft.entry._models import Models
 from weft.entry._nets import Nets
 from weft.entry._planning import Planning, UserLoss
-from weft.entry._prepared_facts import facts_of_prepared, first_batch_of
 from weft.entry._prepared_model import PreparedModel
-from weft.entry._proof import SessionProof, variables_kept
 from weft.entry._recording import SessionRuns
-from weft.entry._same_data import facts_of_data
 from weft.entry._share_errors import explain_share
 from weft.entry._state import TrainState
 from weft.entry._together import Together
-from weft.entry._user_batches import BatchStream, UserBatch, shape_of, without_labels
-from weft.entry._user_loss import LossOfUser
+from weft.entry._user_batches import UserBatch
+from weft.entry._with_loss import Split, WithLoss
 from weft.launch import Distributed, RankFailure
 from weft.launch.at_end import at_end
-from weft.models import Blueprint, CutTable, SplitRule
-from weft.models.hooks import refuse_given
+from weft.models import CutTable
 from weft.plan import MeshPlan
-from weft.recipe import Recipe
 
 if TYPE_CHECKING:
     from weft.entry._loop_loader import HandedOut
@@ -48,8 +40,6 @@ A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
 D = TypeVar("D")
-Split = Sequence[SplitRule] | Mapping[str, Any]
-"""How modules split over the tensor axis: rules, or name → kind."""
 
 
 class Session:
@@ -247,27 +237,37 @@ class Session:
             "batch_size": batch_size,
         }
         if loss is not None:
-            return self._prepare_with_loss(*things, loss=loss, split=split, **given)
+            with_loss = WithLoss(self._models, self._planning, self.nets, self._prove)
+            with self._calls.call("session.prepare()", meets=True):
+                return with_loss.prepare(*things, loss=loss, split=split, **given)
         refuse_without_loss(given)
         with self._calls.call("session.prepare()", meets=True):
             found = self._own_loop.take(things, split)
         return found[0] if len(found) == 1 else tuple(found)
 
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, is_last: bool | None = None) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        retain_graph: bool = False,
+        is_last: bool | None = None,
+    ) -> None:
         """Add a loss's gradients to those of every prepared model that it reaches, in place of `loss.backward()`.
 
         Args:
             loss: a scalar: the mean over this rank's samples of the batch that a prepared loader has handed out last.
                 It counts with their part in the global batch, so that an uneven last batch is exact.
+            reduction: `"sum"` of a loss that is a sum over this rank's samples, whose gradients add up.
             retain_graph: keep the graph for another backward of the same forward, as torch's own does.
             is_last: whether a further backward follows before `optimizer.step()`: gradients are reduced while the last
                 one goes on.  By default the steps before tell which it is; a wrong guess costs time and nothing else.
 
         Raises:
             RecipeError: no prepared model has had a forward, the loss has no gradient, or gradients were changed.
-            DataError: the loss is no scalar.
+            DataError: the loss is no scalar, or there is no such reduction.
         """
-        self._own_loop.backward(loss, retain_graph=retain_graph, is_last=is_last)
+        self._own_loop.backward(loss, reduction=reduction, retain_graph=retain_graph, is_last=is_last)
 
     def clip_grad_norm_(
         self, model: nn.Module | torch.Tensor | Iterable[torch.Tensor], max_norm: float
@@ -283,6 +283,32 @@ class Session:
     def clip_grad_value_(self, model: nn.Module | torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """`clip_grad_norm_`, of each element by itself."""
         self._own_loop.clip_value(model, clip_value)
+
+    @overload
+    def share(self, value: A, /, *, dim: int = 0) -> A: ...
+
+    @overload
+    def share(self, first: A, second: B, /, *, dim: int = 0) -> tuple[A, B]: ...
+
+    @overload
+    def share(self, first: Any, second: Any, third: Any, /, *values: Any, dim: int = 0) -> tuple[Any, ...]: ...
+
+    def share(self, *values: Any, dim: int = 0) -> Any:
+        """Return this rank's rows of a batch that the loop has made without a loader, whole and equally on every rank::
+
+            x, y = session.share(*get_batch())  # by offsets that the loop draws: every rank draws the same
+
+        Call on every rank.  It stands for a prepared loader: `backward`, `mean` and `gather` count by its samples.
+
+        Args:
+            values: tensors, or tuples and dictionaries of such, with equally many samples.
+            dim: where samples lie.
+
+        Raises:
+            DataError: there are no tensors, of equally many samples; or other ranks gave others.
+        """
+        found = self._own_loop.share(values, dim)
+        return found[0] if len(found) == 1 else tuple(found)
 
     def mean(self, value: torch.Tensor | float) -> float:
         """Return the mean over the whole global batch, of a mean over this rank's samples of it, such as its loss."""
@@ -371,7 +397,9 @@ class Session:
         """Return the tensor of each data rank, in their order, whatever its shape.  Call on every rank."""
         return self._together.all_gather(value)
 
-    def all_reduce(self, value: torch.Tensor, operation: Literal["sum", "mean", "min", "max"] = "sum") -> torch.Tensor:
+    def all_reduce(
+        self, value: torch.Tensor | float, operation: Literal["sum", "mean", "min", "max"] = "sum"
+    ) -> torch.Tensor:
         """Return the sum, mean, smallest or largest of the data ranks' tensors, by element.  Call on every rank.
 
         Each data rank counts once, whatever it has of a batch: a mean over its samples is what `session.mean` makes.
@@ -426,63 +454,6 @@ class Session:
 
             self._loop = OwnLoop(self._models, dist.group.WORLD if self.world_size > 1 else None)
         return self._loop
-
-    def _prepare_with_loss(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loader: Iterable[UserBatch],
-        *,
-        loss: UserLoss,
-        inputs: Mapping[str, str] | None,
-        split: Split,
-        cut: CutTable | None,
-        vocabulary_head: str | None,
-        max_grad_norm: float | None,
-        batch_size: int | None,
-    ) -> TrainState:
-        with self._calls.call("session.prepare()", meets=True), variables_kept(model, loss, optimizer) as put_back:
-            check_prepared(model, optimizer, loss, split, cut, vocabulary_head)
-            refuse_wrapped(model)
-            stream = BatchStream(loader, self._planning.seed, lambda fields: None, batch_size)
-            stream.warn_of_workers()
-            self._models.refuse_taken(model)
-            refuse_given(model, vocabulary_head, "before prepare")
-            data = facts_of_data(stream, self._planning.seed) if self.nets.data and self.world_size > 1 else {}
-            check_same_facts({**facts_of_prepared(model, optimizer, stream, max_grad_norm), **data}, self.device)
-            recipe = self._planning.recipe(model, stream.batch_size, max_grad_norm)
-            example = first_batch_of(loader)
-            blueprint = self._planning.blueprint(model, inputs, split, cut, vocabulary_head, example)
-            return self._begin(recipe, blueprint, optimizer, loader, stream, loss, example, put_back)
-
-    def _begin(
-        self,
-        recipe: Recipe,
-        blueprint: Blueprint,
-        optimizer: torch.optim.Optimizer,
-        loader: Iterable[UserBatch],
-        stream: BatchStream,
-        loss: UserLoss,
-        example: UserBatch,
-        put_back: Callable[[], None],
-    ) -> TrainState:
-        """Choose the plan, and bring model and optimizer under it."""
-        model, planning = blueprint.module, self._planning
-        planned = self._models.plan(planning, recipe, blueprint, optimizer, loss, example)
-        proving = (self._prove, planning.quiet, recipe, planned.plan, planned.blueprint, planned.mesh, put_back)
-        proof = SessionProof.of(*proving, optimizer=optimizer, loss=loss, stream=stream, example=example)
-        shape = shape_of(example)
-        state = self._models.bring(
-            planned,
-            LossOfUser(planned.loss, shape, without_labels(model, shape, blueprint.inputs)),
-            lambda given: TrainState(given, loader),
-            nominal_count=float(recipe.batch.global_batch_size * (blueprint.sequence_length or 1)),
-            words=STEPS,
-            name="state",
-            proof=proof,
-        )
-        assert isinstance(state, TrainState)
-        return state
 
 
 def _store_of_session(rank: int, num_ranks: int) -> dist.Store | None:

@@ -117,7 +117,7 @@ class Together:
             found.append(read_form(form, tensors, self._device))
         return found
 
-    def all_reduce(self, value: Tensor, operation: Operation) -> Tensor:
+    def all_reduce(self, value: Tensor | float, operation: Operation) -> Tensor:
         """Return the sum, mean, smallest or largest of what the data ranks have given, element by element.
 
         Raises:
@@ -126,7 +126,7 @@ class Together:
         if operation not in _ASKED:
             raise DataError(f"session.all_reduce() cannot {operation!r}. Use {', '.join(map(repr, _ASKED))}.")
         with self._calls.call("session.all_reduce()"):
-            made = value.detach().to(self._device).clone()
+            made = torch.as_tensor(value).detach().to(self._device).clone()
             if self._world is None:
                 return made
             dist.all_reduce(made, _ASKED[operation], group=self._world)

@@ -18,7 +18,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "coming-from-accelerate.
 BEGIN, END = "<!-- table: made by tests/accelerate/surface.py -->", "<!-- table ends -->"
 OTHERWISE = {
     "autocast": "nothing, where a plan says the precision (`Accelerator(plan=…)`, DeepSpeed's `bf16`)",
-    "backward": "the loss is a mean over the process's samples, and counts with them; of the rest `retain_graph=` alone",
+    "backward": "the loss is a mean over the process's samples, and counts with them; `retain_graph=` alone beside it",
     "clip_grad_norm_": "the 2-norm of a whole model; refused while gradients accumulate",
     "distributed_type": "`FSDP` and `DEEPSPEED` where such a plugin is given, else by device",
     "end_training": "closes the session; models are plain then",

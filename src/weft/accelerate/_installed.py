@@ -12,7 +12,18 @@ import torch
 
 _LIBRARIES = (
     *("aim", "clearml", "comet_ml", "datasets", "deepspeed", "dvclive", "matplotlib", "mlflow", "pandas", "peft"),
-    *("rich", "schedulefree", "swanlab", "tensorboard", "timm", "torchao", "torchdata", "torchvision", "trackio"),
+    *(
+        "pytest",
+        "rich",
+        "schedulefree",
+        "swanlab",
+        "tensorboard",
+        "timm",
+        "torchao",
+        "torchdata",
+        "torchvision",
+        "trackio",
+    ),
     *("transformers", "triton", "wandb"),
 )
 _OTHERS = (

@@ -26,8 +26,22 @@ _QUANTISED = "Weft does not train quantised weights."
 _LAUNCH = "Start scripts by weft launch, or torchrun."
 _MEGATRON = "Megatron-LM's engine is not had: give Accelerator(plan=…)."
 _FP8 = "Weft does not compute in fp8."
+_ENGINE = (
+    *("DistributedOperationException", "OffloadedWeightsLoader", "PrefixedDataset", "TensorInformation"),
+    *("align_module_device", "calculate_maximum_sizes", "check_device_map", "compile_regions", "compute_module_sizes"),
+    *("convert_model", "convert_outputs_to_fp32", "copy_tensor_to_devices", "extract_submodules_state_dict"),
+    *("find_tied_parameters", "get_balanced_memory", "get_data_structure", "get_grad_scaler", "get_max_layer_size"),
+    *("get_max_memory", "get_mixed_precision_context_manager", "has_offloaded_params", "initialize_tensors"),
+    *("is_peft_model", "is_port_in_use", "load_fsdp_model", "load_fsdp_optimizer", "load_state_dict"),
+    *("named_module_tensors", "offload_state_dict", "offload_weight", "pad_input_tensors", "retie_parameters"),
+    *("save_fsdp_model", "save_fsdp_optimizer", "save_offload_index", "set_module_tensor_to_device", "slice_tensors"),
+    *("verify_operation", "DummyOptim", "DummyScheduler", "DeepSpeedEngineWrapper", "DeepSpeedSchedulerWrapper"),
+    *("BatchSamplerShard", "IterableDatasetShard", "MpDeviceLoaderWrapper", "GatheredParameters"),
+)
+"""Names of the peer's own engine."""
 
 NAMES: Mapping[str, str] = {
+    **dict.fromkeys(_ENGINE, "It is a part of the peer's engine, which a session has in its own way."),
     "cpu_offload": _OFFLOAD,
     "cpu_offload_with_hook": _OFFLOAD,
     "disk_offload": _OFFLOAD,
@@ -51,7 +65,6 @@ NAMES: Mapping[str, str] = {
     "DeepSpeedSequenceParallelConfig": "Give Accelerator(plan=…) with mesh.context and context_parallel.scheme.",
     "merge_fsdp_weights": "Call accelerator.save_model: it writes whole weights under every plan.",
     "PrepareForLaunch": _LAUNCH,
-    "synchronize_rng_state": "Loaders draw from rank 0's generators, and models by sample.",
     "write_basic_config": _LAUNCH,
 }
 """Names of the peer's modules, each with what to do instead."""

@@ -46,7 +46,11 @@ class Accumulating(Preparing):
         if kwargs:
             raise RecipeError(f"accelerator.backward({next(iter(kwargs))}=…) is not had. Leave it out.")
         steps = self.gradient_accumulation_steps
-        self._job.session.backward(loss / steps if steps != 1 else loss, retain_graph=retain)
+        loss = loss / steps if steps != 1 else loss
+        if self._job.is_single and not self._optimizers:  # nothing is the job's, and there is nobody to ask
+            loss.backward(retain_graph=retain)
+        else:
+            self._job.session.backward(loss, retain_graph=retain)
 
     @contextmanager
     def accumulate(self, *models: Any) -> Generator[None]:

@@ -9,7 +9,8 @@ from typing import Any, cast, final
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from weft.accelerate._job import GradientState
+from weft.accelerate._job import GradientState, job_of
+from weft.accelerate._not_had import name_of
 
 _KEPT = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
@@ -160,6 +161,12 @@ def with_batches_of(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[A
     return DataLoader(loader.dataset, batch_sampler=batch_sampler, **kept)
 
 
+def prepare_data_loader(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    """Share a loader out over the job's processes; further arguments are what the job says."""
+    job = job_of()
+    return DataLoaderShard(job.session.prepare(dataloader), job.gradients)
+
+
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """Return a loader that goes on behind so many batches in every pass; prepared or not, as what it was given."""
     if type(dataloader) is DataLoaderShard:
@@ -169,3 +176,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         kept = {name: getattr(loader, name) for name in (*_KEPT[:-3], "batch_size", "drop_last")}
         return SkipDataLoader(loader.dataset, num_batches, **kept)
     return with_batches_of(loader, SkipBatchSampler(loader.batch_sampler, num_batches))
+
+
+def __getattr__(name: str) -> Any:
+    return name_of(__name__, name)

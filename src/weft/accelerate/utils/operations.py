@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.accelerate._job import SharedJob, job_of
+from weft.accelerate._not_had import name_of
 from weft.errors import DataError
 
 
@@ -229,3 +230,7 @@ def _padded(tensor: Tensor, dim: int, size: int, value: Any, first: bool) -> Ten
     start = size - tensor.shape[dim] if first else 0
     padded.narrow(dim, start, tensor.shape[dim]).copy_(tensor)
     return padded
+
+
+def __getattr__(name: str) -> Any:
+    return name_of(__name__, name)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.accelerate._job import job_of
+from weft.accelerate._not_had import name_of
 from weft.errors import RecipeError
 
 _UNITS: Mapping[str, int] = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}
@@ -118,3 +119,7 @@ def is_torch_version(operation: str, version: str) -> bool:
 def _numbers_of(version: str) -> tuple[int, ...]:
     found = [int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3]]
     return (*found, *[0] * (3 - len(found)))
+
+
+def __getattr__(name: str) -> Any:
+    return name_of(__name__, name)

@@ -31,6 +31,7 @@ MODULES = (
     "weft.collective",
     "weft.collective.drawing",
     "weft.comm.messages",
+    "weft.accelerate",
     "weft.fabric",
 )
 """What programs that use Weft import. The other packages are for those who work on Weft."""

@@ -9,7 +9,7 @@ import accelerate as peer
 import weft.accelerate
 from pool import RankPool
 from weft.accelerate import Accelerator
-from weft.accelerate._not_had import METHODS
+from weft.accelerate.not_had import METHODS
 from weft.errors import RecipeError
 
 

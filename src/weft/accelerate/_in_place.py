@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, final
 
 from weft.accelerate import __version__
-from weft.accelerate._not_had import not_had
+from weft.accelerate.not_had import not_had
 
 PEER = "accelerate"
 _OWN = "weft.accelerate"

@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, final
 
-from weft.accelerate._not_had import METHODS, not_had
 from weft.accelerate._states import SavedStates
+from weft.accelerate.not_had import METHODS, not_had
 from weft.accelerate.tracking import Tracking, trackers_of
 from weft.accelerate.utils.dataclasses import (
     DataLoaderConfiguration,

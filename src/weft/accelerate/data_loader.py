@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from weft.accelerate._job import GradientState, job_of
-from weft.accelerate._not_had import name_of
+from weft.accelerate.not_had import name_of
 
 _KEPT = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.accelerate._job import SharedJob, job_of
-from weft.accelerate._not_had import name_of
+from weft.accelerate.not_had import name_of
 from weft.errors import DataError
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.accelerate._job import job_of
-from weft.accelerate._not_had import name_of
+from weft.accelerate.not_had import name_of
 from weft.errors import RecipeError
 
 _UNITS: Mapping[str, int] = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}

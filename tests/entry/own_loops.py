@@ -199,6 +199,26 @@ def accumulating(hands: Hands) -> tuple[list[float], list[Tensor]]:
         return seen_norms, seen(model)
 
 
+def taken_ahead(hands: Hands) -> tuple[list[float], list[Tensor]]:
+    """Two batches are taken before the loop trains on the first, and the last has other shares."""
+    with fp64():
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model, optimizer, loader = hands.prepare(model, optimizer, DataLoader(samples(27), batch_size=8, shuffle=True))
+        losses = list[float]()
+        for _ in range(2):
+            batches = iter(loader)
+            for first, second in zip(batches, batches, strict=True):
+                for x, y in (first, second):
+                    loss = F.cross_entropy(model(x), y)
+                    hands.backward(loss)
+                    losses.append(hands.mean(loss))
+                optimizer.step()
+                optimizer.zero_grad()
+        return losses, seen(model)
+
+
 class Cells(nn.Module):
     """A recurrent network whose state the loop carries."""
 

@@ -17,6 +17,7 @@ from own_loops import (
     distilled,
     plainly,
     recurrent,
+    taken_ahead,
     under,
 )
 
@@ -51,6 +52,11 @@ def test_zero_grad_may_stand_anywhere(ranks: RankPool, order: str) -> None:
 @pytest.mark.parametrize("loop", [accumulating, recurrent, adversaries, distilled], ids=lambda loop: loop.__name__)
 def test_a_loop_of_another_kind(ranks: RankPool, loop: Loop, name: str) -> None:
     check(ranks, name, loop)
+
+
+@pytest.mark.parametrize("name", ["data", "data of 4", "zero-3"])
+def test_batches_may_be_taken_before_the_first_is_trained_on(ranks: RankPool, name: str) -> None:
+    check(ranks, name, taken_ahead)
 
 
 @pytest.mark.parametrize("name", ["data", "data of 4", "zero-3"])

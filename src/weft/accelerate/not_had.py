@@ -32,9 +32,9 @@ _ENGINE = (
     *("convert_model", "convert_outputs_to_fp32", "copy_tensor_to_devices", "extract_submodules_state_dict"),
     *("find_tied_parameters", "get_balanced_memory", "get_data_structure", "get_grad_scaler", "get_max_layer_size"),
     *("get_max_memory", "get_mixed_precision_context_manager", "has_offloaded_params", "initialize_tensors"),
-    *("is_peft_model", "is_port_in_use", "load_fsdp_model", "load_fsdp_optimizer", "load_state_dict"),
+    *("is_peft_model", "is_port_in_use", "load_state_dict"),
     *("named_module_tensors", "offload_state_dict", "offload_weight", "pad_input_tensors", "retie_parameters"),
-    *("save_fsdp_model", "save_fsdp_optimizer", "save_offload_index", "set_module_tensor_to_device", "slice_tensors"),
+    *("save_offload_index", "set_module_tensor_to_device", "slice_tensors"),
     *("verify_operation", "DummyOptim", "DummyScheduler", "DeepSpeedEngineWrapper", "DeepSpeedSchedulerWrapper"),
     *("BatchSamplerShard", "IterableDatasetShard", "MpDeviceLoaderWrapper", "GatheredParameters"),
 )

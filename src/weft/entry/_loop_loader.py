@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from weft.entry._agreement import check_same_batches, gather_texts
@@ -30,6 +31,8 @@ from weft.entry._loader_generators import (
 from weft.entry._placed_draws import PlacedDraws
 from weft.errors import CheckpointError, DataError
 
+_KNOWN = 256
+"""Tensors of the last batches that are known again."""
 _COMPARED = 3
 """Batches of a loader that only iterates which ranks compare: one that differs does so from the start."""
 
@@ -66,6 +69,8 @@ class Handing:
     """None: no loader was prepared, or none was gone through yet."""
     draws: PlacedDraws | None = None
     """What places the loop's own draws, on several data ranks."""
+    _given: dict[int, tuple[weakref.ref[Tensor], HandedOut]] = field(default_factory=dict[int, Any])
+    """Tensor by its id → the batch that it came with, of the last ones."""
     shared: str = ""
     """Digest of all that the loop has shared out itself; equal on all ranks."""
 
@@ -74,6 +79,23 @@ class Handing:
         self.last = batch
         if self.draws is not None:
             self.draws.begin(batch.size, batch.start, batch.stop, is_made=is_made)
+
+    def know(self, value: Any, batch: HandedOut) -> None:
+        """Remember what a batch has handed out: a loop may take several before it trains on the first."""
+        for leaf in tree_leaves(dict(value) if isinstance(value, Mapping) else value):
+            if isinstance(leaf, Tensor):
+                self._given.pop(id(leaf), None)
+                self._given[id(leaf)] = (weakref.ref(leaf), batch)
+        while len(self._given) > _KNOWN:
+            self._given.pop(next(iter(self._given)))
+
+    def turn_to(self, leaves: Iterable[Any]) -> None:
+        """A forward is given these: the batch that they came with is the present one."""
+        for leaf in leaves:
+            known = self._given.get(id(leaf))
+            if known is not None and known[0]() is leaf:
+                self.last = known[1]
+                return
 
     def take_back(self) -> None:
         """It asks for the next, or for none: loaders draw now."""
@@ -151,8 +173,10 @@ class LoopLoader:
                     raise DataError(f"batch {self._taken} of the loader has no samples, so no step can be made of it.")
                 self._taken += 1
                 self._given = max(self._given, handed.first + handed.size - self._position)
+                moved = _moved(batch, self._handing.device)
                 self._handing.hand_out(handed)
-                yield _moved(batch, self._handing.device)
+                self._handing.know(moved, handed)
+                yield moved
                 self._handing.take_back()
             self._passes += 1
         finally:  # of a pass that the loop leaves early, too: the next one begins anew

@@ -87,9 +87,9 @@ class OpenModel(PreparedModel):
             return
         if torch.is_grad_enabled() and not self._is_open:
             self._open()
-        rows = next(
-            (leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim), 0
-        )
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
+        rows = leaves[0].shape[0] if leaves else 0
+        self._handing.turn_to(leaves)
         batch = self._handing.last
         if batch is None and rows != self._rows:
             self._rows = rows

@@ -24,6 +24,7 @@ from weft.entry._loop_loader import LoopLoader
 from weft.entry._open_step import OpenModel
 from weft.entry._plain_saves import PlainSaves
 from weft.entry._saves import Saves
+from weft.entry._shared_optimizer import SharedOptimizer
 from weft.entry._stateful import StatesBeside
 from weft.errors import CheckpointError, RecipeError
 from weft.parallel import Piece
@@ -42,6 +43,7 @@ class LoopThings:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
     schedulers: list[Any] = field(default_factory=list[Any])
     loaders: list[LoopLoader] = field(default_factory=list[LoopLoader])
+    shared: list[SharedOptimizer] = field(default_factory=list[SharedOptimizer])
     begun: list[tuple[nn.Module, OpenModel]] = field(default_factory=list[tuple[nn.Module, OpenModel]])
 
     def state_of(self, model: nn.Module) -> OpenModel | None:
@@ -93,6 +95,8 @@ class LoopSaves:
                     f"the {type(model).__name__} was loaded and not called since, so that its optimizer's states are"
                     f" still in {self._waiting[id(model)].stored.folder}. Save after a step, or copy that folder."
                 )
+        for shared in things.shared:
+            shared.give_settings()
         world = self._mesh()["world"]
         loaders = [each.state_dict() for each in things.loaders]
         places = {
@@ -191,6 +195,8 @@ class LoopSaves:
 
     def _go_on(self, stored: StoredCheckpoint, beside: StatesBeside) -> None:
         state, things = cast(dict[str, Any], stored.manifest.state), self._things
+        for shared in things.shared:
+            shared.take_settings()
         beside.take(state)
         for loader, place in zip(things.loaders, state["loaders"], strict=False):
             loader.resume(place)

@@ -25,7 +25,7 @@ from weft.parallel import LossTotals, MicrobatchState
 from weft.parallel.own_forwards import OwnForwards
 
 _EARLY_STEPS, _REPORT_SECONDS = 4, 0.1
-_SCHEDULED = "_wrapped_by_lr_sched"
+SCHEDULED = "_wrapped_by_lr_sched"
 """Attribute by which a scheduler knows an optimizer's step that tells of itself."""
 
 
@@ -290,13 +290,14 @@ class OpenModel(PreparedModel):
         alone = self.plan.data_parallel.replicas_step_alone
         return self._mesh.data_index // mesh.shard * mesh.shard if alone else 0
 
-    def clip_norm(self, limit: float) -> float:
-        """Clip the step's gradients to a global norm, and return what it was."""
-        if not self._has_gradients:
-            return 0.0
-        reduced = self.reduced("session.clip_grad_norm_()")
-        reduced.scaled(min(1.0, limit / (reduced.norm + 1e-6)))
-        return reduced.norm
+    def gradient_norm(self) -> float:
+        """The norm of the step's gradients, which are reduced for that."""
+        return self.reduced("session.clip_grad_norm_()").norm if self._has_gradients else 0.0
+
+    def scale_gradients(self, factor: float) -> None:
+        """Take the step's gradients times a factor."""
+        if self._reduced is not None:
+            self._reduced.scaled(factor)
 
     @torch.no_grad()
     def clip_value(self, limit: float) -> None:
@@ -381,8 +382,8 @@ class _Methods:
                 )
             return model.step()
 
-        if hasattr(plain, _SCHEDULED):
-            setattr(step, _SCHEDULED, True)
+        if hasattr(plain, SCHEDULED):
+            setattr(step, SCHEDULED, True)
 
         def zero_grad(self: Any, set_to_none: bool = True) -> None:
             model.zero_grad(leaves_zeros=not set_to_none)

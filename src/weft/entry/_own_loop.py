@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +31,7 @@ from weft.entry._plain_states import CarriedState
 from weft.entry._planning import Planning
 from weft.entry._prepared_facts import facts_of_model
 from weft.entry._proof import variables_kept
+from weft.entry._shared_optimizer import SharedOptimizer
 from weft.entry._shared_rows import SharedRows
 from weft.entry._user_loss import LossOfUser
 from weft.errors import DataError, PlanError, RecipeError
@@ -119,6 +121,8 @@ class OwnLoop:
         optimizer = self._optimizer_of(model)
         if optimizer is None:
             return False
+        shared = self._keeper_of(optimizer, model)
+        optimizer = optimizer if shared is None else shared.part_of(model)
         _, first = self._waiting.pop(id(model))
         first.let_go()
         carried = CarriedState(optimizer)
@@ -132,7 +136,10 @@ class OwnLoop:
                 saves as begun,
                 variables_kept(model, stand_in_loss, optimizer),
             ):
+                before = nn.ParameterList(model.parameters())
                 begun.append(self._brought(model, optimizer, args, kwargs, split))
+                if shared is not None:
+                    shared.add(begun[0], before)
                 carried.give(begun[0].load_optimizer_state)
                 self._open.append((model, begun[0]))
         except BaseException:
@@ -194,6 +201,19 @@ class OwnLoop:
             )
         return found[0] if found else None
 
+    def _keeper_of(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> SharedOptimizer | None:
+        """What keeps an optimizer for several models; None: it has parameters of this one alone."""
+        known = next((each for each in self._things.shared if each.whole is optimizer), None)
+        own = {id(parameter) for parameter in model.parameters()}
+        others = {id(each) for group in optimizer.param_groups for each in group["params"]} - own
+        if known is not None or not others:
+            return known
+        prepared = {id(each) for one in self._things.models if one is not model for each in one.parameters()}
+        if not others <= prepared:
+            return None  # what is no model's is refused where the groups are looked at
+        self._things.shared.append(SharedOptimizer(optimizer))
+        return self._things.shared[-1]
+
     def _say_unproven(self) -> None:
         if self._planning.rank == 0 and not self._planning.quiet:
             print("proof     not proven: the loop computes its losses itself", flush=True)
@@ -251,18 +271,24 @@ class OwnLoop:
 
     def clip_norm(self, what: Any, limit: float) -> Tensor:
         """See `Session.clip_grad_norm_`."""
+        what = what if isinstance(what, nn.Module | Tensor) else list(what)
         found = self._whose(what, "session.clip_grad_norm_()")
-        if found is None:
+        if not found:
             return nn.utils.clip_grad_norm_(what.parameters() if isinstance(what, nn.Module) else what, limit)
-        return torch.tensor(found.clip_norm(float(limit)), device=self._planning.device)
+        norms = [each.gradient_norm() for each in found]
+        norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
+        for each in found:
+            each.scale_gradients(min(1.0, float(limit) / (norm + 1e-6)))
+        return torch.tensor(norm, device=self._planning.device)
 
     def clip_value(self, what: Any, limit: float) -> None:
         """See `Session.clip_grad_value_`."""
+        what = what if isinstance(what, nn.Module | Tensor) else list(what)
         found = self._whose(what, "session.clip_grad_value_()")
-        if found is None:
+        if not found:
             nn.utils.clip_grad_value_(what.parameters() if isinstance(what, nn.Module) else what, limit)
-        else:
-            found.clip_value(float(limit))
+        for each in found:
+            each.clip_value(float(limit))
 
     def mean(self, value: Tensor | float) -> float:
         """See `Session.mean`."""
@@ -337,26 +363,28 @@ class OwnLoop:
         """One that has all ranks, whatever the models' own."""
         return self._models.mesh(self._planning.plan or Plan(mesh=MeshPlan(replicate=self._planning.world_size)))
 
-    def _whose(self, what: Any, call: str) -> OpenModel | None:
-        """The model whose gradients are meant; None: one that is plain still."""
+    def _whose(self, what: Any, call: str) -> list[OpenModel]:
+        """The models whose gradients are meant; none: one that is plain still."""
         if isinstance(what, nn.Module):
-            if id(what) in self._waiting:
-                return None
-            return self.state(what)
+            return [] if id(what) in self._waiting else [self.state(what)]
         given = {id(each) for each in (_listed(what))}
+        found: list[OpenModel] = []
         for _, model in self._open:
             trained = {id(each) for each in model.model.parameters() if each.requires_grad}
-            if given & trained:
-                if trained - given:
-                    raise RecipeError(
-                        f"{call} was given {len(given & trained)} of the {len(trained)} parameters of a model, whose"
-                        " gradients are clipped as one. Give it the model, or model.parameters()."
-                    )
-                return model
-        raise RecipeError(
-            f"{call} was given no parameters of a prepared model. Give it the model itself, or what its parameters()"
-            " returns now: at the first forward the plan may have put others in their place."
-        )
+            if not given & trained:
+                continue
+            if trained - given:
+                raise RecipeError(
+                    f"{call} was given {len(given & trained)} of the {len(trained)} parameters of a model, whose"
+                    " gradients are clipped as one. Give it the model, or model.parameters()."
+                )
+            found.append(model)
+        if not found:
+            raise RecipeError(
+                f"{call} was given no parameters of a prepared model. Give it the model itself, or what its"
+                " parameters() returns now: at the first forward the plan may have put others in their place."
+            )
+        return found
 
     def close(self) -> None:
         """Let go of what has not begun; models end with the session's others."""
@@ -366,7 +394,9 @@ class OwnLoop:
         self.let_go()
 
     def let_go(self) -> None:
-        """Give torch its functions back."""
+        """Give torch its functions back, and shared optimizers theirs."""
+        for shared in self._things.shared:
+            shared.let_go()
         if self._handing.draws is not None:
             self._handing.draws.close()
 

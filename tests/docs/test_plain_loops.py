@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pages import ROOT
+from pages import ROOT, fences
 
 FOLDER = ROOT / "examples" / "plain"
 KINDS = sorted(path.stem.removesuffix("_weft") for path in FOLDER.glob("*_weft.py"))
@@ -77,3 +77,10 @@ def test_few_lines_change() -> None:
         new[kind] = sum(line.startswith("+ ") and bool(line[2:].strip()) for line in lines)
     assert statistics.median(new.values()) <= 6, new
     assert max(new.values()) <= 8, new
+
+
+def test_the_guide_has_the_whole_scripts() -> None:
+    named = {fence.note.removeprefix("not run: "): fence.text for fence in fences("python")}
+    for name in ("mnist", "mnist_weft"):
+        path = f"examples/plain/{name}.py"
+        assert named[path] == (ROOT / path).read_text().rstrip("\n"), path

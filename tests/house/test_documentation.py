@@ -178,6 +178,8 @@ def current_spans() -> list[tuple[str, str]]:
 def test_python_compiles_and_its_imports_resolve() -> None:
     for fence in fences("python", "py"):
         for node in ast.walk(ast.parse(fence.text, str(fence))):
+            if fence.note.startswith("not run: it is for"):
+                continue  # another library, which need not be installed
             if isinstance(node, ast.Import):
                 assert all(importlib.util.find_spec(alias.name) for alias in node.names), (
                     f"{fence}: {ast.unparse(node)}"

@@ -161,6 +161,27 @@ def test_a_step_may_have_a_closure(fabric: Fabric) -> None:
         several.step(lambda: torch.zeros(()))
 
 
+def test_an_optimizer_may_have_several_models(fabric: Fabric) -> None:
+    weights = list[torch.Tensor]()
+    for is_set_up in (False, True):
+        torch.manual_seed(0)
+        first, second = nn.Linear(4, 6), nn.Linear(6, 1)
+        encoder, head = (fabric.setup_module(first), fabric.setup_module(second)) if is_set_up else (first, second)
+        optimizer: Any = torch.optim.Adam([*encoder.parameters(), *head.parameters()], 0.1)
+        optimizer, loader = (
+            (fabric.setup_optimizers(optimizer), fabric.setup_dataloaders(data(8)))
+            if is_set_up
+            else (optimizer, data(8))
+        )
+        for rows, sums in loader:
+            loss = F.mse_loss(head(encoder(rows).relu()), sums)
+            fabric.backward(loss) if is_set_up else loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(first.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
 def test_before_anything_is_set_up_a_backward_is_plain(fabric: Fabric) -> None:
     weight = torch.ones(2, requires_grad=True)
     fabric.backward(weight * 2, torch.ones(2))

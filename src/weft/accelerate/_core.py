@@ -45,6 +45,8 @@ class Core(Places):
             raise PlanError("mixed_precision='fp8': Weft does not compute in fp8. Write bf16, fp16 or no.")
         self._asked: Wishes = asked_of(given, precision, handlers)
         self._job: SharedJob = job_of(self._asked.session)
+        self.plan = self._job.settings.get("plan", "auto")
+        """How the job is split, as it was given or as plugins say it."""
         self._job.mixed_precision = self.mixed_precision = precision
         self._job.plugins.update({name: each for name, each in self._asked.plugins.items() if each is not None})
         self.native_amp = precision != "no" and not self._asked.computes_in

@@ -137,11 +137,16 @@ def take_seed(seed: int) -> None:
         job.session.settle(seed=seed)
 
 
-def forget_job() -> None:
+def leave_job() -> None:
     """Close the session; the next Accelerator opens another."""
     if (job := open_job()) is not None:
         job.session.close()
     _JOB.set(None)
+
+
+def forget_job() -> None:
+    """Close the session, and forget the seed."""
+    leave_job()
     _SEED.set(None)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from weft.accelerate._installed import is_installed
-from weft.accelerate._job import job_of
+from weft.accelerate._job import job_of, leave_job
 from weft.accelerate._saving import Saving
 from weft.errors import RecipeError
 
@@ -213,4 +213,4 @@ class Tracking(Saving):
         """End the trackers, and leave the job; models are plain then."""
         for each in self.trackers:
             each.finish()
-        self._job.session.close()
+        leave_job()

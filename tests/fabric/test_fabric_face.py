@@ -182,6 +182,24 @@ def test_an_optimizer_may_have_several_models(fabric: Fabric) -> None:
     assert torch.equal(*weights)
 
 
+class Encoding:
+    """A batch of a tokenizer's own kind."""
+
+    device = None
+
+    def to(self, device: torch.device) -> Encoding:
+        self.device = device
+        return self
+
+
+def test_what_can_be_moved_is_moved(fabric: Fabric) -> None:
+    encoding, model = Encoding(), Coder()
+    moved = fabric.to_device({"one": [encoding, torch.ones(1)], "name": "text"})
+    assert moved["one"][0].device == fabric.device
+    assert moved["name"] == "text"
+    assert fabric.to_device(model) is model
+
+
 def test_before_anything_is_set_up_a_backward_is_plain(fabric: Fabric) -> None:
     weight = torch.ones(2, requires_grad=True)
     fabric.backward(weight * 2, torch.ones(2))

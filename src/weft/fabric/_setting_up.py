@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from weft.errors import DataError, RecipeError
 from weft.fabric._place import FabricPlace
@@ -102,10 +102,13 @@ class SettingUp(FabricPlace):
             )
 
     def to_device(self, obj: Any) -> Any:
-        """Return a model or tensors, in lists, tuples and dictionaries too, on this rank's device."""
-        if isinstance(obj, nn.Module):
-            return obj.to(self._session.device)
-        return tree_map_only(Tensor, lambda each: each.to(self._session.device), obj)
+        """Return what has a `to`, such as a model or tensors, in lists, tuples and dictionaries too, on this rank's
+        device."""
+
+        def moved(each: Any) -> Any:
+            return each.to(self.device) if hasattr(each, "to") else each
+
+        return tree_map(moved, obj)
 
     def init_tensor(self) -> AbstractContextManager[None]:
         """A context in which tensors are made on the device, in the precision that was asked for."""

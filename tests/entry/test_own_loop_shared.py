@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,69 @@ def test_optimizers_that_look_at_all_are_refused() -> None:
         session.prepare(first, second, optimizer)
         with pytest.raises(RecipeError, match="holds parameters of several models"):
             first(torch.ones(4, 4))
+
+
+class Both(nn.Module):
+    """A GAN in one module, whose parts train by an optimizer each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.judge = nn.Linear(3, FEATURES), nn.Linear(FEATURES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.judge(self.maker(x[:, :3]))
+
+
+def in_one_module(hands: Hands, *, apart: bool = True) -> tuple[list[float], list[Tensor]]:
+    with fp64():
+        torch.manual_seed(0)
+        both = Both()
+        making, judging = (torch.optim.Adam(part.parameters(), lr=1e-2) for part in (both.maker, both.judge))
+        parts = (both.maker, both.judge) if apart else (both,)
+        *_, making, judging, loader = hands.prepare(*parts, making, judging, DataLoader(samples(24), BATCH))
+        losses = list[float]()
+        for x, _ in loader:
+            told = F.softplus(both(x)).mean() + F.softplus(-both.judge(x)).mean()
+            hands.backward(told)
+            judging.step()
+            judging.zero_grad()
+            making.zero_grad()
+            made = F.softplus(-both(x)).mean()
+            hands.backward(made)
+            making.step()
+            making.zero_grad()
+            judging.zero_grad()
+            losses += [hands.mean(told), hands.mean(made)]
+        return losses, []
+
+
+@pytest.mark.parametrize("name", ["data", "zero-3"])
+def test_parts_of_a_module_are_models_too(ranks: RankPool, name: str) -> None:
+    expected = ranks.run(1, plainly, in_one_module)[0]
+    for found in ranks.run(2, under, PLANS[name], in_one_module):
+        assert_alike(found, expected)
+    with pytest.raises(RecipeError, match=r"session.prepare\(model.maker, model.judge, …\)"):
+        ranks.run(2, under, PLANS[name], partial(in_one_module, apart=False))
+
+
+class Encoder(nn.Linear):
+    def encode(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def by_a_method(hands: Hands) -> tuple[list[float], list[Tensor]]:
+    with fp64():
+        encoder, head = Encoder(FEATURES, 4), nn.Linear(4, 4)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (encoder, head)]
+        encoder, head, *optimizers, loader = hands.prepare(encoder, head, *optimizers, DataLoader(samples(), BATCH))
+        x, y = next(iter(loader))
+        hands.backward(F.cross_entropy(head(encoder.encode(x)), y))
+        for each in optimizers:
+            each.step()
+        return [], []
+
+
+def test_a_model_that_was_never_called_is_not_trained_apart(ranks: RankPool) -> None:
+    ranks.run(1, under, PLANS["alone"], by_a_method)
+    with pytest.raises(RecipeError, match="would update the Encoder by this rank's gradients alone"):
+        ranks.run(2, under, PLANS["data"], by_a_method)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from weft.comm import Mesh
 from weft.entry._agreement import check_same_facts, take_weights_of_rank_0
@@ -65,6 +66,7 @@ class OwnLoop:
         self._waiting: dict[int, tuple[nn.Module, FirstCall]] = {}
         """Models that have not been called yet, or have no optimizer."""
         self._open = self._things.begun
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def handing(self) -> Handing:
@@ -88,6 +90,7 @@ class OwnLoop:
             case torch.optim.Optimizer():
                 self._models.optimizers.add(thing)
                 self._things.optimizers.append(thing)
+                self._hooks.append(thing.register_step_pre_hook(self._refuse_unbegun))
             case torch.optim.lr_scheduler.LRScheduler():
                 self._things.schedulers.append(thing)  # it acts on the optimizer, which stays the loop's own
             case _:
@@ -197,9 +200,23 @@ class OwnLoop:
         if len(found) > 1:
             raise RecipeError(
                 f"{len(found)} of the optimizers that session.prepare was given hold parameters of one"
-                f" {type(model).__name__}. Make one optimizer of them, with a parameter group for each setting."
+                f" {type(model).__name__}. {_instead_of_several(model, found)}"
             )
         return found[0] if found else None
+
+    def _refuse_unbegun(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Before an optimizer's own step: gradients of a model that no forward has begun are this rank's alone."""
+        if self._planning.world_size == 1 or any(state.optimizer is optimizer for _, state in self._open):
+            return
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        for model, _first in self._waiting.values():
+            if any(each.grad is not None and id(each) in held for each in model.parameters()):
+                kind = type(model).__name__
+                raise RecipeError(
+                    f"optimizer.step() would update the {kind} by this rank's gradients alone: it has had no forward,"
+                    f" which brings it under its plan, and was used by a method of its own. Call the {kind} itself, as"
+                    " model(…), in every step."
+                )
 
     def _keeper_of(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> SharedOptimizer | None:
         """What keeps an optimizer for several models; None: it has parameters of this one alone."""
@@ -397,8 +414,29 @@ class OwnLoop:
         """Give torch its functions back, and shared optimizers theirs."""
         for shared in self._things.shared:
             shared.let_go()
+        while self._hooks:
+            self._hooks.pop().remove()
         if self._handing.draws is not None:
             self._handing.draws.close()
+
+
+def _instead_of_several(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """What to write in place of several optimizers over one model."""
+    parts: list[list[str]] = []
+    for optimizer in optimizers:
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        parts.append([
+            name for name, part in model.named_children() if any(id(each) in held for each in part.parameters())
+        ])  # fmt: skip
+    names = [name for part in parts for name in part]
+    one = "Make one optimizer of them, with a parameter group for each setting"
+    if len(set(names)) < len(names) or not all(len(part) == 1 for part in parts):
+        return f"{one}."
+    given = ", ".join(f"model.{name}" for name in names)
+    return (
+        f"{one}, where they step together; where each steps by itself, prepare the parts in place of the whole, which"
+        f" goes on calling them: session.prepare({given}, …)."
+    )
 
 
 def _last_of(models: Sequence[OpenModel], is_last: bool | None) -> OpenModel | None:

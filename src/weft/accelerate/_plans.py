@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
 from typing import Any
@@ -138,30 +138,26 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str) else getattr(value, "__name__", type(value).__name__)
 
 
-_FSDP_NAMES: Mapping[str, str] = {
-    "fsdp_version": "fsdp_version",
-    "state_dict_type": "fsdp_state_dict_type",
-    "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
-}
+_FSDP_BY_ITSELF = ("state_dict_config", "optim_state_dict_config", "auto_wrap_policy", "limit_all_gathers")
+"""Settings that say how the peer does what a plan does in its own way."""
 
 
 def _of_fsdp(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
-    unset = FullyShardedDataParallelPlugin()
     found: dict[str, Any] = {}
-    for each in fields(plugin):
-        value = getattr(plugin, each.name)
-        if value == getattr(unset, each.name) or each.name in ("state_dict_config", "optim_state_dict_config"):
-            continue
-        if each.name in ("ignored_modules", "param_init_fn", "mixed_precision_policy"):
-            raise PlanError(f"FullyShardedDataParallelPlugin({each.name}=…) is not had: " + _FSDP_REFUSED[each.name])
-        if each.name == "cpu_offload":
-            found["fsdp_offload_params"] = bool(getattr(value, "offload_params", value))
-        elif each.name == "auto_wrap_policy":
-            continue  # what is gathered together is a block of the model
-        elif each.name == "transformer_cls_names_to_wrap":
-            found["fsdp_transformer_layer_cls_to_wrap"] = value if isinstance(value, str) else ",".join(value)
-        elif each.name != "limit_all_gathers":
-            found[_FSDP_NAMES.get(each.name, f"fsdp_{each.name}")] = _plain(value)
+    for name, value in plugin.said().items():
+        if name in _FSDP_REFUSED:
+            raise PlanError(f"FullyShardedDataParallelPlugin({name}=…) is not had: {_FSDP_REFUSED[name]}")
+        match name:
+            case "cpu_offload":
+                found["fsdp_offload_params"] = bool(getattr(value, "offload_params", value))
+            case "transformer_cls_names_to_wrap":
+                found["fsdp_transformer_layer_cls_to_wrap"] = value if isinstance(value, str) else ",".join(value)
+            case "fsdp_version":
+                found[name] = value
+            case _ if name not in _FSDP_BY_ITSELF:
+                found[f"fsdp_{name}"] = _plain(value)
+            case _:
+                pass
     return found
 
 

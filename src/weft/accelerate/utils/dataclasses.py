@@ -12,6 +12,8 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 from torch.profiler import schedule as when
 
+from weft.errors import did_you_mean
+
 
 class _Word(StrEnum):
     """A word that compares and prints as its text."""
@@ -206,51 +208,56 @@ class ProjectConfiguration:
 # ── plugins: each is read as a configuration file of the peer would be (`weft.accelerate._plans`) ─────────────────────
 
 
-@dataclass
-class FullyShardedDataParallelPlugin:
+class _Plugin:
+    """Settings by the peer's names, None where nothing is said."""
+
+    _names: Sequence[str] = ()
+    _plain: Mapping[str, Any] = {}
+    """Settings that are not None by default."""
+
+    def __init__(self, *values: Any, **given: Any) -> None:
+        given |= dict(zip(self._names, values, strict=False))
+        for name in given.keys() - {*self._names}:
+            raise TypeError(f"{type(self).__name__} has no {name}.{did_you_mean(name, self._names)}")
+        vars(self).update({**dict.fromkeys(self._names), **self._plain, **given})
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{type(self).__name__} has no {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def said(self) -> dict[str, Any]:
+        """Settings that are not as they are by default."""
+        plain = vars(type(self)())
+        return {name: value for name, value in vars(self).items() if value != plain[name]}
+
+
+class FullyShardedDataParallelPlugin(_Plugin):
     """How weights are sharded, which becomes a plan's ZeRO stage and mesh."""
 
-    fsdp_version: int | None = None
-    sharding_strategy: Any = None
-    reshard_after_forward: Any = None
-    backward_prefetch: Any = None
-    mixed_precision_policy: Any = None
-    auto_wrap_policy: Any = None
-    cpu_offload: Any = None
-    ignored_modules: Any = None
-    state_dict_type: Any = None
-    state_dict_config: Any = None
-    optim_state_dict_config: Any = None
-    limit_all_gathers: bool = True
-    use_orig_params: bool | None = None
-    param_init_fn: Any = None
-    sync_module_states: bool | None = None
-    forward_prefetch: bool | None = None
-    activation_checkpointing: bool | None = None
-    activation_checkpointing_offload: bool | None = None
-    cpu_ram_efficient_loading: bool | None = None
-    transformer_cls_names_to_wrap: Sequence[str] | None = None
-    min_num_params: int | None = None
+    _names = (
+        *("fsdp_version", "sharding_strategy", "reshard_after_forward", "backward_prefetch", "mixed_precision_policy"),
+        *("auto_wrap_policy", "cpu_offload", "ignored_modules", "state_dict_type", "state_dict_config"),
+        *("optim_state_dict_config", "limit_all_gathers", "use_orig_params", "param_init_fn", "sync_module_states"),
+        *("forward_prefetch", "activation_checkpointing", "activation_checkpointing_offload"),
+        *("cpu_ram_efficient_loading", "transformer_cls_names_to_wrap", "min_num_params"),
+    )
+    _plain = {"limit_all_gathers": True}
 
 
-@dataclass
-class DeepSpeedPlugin:
+class DeepSpeedPlugin(_Plugin):
     """DeepSpeed's settings, or its own configuration (a dictionary or a file), which become a plan."""
 
-    hf_ds_config: Any = None
-    gradient_accumulation_steps: int | None = None
-    gradient_clipping: float | None = None
-    zero_stage: int | None = None
-    is_train_batch_min: bool = True
-    offload_optimizer_device: str | None = None
-    offload_param_device: str | None = None
-    offload_optimizer_nvme_path: str | None = None
-    offload_param_nvme_path: str | None = None
-    zero3_init_flag: bool | None = None
-    zero3_save_16bit_model: bool | None = None
-    transformer_moe_cls_names: str | None = None
-    enable_msamp: bool | None = None
-    msamp_opt_level: str | None = None
+    _names = (
+        *("hf_ds_config", "gradient_accumulation_steps", "gradient_clipping", "zero_stage", "is_train_batch_min"),
+        *("offload_optimizer_device", "offload_param_device", "offload_optimizer_nvme_path"),
+        *("offload_param_nvme_path", "zero3_init_flag", "zero3_save_16bit_model", "transformer_moe_cls_names"),
+        *("enable_msamp", "msamp_opt_level"),
+    )
+    _plain = {"is_train_batch_min": True}
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
@@ -263,45 +270,31 @@ class DeepSpeedPlugin:
         return dict(given or {})
 
 
-@dataclass
-class TorchTensorParallelConfig:
+class TorchTensorParallelConfig(_Plugin):
     """How tensor ranks work."""
 
-    enable_async_tp: bool = False
+    _names = ("enable_async_tp",)
+    _plain = {"enable_async_tp": False}
 
 
-@dataclass
-class TorchTensorParallelPlugin:
+class TorchTensorParallelPlugin(_Plugin):
     """How many ranks share each matrix."""
 
-    tp_size: int = 1
-    torch_device_mesh: Any = None
+    _names = ("tp_size", "torch_device_mesh")
+    _plain = {"tp_size": 1}
 
 
-@dataclass
-class TorchDynamoPlugin(KwargsHandler):
+class TorchDynamoPlugin(_Plugin):
     """Whether blocks are compiled."""
 
-    backend: Any = None
-    mode: str | None = None
-    fullgraph: bool | None = None
-    dynamic: bool | None = None
-    options: Any = None
-    disable: bool = False
-    use_regional_compilation: bool | None = None
+    _names = ("backend", "mode", "fullgraph", "dynamic", "options", "disable", "use_regional_compilation")
+    _plain = {"disable": False}
 
 
-@dataclass
-class ParallelismConfig:
+class ParallelismConfig(_Plugin):
     """Sizes of the mesh's axes."""
 
-    dp_replicate_size: int | None = None
-    dp_shard_size: int | None = None
-    tp_size: int | None = None
-    cp_size: int | None = None
-    cp_backend: str | None = None
-    sp_size: int | None = None
-    sp_backend: str | None = None
-    tp_handler: Any = None
-    cp_handler: Any = None
-    sp_handler: Any = None
+    _names = (
+        *("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "sp_size", "sp_backend"),
+        *("tp_handler", "cp_handler", "sp_handler"),
+    )

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -52,6 +53,7 @@ def diffusion(hands: Hands) -> tuple[list[float], list[Tensor]]:
     """Noise, times, and a mask of what is left out, by many functions; an offset that all samples share."""
     with fp64():
         torch.manual_seed(0)
+        np.random.seed(0)
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, optimizer, loader = hands.prepare(model, optimizer, DataLoader(samples(), BATCH, shuffle=True))
@@ -59,7 +61,7 @@ def diffusion(hands: Hands) -> tuple[list[float], list[Tensor]]:
         for x, y in loader:
             noise = torch.randn_like(x)
             times = torch.randint(0, 10, (x.shape[0],), device=x.device).long()
-            share = 0.1 * times[:, None] + torch.rand(size=(len(x), 1)) + torch.rand(())
+            share = 0.1 * times[:, None] + torch.rand(size=(len(x), 1)) + torch.rand(()) + np.random.beta(0.2, 0.2)
             keep = torch.bernoulli(torch.full_like(x, 0.9)) * torch.distributions.Bernoulli(0.9).sample((len(x), 1))
             more = torch.normal(x, 0.1) + torch.distributions.Normal(x.abs(), 1.0).sample() + torch.randn(1, FEATURES)
             chosen = torch.multinomial(x.softmax(1), 2)
@@ -100,6 +102,8 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "an order": (lambda x: torch.randperm(len(x)), "samples of other ranks are not here to be mixed with"),
     "dropout": (lambda x: F.dropout(x), "a dropout, a gamma or Poisson draw"),
     "gamma": (lambda x: torch.distributions.Gamma(x.abs() + 1, 1.0).sample(), "a dropout, a gamma or Poisson draw"),
+    "rows of numpy": (lambda x: np.random.rand(len(x), 2), "numpy.random.rand with a row for each of this rank's 4"),
+    "an order of numpy": (lambda x: np.random.permutation(len(x)), "numpy.random.permutation with a row for each"),
     "out": (lambda x: torch.randn(len(x), 3, out=torch.empty(len(x), 3)), "Leave out= out"),
 }
 

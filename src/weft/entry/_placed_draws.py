@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast, final
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -25,6 +26,10 @@ Draw = Callable[..., Any]
 _BY_SIZE = ("rand", "randn", "randint")
 _LIKE = ("rand_like", "randn_like", "randint_like")
 _OF_TENSORS = ("bernoulli", "multinomial", "normal")
+_OF_NUMPY = (
+    *("beta", "binomial", "choice", "exponential", "gamma", "normal", "permutation", "poisson", "rand", "randint"),
+    *("randn", "random", "random_sample", "standard_normal", "uniform"),
+)
 _IN_PLACE = ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
 _DEEPEST = 8
 """Calls between a loop and a draw that are told apart."""
@@ -121,6 +126,8 @@ class PlacedDraws:
             for name in names:
                 self._put(torch, name, make)
         self._put(torch, "randperm", self._permutation)
+        for name in _OF_NUMPY:
+            self._put(np.random, name, self._of_numpy)
         for name in _IN_PLACE:
             self._put(Tensor, name, self._in_place)
 
@@ -248,6 +255,19 @@ class PlacedDraws:
             spread = [self._spread(each, tensor.ndim) for each in args]
             named = {name: self._spread(each, tensor.ndim) for name, each in kwargs.items()}
             return tensor.copy_(self._cut(plain(self._like_whole(tensor.detach()), *spread, **named)))
+
+        return draw
+
+    def _of_numpy(self, plain: Draw) -> Draw:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            found, name = plain(*args, **kwargs), f"numpy.random.{plain.__name__}"
+            if isinstance(found, np.ndarray) and self._is_of_samples(found.shape, name):
+                raise PlanError(
+                    f"the loop drew {name} with a row for each of this rank's {self._rows} samples, which would be"
+                    " others than those of one process. Draw them by torch (torch.rand(len(x))), which draws for the"
+                    " whole batch."
+                )
+            return found
 
         return draw
 

@@ -23,7 +23,8 @@ class Tellings(Accumulating):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the rows of the global batch, in its order, and none twice.
 
-        What has as many rows as the loader's batch (a loss that was repeated) counts for the samples of this process.
+        What has as many rows as the loader's batch, or as a process's of a whole batch (a loss that was repeated),
+        counts for the samples of this process.
         """
         if use_gather_object or not _is_of_tensors(input_data):
             return operations.gather_values(input_data)
@@ -41,7 +42,8 @@ class Tellings(Accumulating):
         own, whole = batch.stop - batch.start, loader.total_batch_size
 
         def cut(tensor: Tensor) -> Tensor:
-            is_repeated = tensor.ndim > 0 and whole is not None and len(tensor) == whole and whole > own > 0
+            rows = len(tensor) if tensor.ndim > 0 else 0
+            is_repeated = whole is not None and rows in (whole, -(-whole // self.num_processes)) and rows > own > 0
             return tensor[:own] if is_repeated else plain(tensor)
 
         return cut

@@ -187,9 +187,9 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def reduce_in(job: SharedJob, tensor: Any, reduction: str, scale: float) -> Any:
-    """Return the sum or the mean over processes of tensors."""
-    if reduction not in ("sum", "mean", "none"):
-        raise ValueError(f"reduction = {reduction!r} is none of sum, mean and none.")
+    """Return the sum, the mean or the largest over processes of tensors."""
+    if reduction not in ("sum", "mean", "max", "none"):
+        raise ValueError(f"reduction = {reduction!r} is none of sum, mean, max and none.")
     if job.is_single or reduction == "none":
 
         def scaled(each: Tensor) -> Tensor:
@@ -198,7 +198,8 @@ def reduce_in(job: SharedJob, tensor: Any, reduction: str, scale: float) -> Any:
         return recursively_apply(scaled, tensor)
     of_all = job.session.exchange(tensors_of(tensor))
     divisor = len(of_all) if reduction == "mean" else 1
-    sums = [functools.reduce(torch.add, parts) for parts in zip(*of_all, strict=True)]
+    join = torch.maximum if reduction == "max" else torch.add
+    sums = [functools.reduce(join, parts) for parts in zip(*of_all, strict=True)]
     sums = [each / divisor if divisor != 1 else each for each in sums]
     return _put_back(tensor, [each * scale if scale != 1.0 else each for each in sums])
 

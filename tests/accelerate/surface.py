@@ -55,6 +55,8 @@ ARGUMENTS = {
     "DistributedDataParallelKwargs(comm_hook=…)": "refused: `data_parallel.compression` of a plan",
     "set_seed(device_specific=True)": "refused: losses would depend on the number of processes",
     "AcceleratedScheduler.step": "once for each optimizer step; the peer's steps once for each process",
+    "OneCycleLR(total_steps=n * accelerator.num_processes)": "refused: leave the factor out",
+    "find_executable_batch_size": "memory has to be short on all ranks together: as it is where they share out a batch",
 }
 
 

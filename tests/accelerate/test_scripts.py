@@ -42,6 +42,7 @@ SCRIPTS = {
     "nlp_complete": set[str](),
     "profiler": set[str](),
     "schedule_free": WHOLE,
+    "scheduled": set[str](),
     "tracking": set[str](),
     "uneven_tokens": set[str](),
 }

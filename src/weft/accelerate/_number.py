@@ -8,6 +8,8 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
+from weft.errors import RecipeError
+
 _PRODUCTS = frozenset({"mul", "mul_", "__mul__", "__rmul__", "__imul__"})
 
 
@@ -29,6 +31,12 @@ class ProcessNumber(int):
         made._weight = weight
         return made
 
+    def __mul__(self, other: Any) -> Any:
+        product = super().__mul__(other)
+        return StepNumber.of(product, other) if type(other) is int else product
+
+    __rmul__ = __mul__
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number = next((each for each in args if type(each) is cls), None)
@@ -38,6 +46,51 @@ class ProcessNumber(int):
         if number is None or loss is None or not is_product or not loss.requires_grad:
             return func(*plain, **(kwargs or {}))
         return _Product.apply(loss, int(number), number._weight())
+
+
+@final
+class StepNumber(int):
+    """A number times that of processes: scripts give it to a schedule, which the peer steps once for each process."""
+
+    own: int
+    """The number before."""
+
+    @classmethod
+    def of(cls, product: int, own: int) -> Self:
+        made = cls(product)
+        made.own = own
+        return made
+
+
+def count_own_steps(scheduler: Any) -> None:
+    """Let a schedule count optimizer steps, where a script has counted those of all processes.
+
+    Raises:
+        RecipeError: what it has computed of them is not known.
+    """
+    for inner in getattr(scheduler, "_schedulers", ()):
+        count_own_steps(inner)
+    found = _taken_back(vars(scheduler))
+    for each in getattr(scheduler, "lr_lambdas", ()):
+        _taken_back(getattr(each, "keywords", {}))
+        for cell in getattr(getattr(each, "func", each), "__closure__", None) or ():
+            if type(cell.cell_contents) is StepNumber:
+                cell.cell_contents = cell.cell_contents.own
+    if found and hasattr(scheduler, "_schedule_phases"):
+        raise RecipeError(
+            f"{type(scheduler).__name__} was given steps times accelerator.num_processes, and schedules step"
+            " once for each optimizer step here, whatever the number of processes. Leave the factor out."
+        )
+
+
+def _taken_back(values: Any) -> bool:
+    found = [name for name, value in values.items() if type(value) is StepNumber]
+    for name in found:
+        values[name] = values[name].own
+    for each in values.values():
+        if isinstance(each, list):
+            each[:] = [value.own if type(value) is StepNumber else value for value in each]
+    return bool(found)
 
 
 @final

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from weft.accelerate._core import Core
+from weft.accelerate._number import count_own_steps
 from weft.accelerate.data_loader import DataLoaderShard, SeedableRandomSampler, skip_first_batches, with_batches_of
 from weft.accelerate.optimizer import AcceleratedOptimizer
 from weft.accelerate.scheduler import AcceleratedScheduler
@@ -80,6 +81,8 @@ class Preparing(Core):
         of = [each for each in self._optimizers if each.optimizer is getattr(scheduler, "optimizer", None)]
         if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
             self._job.session.prepare(scheduler)
+        if self.use_distributed:
+            count_own_steps(scheduler)
         own = AcceleratedScheduler(scheduler, of or self._optimizers, self.step_scheduler_with_optimizer)
         self._schedulers.append(own)
         return own

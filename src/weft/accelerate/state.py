@@ -24,6 +24,13 @@ class PartialState(Places):
         """Whether the job is joined."""
         return not self._job.session.is_closed
 
+    def __repr__(self) -> str:
+        return (
+            f"Distributed environment: {self.distributed_type}\nNum processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\nLocal process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave the job."""
         self._job.session.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -75,6 +76,47 @@ def test_a_loss_that_is_a_sum(ranks: RankPool, name: str) -> None:
     for found in ranks.run(PLANS[name].mesh.world_size, under, PLANS[name], summing):
         torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(expected[0]), rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(found[1], expected[1], rtol=1e-8, atol=1e-10)
+
+
+SUMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "entropy": lambda x, labels, target: F.cross_entropy(x, labels, reduction="sum"),
+    "squares": lambda x, labels, target: 3 * F.mse_loss(x, target, reduction="sum"),
+    "terms": lambda x, labels, target: (
+        F.binary_cross_entropy(x.sigmoid(), target, reduction="sum") - 0.5 * torch.sum(1 + x - x.exp())
+    ),
+}
+MEANS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "entropy": lambda x, labels, target: F.cross_entropy(x, labels),
+    "divided": lambda x, labels, target: F.cross_entropy(x, labels, reduction="sum") / len(x),
+    "times": lambda x, labels, target: F.cross_entropy(x, labels, reduction="sum") * (1 / 16),
+    "with a penalty": lambda x, labels, target: F.cross_entropy(x, labels) + 0.5 * x.square().sum(),
+    "weighted": lambda x, labels, target: (x.square() * target.softmax(0)).sum(),
+    "batchmean": lambda x, labels, target: F.kl_div(x.log_softmax(1), target, reduction="batchmean"),
+}
+
+
+def warned(kind: str, name: str) -> list[str]:
+    """What is said of the first backward of a loss that is given as a mean."""
+    with warnings.catch_warnings(record=True) as caught, fp64():
+        warnings.simplefilter("always")
+        with weft.session(plan=PLANS["data"], permit=("fp64",), quiet=True, record=False) as session:
+            model = Net()
+            model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+            x, labels, target = session.share(
+                torch.rand(8, FEATURES), torch.arange(8) % CLASSES, torch.rand(8, CLASSES)
+            )
+            session.backward({"sum": SUMS, "mean": MEANS}[kind][name](model(x), labels, target))
+    return [str(each.message) for each in caught if each.filename == __file__]
+
+
+def test_a_sum_that_is_taken_for_a_mean_is_told_of(ranks: RankPool) -> None:
+    for name in SUMS:
+        for found in ranks.run(2, warned, "sum", name):
+            (text,) = found
+            assert "gradients are 2 times smaller" in text
+            assert "reduction='sum'" in text
+    for name in MEANS:
+        assert ranks.run(2, warned, "mean", name) == [[], []], name
 
 
 def drifting() -> str:

@@ -34,6 +34,7 @@ from weft.entry._prepared_facts import facts_of_model
 from weft.entry._proof import variables_kept
 from weft.entry._shared_optimizer import SharedOptimizer
 from weft.entry._shared_rows import SharedRows
+from weft.entry._sum_losses import warn_of_sum
 from weft.entry._user_loss import LossOfUser
 from weft.errors import DataError, PlanError, RecipeError
 from weft.models.hooks import refuse_given
@@ -67,6 +68,8 @@ class OwnLoop:
         """Models that have not been called yet, or have no optimizer."""
         self._open = self._things.begun
         self._hooks: list[RemovableHandle] = []
+        self._has_looked = False
+        """Whether a loss was looked at: the first tells what kind the loop has."""
 
     @property
     def handing(self) -> Handing:
@@ -250,6 +253,9 @@ class OwnLoop:
             )
         if self._handing.draws is not None:
             self._handing.draws.check()
+        if reduction == "mean" and not self._has_looked and self._handing.ranks > 1:
+            warn_of_sum(loss, self._handing.ranks)
+        self._has_looked = True
         share = self._share(models) if reduction == "mean" else self._has_samples
         addend = loss.reshape(()) if share == 1.0 else loss.reshape(()) * share
         scales = {model.scale for model in models}

@@ -18,7 +18,7 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
-from weft.accelerate._in_place import stand_in
+from weft.accelerate.in_place import stand_in
 
 _HELD = Path(str(importlib.metadata.distribution("accelerate").locate_file("accelerate")))
 _TESTS = "accelerate.test_utils"

@@ -10,7 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from weft.accelerate._in_place import stand_in
+from weft.accelerate.in_place import stand_in
 
 _USAGE = "python -m weft.accelerate [-m] script.py [its arguments]"
 

@@ -1,4 +1,4 @@
-"""A classifier of points with a schedule and clipped gradients. For Accelerate."""
+"""A classifier of points with a schedule and clipped gradients. In Accelerate's way."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from weft.accelerate import Accelerator
 
 
 def build_model() -> nn.Module:
@@ -37,7 +38,7 @@ def main():
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
     accelerator.print(json.dumps(losses))
 
 

@@ -1,4 +1,4 @@
-"""A convolutional network with batch norm, on images flipped and shifted by their number. For Lightning Fabric."""
+"""A convolutional network with batch norm, on images flipped and shifted by their number. In Lightning Fabric's way."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 
 import torch
 import torch.nn.functional as F
-from lightning_fabric import Fabric
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+
+from weft.fabric import Fabric
 
 
 class Images(Dataset[tuple[Tensor, int]]):
@@ -49,7 +50,7 @@ def main():
             loss = F.cross_entropy(model(images), labels)
             fabric.backward(loss)
             optimizer.step()
-            losses.append(loss.item())
+            losses.append(fabric.all_reduce(loss.detach()).item())
     fabric.print(json.dumps(losses))
 
 

@@ -1,4 +1,4 @@
-"""Embeddings from triplets: what belongs together comes closer than what does not. For Accelerate."""
+"""Embeddings from triplets: what belongs together comes closer than what does not. In Accelerate's way."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+
+from weft.accelerate import Accelerator
 
 
 class Embedding(nn.Module):
@@ -43,7 +44,7 @@ def main():
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
     accelerator.print(json.dumps(losses))
 
 

@@ -1,4 +1,4 @@
-"""A small model learns what a larger one says. For Accelerate."""
+"""A small model learns what a larger one says. In Accelerate's way."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from weft.accelerate import Accelerator
 
 
 def build_model(width: int) -> nn.Module:
@@ -33,7 +34,7 @@ def main():
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
     accelerator.print(json.dumps(losses))
 
 

@@ -1,4 +1,4 @@
-"""Training ends when the loss on held-out points has not fallen for two epochs. For Accelerate."""
+"""Training ends when the loss on held-out points has not fallen for two epochs. In Accelerate's way."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from weft.accelerate import Accelerator
 
 
 def build_model() -> nn.Module:

@@ -1,4 +1,4 @@
-"""A generator of points on a ring against a critic: two models, two optimizers. For Lightning Fabric."""
+"""A generator of points on a ring against a critic: two models, two optimizers. In Lightning Fabric's way."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 
 import torch
 import torch.nn.functional as F
-from lightning_fabric import Fabric
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from weft.fabric import Fabric
 
 
 class Critic(nn.Module):
@@ -53,7 +54,7 @@ def main():
             making_step.zero_grad()
             fabric.backward(made)
             making_step.step()
-            losses += [judged.item(), made.item()]
+            losses += [fabric.all_reduce(each.detach()).item() for each in (judged, made)]
     fabric.print(json.dumps(losses))
 
 

@@ -1,4 +1,4 @@
-"""Three folds: a model for each, and its loss on what it has not seen. For Lightning Fabric."""
+"""Three folds: a model for each, and its loss on what it has not seen. In Lightning Fabric's way."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 
 import torch
 import torch.nn.functional as F
-from lightning_fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from weft.fabric import Fabric
 
 
 def build_model() -> nn.Module:
@@ -39,7 +40,7 @@ def main():
             loss = F.mse_loss(model(points), targets)
             fabric.backward(loss)
             optimizer.step()
-            losses.append(loss.item())
+            losses.append(fabric.all_reduce(loss.detach()).item())
         points, targets = data[held_out]
         with torch.no_grad():
             losses.append(F.mse_loss(model(points), targets).item())

@@ -1,4 +1,4 @@
-"""A small language model whose padding counts for nothing. For Accelerate."""
+"""A small language model whose padding counts for nothing. In Accelerate's way."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from weft.accelerate import Accelerator
 
 
 class LanguageModel(nn.Module):
@@ -39,11 +40,13 @@ def main():
     losses = []
     for _ in range(3):
         for (tokens,) in loader:
-            loss = F.cross_entropy(model(tokens).mT, tokens[:, 1:], ignore_index=0)
+            count = accelerator.gather((tokens[:, 1:] != 0).sum()).sum()  # of the whole batch
+            loss = F.cross_entropy(model(tokens).mT, tokens[:, 1:], ignore_index=0, reduction="sum") / count
+            loss = loss * accelerator.num_processes  # gradients are means over the processes
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
     accelerator.print(json.dumps(losses))
 
 

@@ -1,4 +1,4 @@
-"""A classifier whose processes step by themselves, and average their weights every four steps. For Accelerate."""
+"""A classifier whose processes step by themselves, and average their weights every four steps. In Accelerate's way."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
-from accelerate.local_sgd import LocalSGD
-from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from weft.accelerate import Accelerator
+from weft.accelerate.local_sgd import LocalSGD
+from weft.accelerate.utils import DataLoaderConfiguration
 
 
 def build_model() -> nn.Module:

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside frozen layers. For Accelerate."""
+"""Low-rank adapters beside frozen layers. In Accelerate's way."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from weft.accelerate import Accelerator
 
 
 class Adapted(nn.Module):
@@ -45,7 +46,7 @@ def main():
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
     accelerator.print(json.dumps(losses))
 
 

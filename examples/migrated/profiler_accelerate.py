@@ -1,4 +1,4 @@
-"""Accumulation over four microbatches, under torch's profiler. For Accelerate."""
+"""Accumulation over four microbatches, under torch's profiler. In Accelerate's way."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from weft.accelerate import Accelerator
 
 
 def build_model() -> nn.Module:
@@ -35,7 +36,7 @@ def main():
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-                parts.append(loss.item())
+                parts.append(accelerator.reduce(loss.detach(), "mean").item())
             if accelerator.sync_gradients:
                 losses.append(sum(parts) / len(parts))
                 parts = []

@@ -1,4 +1,4 @@
-"""Losses go to a tracker, step by step. For Lightning Fabric."""
+"""Losses go to a tracker, step by step. In Lightning Fabric's way."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 
 import torch
 import torch.nn.functional as F
-from lightning_fabric import Fabric
-from lightning_fabric.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from weft.fabric import Fabric
+from weft.fabric.loggers import CSVLogger
 
 
 def build_model() -> nn.Module:
@@ -35,7 +36,7 @@ def main():
         loss = F.mse_loss(model(points), targets)
         fabric.backward(loss)
         optimizer.step()
-        fabric.log("loss", loss.item(), step)
+        fabric.log("loss", fabric.all_reduce(loss.detach()).item(), step)
     fabric.print(json.dumps([row["loss"] for row in tracker.experiment.metrics]))
 
 

@@ -61,7 +61,11 @@ def ddp(settings: Mapping[str, Any]) -> Step:
 
 def session(settings: Mapping[str, Any]) -> Step:
     """The same loop under a session that replicates; `backend`: what carries gradients between ranks."""
-    settings_of_plan = {"data_parallel.zero": 0, "compute.backend": settings.get("backend", "auto")}
+    settings_of_plan = {
+        "data_parallel.zero": 0,
+        "compute.backend": settings.get("backend", "auto"),
+        "compute.threads_per_rank": 1,
+    }
     live = weft.session(record=False, folder=tempfile.mkdtemp(), quiet=True, settings=settings_of_plan)
     model = model_of(settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -73,6 +77,28 @@ def session(settings: Mapping[str, Any]) -> Step:
         x, y = next(batches)
         loss = F.cross_entropy(model(x), y)
         live.backward(loss, is_last=bool(settings.get("is_last")))
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def accelerator(settings: Mapping[str, Any]) -> Step:
+    """The same loop written for Accelerate, on Weft."""
+    from weft.accelerate import Accelerator
+
+    held = Accelerator(cpu=True)
+    model = model_of(settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    model, optimizer, loader = held.prepare(model, optimizer, data_of(settings))
+    batches = _endless(loader)
+
+    def step(index: int) -> float:
+        del index
+        x, y = next(batches)
+        loss = F.cross_entropy(model(x), y)
+        held.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         return float(loss.detach())

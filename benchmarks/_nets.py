@@ -45,7 +45,8 @@ def data_of(settings: Mapping[str, Any]) -> DataLoader[Any]:
 
 def session(settings: Mapping[str, Any]) -> Callable[[int], float]:
     """A session's steps; `nets`: whether its nets are spread."""
-    opened = weft.session(record=False, folder=tempfile.mkdtemp(), prove="never", quiet=True)
+    one_thread = {"compute.threads_per_rank": 1}  # as the step of so many small operators is fastest
+    opened = weft.session(record=False, folder=tempfile.mkdtemp(), prove="never", quiet=True, settings=one_thread)
     live = opened.__enter__()
     if not settings["nets"]:
         live.nets = dataclasses.replace(live.nets, **dict.fromkeys(dataclasses.asdict(live.nets), False))

@@ -17,20 +17,25 @@ from benchmarks._statistics import median_interval, spread
 _SETTINGS = {"blocks": 24, "batch": 32, "is_last": True}
 
 
-def _entries(ranks: int) -> tuple[Entry, list[Entry]]:
-    """(by hand, under a session)."""
-    hand = "plain" if ranks == 1 else "ddp"
-    peer = Entry(name=hand, target=f"benchmarks._familiar:{hand}", settings=_SETTINGS, ranks=ranks)
-    backends = ("auto",) if ranks == 1 else ("auto", "gloo")
-    return peer, [
-        Entry(
-            name=f"session {backend} {ranks}",
-            target="benchmarks._familiar:session",
-            settings={**_SETTINGS, "backend": backend},
-            ranks=ranks,
-        )
-        for backend in backends
-    ]
+_LOOPS: dict[str, tuple[str, dict[str, str]]] = {
+    "plain loop": ("session", {"backend": "auto"}),
+    "plain loop over Gloo": ("session", {"backend": "gloo"}),
+    "loop for Accelerate": ("accelerator", {}),
+}
+
+
+def _measured(ranks: int, rounds: int) -> tuple[str, dict[str, list[float]], dict[str, list[float]]]:
+    """The peer's name, and by name seconds and processor seconds of a step, round by round."""
+    peer = "plain" if ranks == 1 else "ddp"
+    entries = [Entry(name=peer, target=f"benchmarks._familiar:{peer}", settings=_SETTINGS, ranks=ranks)]
+    for name, (function, more) in _LOOPS.items():
+        if ranks > 1 or name == "plain loop":
+            target = f"benchmarks._familiar:{function}"
+            entries.append(Entry(name=name, target=target, settings={**_SETTINGS, **more}, ranks=ranks))
+    with contenders(entries, warmup_steps=40) as alive:
+        blocks = interleave(alive, rounds=rounds, steps=40)
+    seconds = {name: [median(block.seconds) for block in found] for name, found in blocks.items()}
+    return peer, seconds, {name: [median(block.cpu_seconds) for block in found] for name, found in blocks.items()}
 
 
 def main() -> None:
@@ -39,24 +44,19 @@ def main() -> None:
     goals: list[Goal] = []
     samples: dict[str, Any] = {}
     for ranks in (1, 2):
-        peer, sessions = _entries(ranks)
-        with contenders([peer, *sessions], warmup_steps=40) as alive:
-            blocks = interleave(alive, rounds=options.rounds, steps=40)
-        seconds = {name: [median(block.seconds) for block in found] for name, found in blocks.items()}
-        cpu = {name: [median(block.cpu_seconds) for block in found] for name, found in blocks.items()}
-        for entry in sessions:
-            more = [(a / b - 1) * 100 for a, b in zip(seconds[entry.name], seconds[peer.name], strict=True)]
-            way = "" if ranks == 1 else " over Gloo" if "gloo" in entry.name else " in shared memory"
-            what = f"own loop over {'plain PyTorch, one process' if ranks == 1 else f'DDP, two ranks{way}'}"
-            goals.append(
-                Goal(what=what, measured=median(more), goal=3.0, better="lower", spread=spread(more), unit=" %")
-            )
-            log(f"{what}: {median(seconds[peer.name]) * 1e3:.2f} ms by hand, {median(more):.1f} % more")
-            samples[what] = {
-                "seconds": seconds,
-                "cpu_seconds": cpu,
-                "percent_interval": median_interval(more),
-            }
+        peer, seconds, cpu = _measured(ranks, options.rounds)
+        samples[f"{ranks} ranks"] = {"seconds": seconds, "cpu_seconds": cpu}
+        for name in seconds:
+            if name == peer:
+                continue
+            more = [(a / b - 1) * 100 for a, b in zip(seconds[name], seconds[peer], strict=True)]
+            samples[f"{ranks} ranks"] |= {f"percent_interval, {name}": median_interval(more)}
+            log(f"{name}, {ranks} ranks: {median(seconds[peer]) * 1e3:.2f} ms by {peer}, {median(more):.1f} % more")
+            if ranks > 1:  # one process pays for what is looked at, and has nobody to share it with: no goal is set
+                what = f"{name} under a session over DDP, two ranks"
+                goals.append(
+                    Goal(what=what, measured=median(more), goal=3.0, better="lower", spread=spread(more), unit=" %")
+                )
     about = {"machine": before, "versions": versions(), "settings": _SETTINGS, "note": options.note}
     write_result("familiar", goals=goals, samples=samples, about=about, folder=options.folder)
 

@@ -45,17 +45,19 @@ class Edits:
             for name, each in part.module.named_parameters()
         ]
         self._shards = stores.shards
-        self._tensors = [*(each.parameter for each in self._watched), *(shard.master for shard in self._shards)]
-        self._versions = _versions(self._tensors)
+        self._parameters = [each.parameter for each in self._watched]
+        self._masters = [shard.master for shard in self._shards]
+        self._has_copies = any(shard.weights is not None for shard in self._shards)
+        # Alone, and without copies, what is written in place is where it is trained, and differs from nobody's.
+        self._counts_writes = self._has_copies or plan.mesh.world_size > 1
+        self._seen, self._versions = self._look(), _versions(self._masters)
         self._structure = Structure([part.module for part in parts])
         self._spread = [each for each in self._watched if isinstance(each.parameter, DTensor)]
         self._places = _places(self._spread)
-        self._pointers = _pointers(self._watched)
         self._touched = False
         self._looks = self._edits = 0
         self._is_inside = False
         self._facts: dict[str, str] = {}
-        self._has_copies = any(shard.weights is not None for shard in self._shards)
         self._telling = [
             each.parameter
             for each in self._watched
@@ -106,11 +108,9 @@ class Edits:
         self._looks += 1
         self._tell(False)
         self._refuse_other_storage()
-        self._take_storages()
         has_copies = self._has_copies
-        changed = self._changed()
-        edited = [each for each, is_new in zip(self._watched, changed, strict=False) if is_new]
-        if any(changed[len(self._watched) :]):
+        edited = self._edited()
+        if _versions(self._masters) != self._versions:
             self._take_optimizers(edited, has_copies=has_copies)
         elif has_copies and (edited or self._touched or _is_due(self._looks)):
             for shard in self._shards:
@@ -124,8 +124,11 @@ class Edits:
         if not gathered and self._plan.data_parallel.shards_weights:  # whose gathers put others in the modules
             self._stores.release()
             self._structure.note()
-        self._versions, self._places = _versions(self._tensors), _places(self._spread)
-        self._follow()
+        self._versions, self._places = _versions(self._masters), _places(self._spread)
+        if (
+            self._plan.data_parallel.shards_weights or self._has_copies
+        ):  # elsewhere a step writes into the masters alone
+            self._follow()
         self._tell(True)
         self._touched = self._is_inside = False
 
@@ -148,30 +151,38 @@ class Edits:
             " use data_parallel.zero = 0, 1 or 2."
         )
 
-    def _take_storages(self) -> None:
-        """Bring values that came in storages of their own (`.data = …`, `set_`) to where they are trained."""
-        if (pointers := _pointers(self._watched)) == self._pointers:
-            return
-        for each, mine, known in zip(self._watched, pointers, self._pointers, strict=True):
-            if mine != known and not isinstance(each.parameter, DTensor):
+    def _edited(self) -> list[_Watched]:
+        """Those that were written to, as far as versions tell, or given storages of their own (`.data = …`, `set_`),
+        whose values are brought to where they are trained."""
+        seen = self._look()
+        if seen == self._seen:
+            return []
+        edited: list[_Watched] = []
+        for place, each in enumerate(self._watched):
+            address, version = seen[place], seen[place - len(self._watched)]
+            if address != self._seen[place] and not isinstance(each.parameter, DTensor):
                 given = each.parameter.detach()
                 _check_fits(each.name, each.trained, given)
                 each.trained.copy_(given)
                 each.parameter.data = each.trained
+            if self._counts_writes and version != self._seen[place - len(self._watched)]:
+                edited.append(each)
+        self._seen = self._look()
+        return edited
+
+    def _look(self) -> list[int]:
+        """The address of each parameter, and behind these its version, where it is asked for.  After a step none of
+        them is in a processor's cache, so to look takes 0.2 µs for each number (a Xeon core, 2026-11)."""
+        addresses = [each.data_ptr() for each in self._parameters]
+        return addresses + _versions(self._parameters) if self._counts_writes else addresses
 
     def _follow(self) -> None:
-        """Take up storages that Weft itself has given to parameters since `settle`."""
-        if (pointers := _pointers(self._watched)) != self._pointers:
-            self._pointers = pointers
+        """Take up versions, and storages, that Weft itself has given to parameters since `settle`."""
+        before, self._seen = self._seen, self._look()
+        addresses = slice(len(self._watched))
+        if before[addresses] != self._seen[addresses]:
             for each in self._watched:
                 each.trained = each.parameter.detach()
-
-    def _changed(self) -> list[bool]:
-        """Whether each of the tensors was written to, as far as versions tell; empty: none was."""
-        versions = _versions(self._tensors)
-        if versions == self._versions:
-            return []
-        return [mine != known for mine, known in zip(versions, self._versions, strict=True)]
 
     def take_facts(self) -> dict[str, str]:
         """Return what must be equal on all ranks of edits since this was asked last."""
@@ -181,6 +192,7 @@ class Edits:
     def let_go(self) -> None:
         """Watch no more: parameters are torch's own again."""
         self._tell(False)
+        self._structure.let_go()
 
     def _take_optimizers(self, edited: Sequence[_Watched], *, has_copies: bool) -> None:
         """The optimizer has changed what it trains between two steps, as those do that average weights."""
@@ -225,10 +237,6 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 def _places(watched: Sequence[_Watched]) -> list[int]:
     """Which storage torch knows each parameter by; a DTensor's own is empty, and stays the same."""
     return [each.parameter.untyped_storage()._cdata for each in watched]  # pyright: ignore[reportPrivateUsage]
-
-
-def _pointers(watched: Sequence[_Watched]) -> list[int]:
-    return [each.parameter.data_ptr() for each in watched]
 
 
 def _check_fits(name: str, old: Tensor, new: Tensor) -> None:

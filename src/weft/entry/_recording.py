@@ -46,7 +46,7 @@ def run_name(recipe: Path) -> str:
     """The name of a run of this recipe or script: the file's, or its folder's where the file is just called
     recipe.toml, or __main__.py as under `python -m`."""
     stem = recipe.resolve().parent.name if recipe.stem in ("recipe", "__main__") else recipe.stem
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "run"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "run"
 
 
 def create_folder(name: str, folder: str | Path | None) -> RunFolder:

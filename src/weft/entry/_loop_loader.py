@@ -48,6 +48,8 @@ class HandedOut:
     stop: int
     has_fillers: bool
     """Whether some rank has none, and was handed one that does not count."""
+    source: int = 0
+    """Number of the loader that it comes from; below 0: the loop has made it, with so many samples."""
 
     @property
     def share(self) -> float:
@@ -73,10 +75,14 @@ class Handing:
     """Tensor by its id → the batch that it came with, of the last ones."""
     shared: str = ""
     """Digest of all that the loop has shared out itself; equal on all ranks."""
+    _handed: dict[int, HandedOut] = field(default_factory=dict[int, HandedOut])
+    """By source, of passes that go on: what was handed out since the last backward."""
+    _trained: dict[int, HandedOut] = field(default_factory=dict[int, HandedOut])
+    """By source: what forwards that train were given since the last backward."""
 
     def hand_out(self, batch: HandedOut, *, is_made: bool = False) -> None:
         """The loop is handed a batch, or its rows of one that it has made itself."""
-        self.last = batch
+        self.last = self._handed[batch.source] = batch
         if self.draws is not None:
             self.draws.begin(batch.size, batch.start, batch.stop, is_made=is_made)
 
@@ -89,13 +95,33 @@ class Handing:
         while len(self._given) > _KNOWN:
             self._given.pop(next(iter(self._given)))
 
-    def turn_to(self, leaves: Iterable[Any]) -> None:
-        """A forward is given these: the batch that they came with is the present one."""
-        for leaf in leaves:
-            known = self._given.get(id(leaf))
-            if known is not None and known[0]() is leaf:
-                self.last = known[1]
-                return
+    def turn_to(self, leaves: Iterable[Any], *, trains: bool) -> None:
+        """A forward, which trains or not, is given these: the batch that they came with is the present one."""
+        found = next((known[1] for leaf in leaves if (known := self._given.get(id(leaf))) and known[0]() is leaf), None)
+        if found is not None:
+            self.last = found
+        if trains:  # of what the loop has made of its batches it could be any
+            self._trained |= self._handed if found is None else {found.source: found}
+
+    def check_shares(self) -> None:
+        """Refuse a loss of batches of several sources of which this rank has other shares: it can have one weight.
+
+        Raises:
+            DataError: names the batches.
+        """
+        trained, self._trained = list(self._trained.values()), {}
+        self._handed.clear()
+        if self.ranks > 1 and len({each.share for each in trained}) > 1:
+            sizes = " and ".join(f"{each.stop - each.start} of {each.size}" for each in trained)
+            raise DataError(
+                f"this loss comes of batches of which the rank has {sizes} samples: no one weight makes a mean over all"
+                f" of its terms. Use batch sizes that {self.ranks} ranks divide (drop_last=True), or call"
+                " session.backward() for each term right after its own forward."
+            )
+
+    def has_ended(self, source: int) -> None:
+        """A pass through this loader is over."""
+        self._handed.pop(source, None)
 
     def take_back(self) -> None:
         """It asks for the next, or for none: loaders draw now."""
@@ -110,10 +136,11 @@ class Handing:
         """How they are shared out to another data rank."""
         return replace(self, index=index)
 
-    def share_of(self, size: int, first: int) -> HandedOut:
+    def share_of(self, size: int, first: int, source: int = 0) -> HandedOut:
         """This rank's share of a batch."""
         bounds = bounds_of(size, [1] * self.ranks)
-        return HandedOut(size, first, bounds[self.index], bounds[self.index + 1], has_fillers=size < self.ranks)
+        start, stop = bounds[self.index], bounds[self.index + 1]
+        return HandedOut(size, first, start, stop, has_fillers=size < self.ranks, source=source)
 
 
 @final
@@ -181,6 +208,7 @@ class LoopLoader:
             self._passes += 1
         finally:  # of a pass that the loop leaves early, too: the next one begins anew
             self._handing.take_back()
+            self._handing.has_ended(self._number)
             if self._present == present:
                 self._taken = 0
 
@@ -260,7 +288,7 @@ class LoopLoader:
             indices = list(drawn)
             if number >= skipped:
                 self._put_back()
-                handed = self._handing.share_of(len(indices), first)
+                handed = self._handing.share_of(len(indices), first, self._number)
                 self._ahead.append(handed)
                 yield Asked(indices, first, handed.start, handed.stop)
             first += len(indices)
@@ -284,13 +312,13 @@ class LoopLoader:
             if number < skipped:
                 pass
             elif handing.world is None:
-                yield batch, handing.share_of(size, first)
+                yield batch, handing.share_of(size, first, self._number)
             else:
                 fields, shape = taken_apart(batch)
                 if number < skipped + _COMPARED:
                     with handing.calls.call(f"a batch of loader {self._number}", meets=True):
                         check_same_batches(fields, handing.world)
-                handed = handing.share_of(next(iter(fields.values())).shape[0], first)
+                handed = handing.share_of(next(iter(fields.values())).shape[0], first, self._number)
                 rows = slice(handed.start, handed.stop) if handed.start < handed.stop else slice(0, 1)
                 yield shape.restored({name: value[rows] for name, value in fields.items()}), handed
             first += size

@@ -89,7 +89,7 @@ class OpenModel(PreparedModel):
             self._open()
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
         rows = leaves[0].shape[0] if leaves else 0
-        self._handing.turn_to(leaves)
+        self._handing.turn_to(leaves, trains=module.training and torch.is_grad_enabled())
         batch = self._handing.last
         if batch is None and rows != self._rows:
             self._rows = rows

@@ -251,6 +251,7 @@ class OwnLoop:
                 "session.backward() was called before a prepared model with a prepared optimizer has had its first"
                 " forward. Give both to session.prepare, and go on with what it returns."
             )
+        self._handing.check_shares()
         if self._handing.draws is not None:
             self._handing.draws.check()
         if reduction == "mean" and not self._has_looked and self._handing.ranks > 1:

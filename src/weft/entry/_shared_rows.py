@@ -33,13 +33,16 @@ class SharedRows:
             DataError: there is none, they have not equally many rows, or other ranks gave others.
         """
         handing, leaves = self._handing, [each for each in tree_leaves(values) if isinstance(each, Tensor)]
-        handed = handing.share_of(_size_of(leaves, dim), self._samples)
+        size = _size_of(leaves, dim)
+        handed = handing.share_of(size, self._samples, source=-size)
         if handing.world is not None:
             self._compare(leaves)
         self._calls += 1
         self._samples += handed.size
         handing.hand_out(handed, is_made=True)
-        return [tree_map_only(Tensor, lambda each: self._part(each, handed, dim), value) for value in values]
+        found = [tree_map_only(Tensor, lambda each: self._part(each, handed, dim), value) for value in values]
+        handing.know(found, handed)
+        return found
 
     def _part(self, tensor: Tensor, handed: HandedOut, dim: int) -> Tensor:
         rows = handed.stop - handed.start

@@ -9,6 +9,7 @@ from typing import Any, final
 
 from weft.entry import Session, session
 from weft.errors import RecipeError
+from weft.events import Event, StepEvent
 
 _OPENING: ContextVar[Mapping[str, Any] | None] = ContextVar("_OPENING", default=None)
 _SEED: ContextVar[int | None] = ContextVar("_SEED", default=None)
@@ -76,12 +77,18 @@ class SharedJob:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = settings
-        self.session: Session = session(**settings)
+        self.skipped = False
+        """Whether the last step of an optimizer was left out, for an overflow in fp16."""
+        self.session: Session = session(**settings, on_event=self._note)
         self.gradients = GradientState()
         self.mixed_precision = "no"
         self.plugins: dict[str, Any] = {}
         self.has_begun = False
         """Whether something was prepared."""
+
+    def _note(self, event: Event, model: int) -> None:
+        if isinstance(event, StepEvent):
+            self.skipped = event.skipped
 
     @property
     def is_alone(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 
-from weft.accelerate._job import GradientState
+from weft.accelerate._job import GradientState, open_job
 
 
 class _Own:
@@ -56,7 +56,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if self.gradient_state.sync_gradients:
             if self._before_step is not None:
                 self._before_step()
+            if (job := open_job()) is not None:
+                job.skipped = False
             self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            self.step_was_skipped = job is not None and job.skipped
 
     def train(self) -> None:
         """Let an optimizer that keeps an average of the weights train them."""

@@ -120,7 +120,7 @@ def begun(zero: int) -> list[int]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = session.prepare(model, optimizer)
         for number in range(8):
-            session.backward(model(torch.ones(4, 6)).sum())
+            session.backward(model(torch.ones(4, 6)).mean())
             (store,) = session.state(model)._parallel.stores.stores  # pyright: ignore[reportPrivateUsage]
             assert isinstance(store, BucketStore)
             counts.append(sum(live.launched for live in store._live))  # pyright: ignore[reportPrivateUsage]
@@ -146,13 +146,13 @@ def compressed() -> str:
         model = Net()
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for _ in range(3):  # guesses nothing
-            session.backward(model(torch.ones(4, 6)).sum())
-            session.backward(model(torch.ones(4, 6)).sum())
+            session.backward(model(torch.ones(4, 6)).mean())
+            session.backward(model(torch.ones(4, 6)).mean())
             optimizer.step()
             optimizer.zero_grad()
-        session.backward(model(torch.ones(4, 6)).sum(), is_last=True)
+        session.backward(model(torch.ones(4, 6)).mean(), is_last=True)
         with pytest.raises(RecipeError) as caught:
-            session.backward(model(torch.ones(4, 6)).sum())
+            session.backward(model(torch.ones(4, 6)).mean())
         return str(caught.value)
 
 

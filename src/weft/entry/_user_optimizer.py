@@ -127,6 +127,8 @@ class UserOptimizer(ShardOptimizer):
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._places: list[int] = []
         """Where the shards' gradients lie of which the runs' `grad` are parts for good; empty: these are given anew."""
+        self._given: list[Tensor | None] = []
+        """Those parts."""
         self.kept = KeptStates(optimizer, self._runs)
         """What the optimizer keeps, for checkpoints."""
         guard.watch_optimizer(optimizer)
@@ -142,10 +144,16 @@ class UserOptimizer(ShardOptimizer):
         places = [shard.gradient.data_ptr() for shard in self._shards if shard.gradient is not None]
         if skipped or places != self._places:
             self._give_gradients(gradient_scale, skipped)
+        else:
+            for run, gradient in zip(self._runs, self._given, strict=True):
+                if run.view.grad is not gradient:  # the loop's own optimizer.zero_grad() has taken it away
+                    run.view.grad = gradient
         with self._guard.inside():
             self._optimizer.step()
-        self._places = places if not skipped and all(shard.keeps_gradient for shard in self._shards) else []
-        if not self._places:
+        if not skipped and all(shard.keeps_gradient for shard in self._shards):
+            self._places, self._given = places, [run.view.grad for run in self._runs]
+        else:
+            self._places, self._given = [], []
             for _, _, view in self._runs:
                 view.grad = None
 

@@ -304,6 +304,7 @@ class BucketStore:
 
     def on_last_backward(self, part: int) -> None:
         """Count every member of the part as ready: those that had no gradient, and schedules that fire no hooks."""
+        self._armed.add(part)
         for live in self._live:
             if live.bucket.key.part == part:
                 live.pending.clear()

@@ -76,9 +76,9 @@ class Handing:
     shared: str = ""
     """Digest of all that the loop has shared out itself; equal on all ranks."""
     _handed: dict[int, HandedOut] = field(default_factory=dict[int, HandedOut])
-    """By source, of passes that go on: what was handed out since the last backward."""
+    """Batches that were handed out since the last backward, by source, of passes that go on."""
     _trained: dict[int, HandedOut] = field(default_factory=dict[int, HandedOut])
-    """By source: what forwards that train were given since the last backward."""
+    """Batches that forwards which train were given since the last backward, by source."""
 
     def hand_out(self, batch: HandedOut, *, is_made: bool = False) -> None:
         """The loop is handed a batch, or its rows of one that it has made itself."""

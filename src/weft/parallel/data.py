@@ -341,8 +341,7 @@ class BucketStore:
             return
         assert live.launched, "a bucket was never reduced"
         live.wait()
-        live.wait = nothing_to_wait_for
-        live.settled = True
+        live.wait, live.settled = nothing_to_wait_for, True
         if live.kept is None or live.gradients is None:
             return
         start, stop = self._region(live.bucket)
@@ -469,7 +468,7 @@ class BucketStore:
 
     def unused(self) -> frozenset[str]:
         if all(len(live.used) == len(live.bucket.members) for live in self._live):
-            return frozenset()  # as in nearly every step
+            return frozenset()
         used = {live.bucket.members[position].layout.name for live in self._live for position in live.used}
         return self.names() - used - self._used_elsewhere
 

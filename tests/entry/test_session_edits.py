@@ -188,17 +188,30 @@ def _taken_out(model: Any) -> None:
     model[0] = nn.Identity()
 
 
+def _set_to_none(model: Any) -> None:
+    model[0].bias = None
+
+
+def _deleted(model: Any) -> None:
+    del model[2]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize(
     ("edit", "told"),
     [
         (_exchanged, r"put another parameter in the place of 0\.bias"),
         (_taken_out, r"taken 0\.weight out"),
+        (_set_to_none, r"taken 0\.bias out"),
+        (_deleted, r"taken 2\.weight out"),
     ],
 )
-def test_parameters_that_come_and_go_are_refused(tmp_path: Path, edit: Callable[[Any], None], told: str) -> None:
+def test_parameters_that_come_and_go_are_refused(
+    tmp_path: Path, edit: Callable[[Any], None], told: str, steps: int
+) -> None:
     with session_of(str(tmp_path), plan_of("zero 0", 1)) as session:
         state = prepared(session, build())
-        for batch in state.batches(1):
+        for batch in state.batches(steps):
             state.step(batch)
         edit(state.model)
         with pytest.raises(RecipeError, match=told):

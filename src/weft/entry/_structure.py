@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, final
 
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from weft.errors import RecipeError
 
@@ -21,31 +18,30 @@ from weft.errors import RecipeError
 class Structure:
     """Knows the parameters of a rank's modules, and refuses to go on without them.
 
-    What a loop adds (a teacher, an average, a metric) is its own affair.  All is gone through when some module of the
-    process was given a parameter or a module, and now and then: to do so in each step takes 0.5 % of one of 5 ms.
+    What a loop adds (a teacher, an average, a metric) is its own affair.  Each step looks at the parameters and at the
+    numbers of submodules.  A submodule in another's place is told by torch when it is registered: to look at all of
+    them, too, takes 0.3 % of a step of 5 ms.
     """
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._parts = parts
-        self._checks, self._is_touched = 0, False
-        touch = _Touch(weakref.ref(self))
-        self._handles = [
-            register_module_parameter_registration_hook(touch),
-            register_module_module_registration_hook(touch),
-        ]
+        self._is_touched = False
+        self._handle = register_module_module_registration_hook(_Touch(weakref.ref(self)))
         self._known = _names(parts)
-        self._held: list[dict[str, Any]] = []
-        self._entries: list[Any] = []
+        self._homes: list[Collection[Any]] = []
+        """What the modules hold as parameters, as it is at any time."""
+        self._parameters: list[Any] = []
+        self._children: list[dict[str, Any]] = []
+        self._numbers: list[int] = []
         self._look()
 
     def touch(self) -> None:
-        """Some module was given a parameter or a module."""
+        """Some module of the process was given another."""
         self._is_touched = True
 
     def let_go(self) -> None:
         """Watch no more."""
-        while self._handles:
-            self._handles.pop().remove()
+        self._handle.remove()
 
     def note(self) -> None:
         """What is there now is as Weft has left it."""
@@ -59,12 +55,9 @@ class Structure:
         Raises:
             RecipeError: a parameter was taken out, or has another one in its place.
         """
-        self._checks += 1
-        if not self._is_touched and self._checks & (self._checks - 1) and self._checks % 1000:
+        if not self._is_touched and self._is_same():
             return
         self._is_touched = False
-        if self._is_same():
-            return
         now = _names(self._parts)
         for name, parameter in self._known.items():
             if now.get(name) is not parameter:
@@ -78,17 +71,19 @@ class Structure:
 
     def _look(self) -> None:
         modules = [module for part in self._parts for module in part.modules()]
-        held = [each for module in modules for each in (vars(module)["_parameters"], vars(module)["_modules"])]
-        self._held = [each for each in held if each]
-        self._entries = [entry for each in self._held for entry in each.values()]
+        self._homes = [own.values() for each in modules if (own := vars(each)["_parameters"])]
+        self._children = [own for each in modules if (own := vars(each)["_modules"])]
+        self._parameters, self._numbers = [*chain.from_iterable(self._homes)], [*map(len, self._children)]
 
     def _is_same(self) -> bool:
-        entries = [*chain.from_iterable(map(dict.values, self._held))]
-        return len(entries) == len(self._entries) and all(map(is_, entries, self._entries))
+        if [*map(len, self._children)] != self._numbers:
+            return False
+        parameters = [*chain.from_iterable(self._homes)]
+        return len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
 
 
 class _Touch:
-    """Tells of every registration in the process.  Weak, as torch holds it until it is taken out."""
+    """Tells of every module that is registered.  Weak, as torch holds it until it is taken out."""
 
     def __init__(self, structure: weakref.ref[Structure]) -> None:
         self._structure = structure

@@ -11,6 +11,7 @@ import os
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
     "BadSetting",
@@ -100,3 +101,28 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Return `" Did you mean X?"` for the closest choice, or an empty string when none is close."""
     matches = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
     return f" Did you mean {matches[0]}?" if matches else ""
+
+
+def not_had(name: str, owner: str, instead: str) -> Any:
+    """Return what stands for a name of another library that Weft has not: it may be imported, and says so when it is
+    used.
+
+    Args:
+        owner: the module that it is asked of.
+        instead: a sentence, the change to make.
+    """
+    return _NotHad(name, (), {"sentence": f"{name} is not had in {owner}. {instead}", "__module__": owner})
+
+
+class _NotHad(type):
+    """The class of such a name.  Called, or asked for anything, it raises `RecipeError`."""
+
+    sentence: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise RecipeError(cls.sentence)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):  # what Python itself looks for
+            raise AttributeError(name)
+        raise RecipeError(cls.sentence)

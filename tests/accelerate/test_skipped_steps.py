@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pool import RankPool
-from weft.accelerate import Accelerator
+from weft.accelerate import Accelerator, GradScalerKwargs
+from weft.errors import PlanError, RecipeError
 from weft.plan import ComputePlan, MeshPlan, Plan
 
 
-def overflowing(ranks: int) -> list[tuple[bool, float]]:
+def overflowing(how: str) -> list[tuple[bool, float]]:
     """Four steps, of which the first two overflow."""
-    plan = Plan(mesh=MeshPlan(replicate=ranks), compute=ComputePlan(precision="fp16"))
-    accelerator = Accelerator(plan=plan)
+    plan = Plan(mesh=MeshPlan(replicate=2), compute=ComputePlan(precision="fp16"))
+    accelerator = Accelerator(plan=plan) if how == "plan" else Accelerator(mixed_precision="fp16")
     torch.manual_seed(0)
     model = nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -34,6 +36,25 @@ def overflowing(ranks: int) -> list[tuple[bool, float]]:
     return found
 
 
-def test_steps_that_overflow_are_left_out_and_told(ranks: RankPool) -> None:
-    for found in ranks.run(2, overflowing, 2):
+def beside_a_plan() -> None:
+    Accelerator(mixed_precision="fp16", plan=Plan(mesh=MeshPlan(replicate=2)))
+
+
+def test_losses_that_nobody_would_scale_are_refused(ranks: RankPool) -> None:
+    with pytest.raises(PlanError, match=r"nobody would scale the losses.*compute\.precision = "):
+        ranks.run(2, beside_a_plan)
+
+
+def test_a_scaler_of_the_scripts_own_is_refused(ranks: RankPool) -> None:
+    with pytest.raises(RecipeError, match=r"GradScalerKwargs\(init_scale=…\) is not had"):
+        ranks.run(1, with_a_scaler)
+
+
+def with_a_scaler() -> None:
+    Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
+
+
+@pytest.mark.parametrize("how", ["plan", "mixed precision"])
+def test_steps_that_overflow_are_left_out_and_told(ranks: RankPool, how: str) -> None:
+    for found in ranks.run(2, overflowing, how):
         assert found == [(True, 1e-3), (True, 1e-3), (False, 5e-4), (False, 2.5e-4)]

@@ -56,7 +56,7 @@ def test_every_name_can_be_imported_and_says_so_when_it_is_not_had(module: str) 
     for name in KEPT["modules"][module]:
         had = getattr(found, name)
         if name not in vars(found):
-            with pytest.raises(RecipeError, match=f"{name} is not had. "):
+            with pytest.raises(RecipeError, match=f"{name} is not had in weft.fabric"):
                 had()
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
         exec(f"from weft.fabric.{module} import nothing")

@@ -9,7 +9,7 @@ import torch
 
 from weft.accelerate._job import GradientState, SharedJob, job_of
 from weft.accelerate._places import Places
-from weft.accelerate._plans import Wishes, asked_of
+from weft.accelerate._plans import Requested, asked_of
 from weft.accelerate.state import AcceleratorState
 from weft.accelerate.utils.dataclasses import (
     AutocastKwargs,
@@ -17,6 +17,7 @@ from weft.accelerate.utils.dataclasses import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
+    GradScalerKwargs,
     PrecisionType,
     ProfileKwargs,
     ProjectConfiguration,
@@ -43,15 +44,13 @@ class Core(Places):
             raise ValueError(f"mixed_precision = {precision!r} is none of {', '.join(PrecisionType.list())}.")
         if precision == "fp8":
             raise PlanError("mixed_precision='fp8': Weft does not compute in fp8. Write bf16, fp16 or no.")
-        self._asked: Wishes = asked_of(given, precision, handlers)
+        self._asked: Requested = asked_of(given, precision, handlers)
         self._job: SharedJob = job_of(self._asked.session)
         self.plan = self._job.settings.get("plan", "auto")
         """How the job is split, as it was given or as plugins say it."""
         self._job.mixed_precision = self.mixed_precision = precision
         self._job.plugins.update({name: each for name, each in self._asked.plugins.items() if each is not None})
         self.native_amp = precision != "no" and not self._asked.computes_in
-        if precision == "fp16" and self.native_amp and self.device.type == "cpu":
-            raise ValueError("mixed_precision='fp16' needs a GPU. Write bf16 or no.")
         self.autocast_handler: AutocastKwargs = handlers.get(AutocastKwargs) or AutocastKwargs()
         self.profile_handler: ProfileKwargs = handlers.get(ProfileKwargs) or ProfileKwargs()
         self._take_accumulation(given["gradient_accumulation_plugin"], given["gradient_accumulation_steps"])
@@ -109,6 +108,11 @@ def _handlers_of(given: Sequence[Any] | None) -> Mapping[type, Any]:
         if type(handler) in found:
             raise ValueError(f"kwargs_handlers has two {type(handler).__name__}. Give one.")
         found[type(handler)] = handler
+        if isinstance(handler, GradScalerKwargs) and (named := handler.to_kwargs()):
+            raise RecipeError(
+                f"GradScalerKwargs({next(iter(named))}=…) is not had: plans in fp16 choose their scale by themselves,"
+                " from the overflows that they meet. Leave it out."
+            )
         if isinstance(handler, DistributedDataParallelKwargs) and str(handler.comm_hook) != DDPCommunicationHookType.NO:
             raise RecipeError(
                 f"DistributedDataParallelKwargs(comm_hook={str(handler.comm_hook)!r}) compresses gradients: name it in"

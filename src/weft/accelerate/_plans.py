@@ -25,7 +25,7 @@ from weft.plan import MicrobatchPlan, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class Requested:
     """What an Accelerator asks of its session."""
 
     session: Mapping[str, Any]
@@ -41,7 +41,7 @@ class Wishes:
     """What a configuration says of the optimizer and its schedule, as settings of a recipe."""
 
 
-def asked_of(given: Mapping[str, Any], precision: str, handlers: Mapping[type, Any]) -> Wishes:
+def asked_of(given: Mapping[str, Any], precision: str, handlers: Mapping[type, Any]) -> Requested:
     """Read what an Accelerator was given.
 
     Raises:
@@ -54,18 +54,27 @@ def asked_of(given: Mapping[str, Any], precision: str, handlers: Mapping[type, A
     plugins = _plugins_of(given)
     if given["plan"] is not None:
         asked |= session_arguments(given["plan"], seconds)
-        return Wishes(session=asked, plugins=plugins, computes_in=_precision_of(asked.get("plan", "auto")))
+        computes_in = _precision_of(asked.get("plan", "auto"))
+        if precision == "fp16" != computes_in:
+            raise PlanError(
+                "mixed_precision='fp16' beside a plan in another precision: nobody would scale the losses."
+                ' Write compute.precision = "fp16" in the plan, or mixed_precision="bf16".'
+            )
+        return Requested(session=asked, plugins=plugins, computes_in=computes_in)
     compiles = _compiles(plugins["dynamo"])
     table = _table_of(plugins, precision)
+    half = "fp16" if precision == "fp16" else ""  # under torch.autocast alone small gradients would be lost
     if not table:
-        asked |= {"settings": {"compute.compile": True}} if compiles else {}
-        return Wishes(session=asked, plugins=plugins)
+        settings = ({"compute.compile": True} if compiles else {}) | ({"compute.precision": half} if half else {})
+        asked |= {"settings": settings} if settings else {}
+        asked |= {"permit": ("fp32", half)} if half else {}
+        return Requested(session=asked, plugins=plugins, computes_in=half)
     found = _read(table)
     plan = replace(found.plan, microbatch=MicrobatchPlan())
-    if compiles:
-        plan = replace(plan, compute=replace(plan.compute, compile=True))
+    compute = replace(plan.compute, compile=plan.compute.compile or compiles)
+    plan = replace(plan, compute=replace(compute, precision="fp16") if half else compute)
     asked |= session_arguments(plan, seconds)
-    return Wishes(
+    return Requested(
         session=asked,
         plugins=plugins,
         computes_in=_precision_of(plan),

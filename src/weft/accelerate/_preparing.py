@@ -62,7 +62,7 @@ class Preparing(Core):
     ) -> nn.Module:
         """See `prepare`.  A model without a prepared optimizer stays plain."""
         self._job.has_begun = True
-        if self.native_amp:
+        if self.native_amp or (self.mixed_precision == "fp16" and self.deepspeed_plugin is None):
             _cast_forward(model, self)
         self._models.append(self._job.session.prepare(model))
         return model
@@ -182,7 +182,7 @@ def _shares(size: int, ranks: int) -> str:
 
 
 def _cast_forward(model: nn.Module, accelerator: Any) -> None:
-    """Run a model's forward under torch.autocast, and give back fp32, as the peer does on one process."""
+    """Run a model's forward under torch.autocast, where the plan has no precision of its own, and give back fp32."""
     plain = model.forward
 
     @functools.wraps(plain)

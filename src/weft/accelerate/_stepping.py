@@ -13,8 +13,6 @@ from weft.accelerate._preparing import Preparing
 from weft.accelerate.utils.dataclasses import AutocastKwargs, ProfileKwargs
 from weft.errors import RecipeError
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 class Accumulating(Preparing):
     """`backward`, accumulation and clipping."""
@@ -50,7 +48,8 @@ class Accumulating(Preparing):
         if self._job.is_single and not self._optimizers:  # nothing is the job's, and there is nobody to ask
             loss.backward(retain_graph=retain)
         else:
-            self._job.session.backward(loss, retain_graph=retain)
+            last = None if self.sync_gradients else False  # of a step that syncs there may be more
+            self._job.session.backward(loss, retain_graph=retain, is_last=last)
 
     @contextmanager
     def accumulate(self, *models: Any) -> Generator[None]:
@@ -127,8 +126,8 @@ class Accumulating(Preparing):
         if not self.native_amp:
             yield
             return
-        dtype, caches = _DTYPES[self.mixed_precision], handler.cache_enabled
-        with torch.autocast(self.device.type, dtype=dtype, enabled=handler.enabled, cache_enabled=caches):
+        caches = handler.cache_enabled
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=handler.enabled, cache_enabled=caches):
             yield
 
     @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from weft.accelerate._states import SavedStates
-from weft.accelerate.not_had import METHODS, not_had
+from weft.accelerate.not_had import METHODS, OWNER
 from weft.accelerate.tracking import Tracking, trackers_of
 from weft.accelerate.utils.dataclasses import (
     DataLoaderConfiguration,
@@ -19,6 +19,7 @@ from weft.accelerate.utils.dataclasses import (
     TorchDynamoPlugin,
     TorchTensorParallelPlugin,
 )
+from weft.errors import not_had
 
 
 @final
@@ -96,5 +97,5 @@ class Accelerator(Tracking, SavedStates):
 
     def __getattr__(self, name: str) -> Any:
         if name in METHODS:
-            return not_had(f"accelerator.{name}", METHODS[name])
+            return not_had(f"accelerator.{name}", OWNER, METHODS[name])
         raise AttributeError(f"an Accelerator has no {name!r}")

@@ -16,7 +16,8 @@ from types import ModuleType
 from typing import Any, final
 
 from weft.accelerate import __version__
-from weft.accelerate.not_had import not_had
+from weft.accelerate.not_had import OWNER
+from weft.errors import not_had
 
 PEER = "accelerate"
 _OWN = "weft.accelerate"
@@ -73,7 +74,7 @@ class _Loader(Loader):
                 return found
             if name.startswith("__"):
                 raise AttributeError(name)
-            return not_had(name, "What needs it runs with Accelerate itself.")
+            return not_had(name, OWNER, "What needs it runs with Accelerate itself.")
 
         vars(module)["__getattr__"] = of
         if own is not None:

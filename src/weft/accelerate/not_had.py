@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.accelerate._installed import asking_for
-from weft.errors import RecipeError
+from weft.errors import did_you_mean, not_had
+
+OWNER = "weft.accelerate"
+"""The package that messages name."""
 
 METHODS: Mapping[str, str] = {
     "context_parallel_rank": "Read accelerator.process_index: ranks that share a sequence are one process here.",
@@ -70,29 +73,10 @@ NAMES: Mapping[str, str] = {
 """Names of the peer's modules, each with what to do instead."""
 
 
-class _Missing(type):
-    """The class of a name that is not had."""
-
-    instead: str
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise RecipeError(f"{cls.__name__} is not had in weft.accelerate. {cls.instead}")
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise RecipeError(f"{cls.__name__} is not had in weft.accelerate. {cls.instead}")
-
-
-def not_had(name: str, instead: str) -> Any:
-    """Return what stands for something that is not had: it may be imported, and says so when it is used."""
-    return _Missing(name, (), {"instead": instead, "__module__": "weft.accelerate"})
-
-
 def name_of(module: str, name: str) -> Any:
     """What `__getattr__` of a module of the peer's layout returns."""
     if (asks := asking_for(name)) is not None:
         return asks
     if name in NAMES:
-        return not_had(name, NAMES[name])
-    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return not_had(name, OWNER, NAMES[name])
+    raise AttributeError(f"module {module!r} has no attribute {name!r}.{did_you_mean(name, NAMES)}", name=name)

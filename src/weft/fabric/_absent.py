@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
-from weft.errors import RecipeError, did_you_mean
+from weft.errors import did_you_mean, not_had
 
 DEVICES = "Weft runs on CPUs and CUDA devices."
 
@@ -17,10 +17,6 @@ def absent(module: str, instead: Mapping[str, str]) -> Callable[[str], Any]:
     def find(name: str) -> Any:
         if name not in known:
             raise AttributeError(f"module {module!r} has no attribute {name!r}.{did_you_mean(name, known)}", name=name)
-
-        def refuse(*_: Any, **__: Any) -> NoReturn:
-            raise RecipeError(f"{module}.{name} is not had. {known[name]}")
-
-        return type(name, (), {"__new__": refuse, "__module__": module})
+        return not_had(name, module, known[name])
 
     return find

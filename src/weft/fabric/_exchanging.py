@@ -92,7 +92,7 @@ def _refuse_group(group: Any) -> None:
 
 
 def _mapped(data: Any, device: torch.device, made: Callable[[Tensor], Tensor] = lambda value: value) -> Any:
-    """FabricPrecision as tensors, all on the device, and what is made of them."""
+    """Numbers as tensors, all on the device, and what `made` makes of them."""
 
     def one(each: Any) -> Any:
         return made(torch.as_tensor(each, device=device)) if isinstance(each, bool | int | float | Tensor) else each

@@ -15,7 +15,7 @@ from weft.launch import RankInfo
 from weft.plan import ComputePlan, Plan, parse_plan
 
 _FREE = (
-    "accelerator parallel_devices cluster_environment checkpoint_io precision process_group process_group_backend"
+    "accelerator parallel_devices cluster_environment process_group process_group_backend"
     " start_method find_unused_parameters static_graph gradient_as_bucket_view broadcast_buffers bucket_cap_mb"
     " init_sync auto_wrap_policy state_dict_type use_orig_params sync_module_states limit_all_gathers"
     " forward_prefetch backward_prefetch device_id allgather_partitions reduce_scatter overlap_comm"
@@ -25,6 +25,8 @@ _FREE = (
 )
 """Options that say how Fabric does what a session does in its own way."""
 _INSTEAD: Mapping[str, str] = {
+    "checkpoint_io": "fabric.save writes folders that any plan loads.",
+    "precision": 'Say it by Fabric(precision="bf16-mixed") or "bf16-true".',
     "mixed_precision": 'Say it by Fabric(precision="bf16-mixed") or "bf16-true".',
     "cpu_offload": 'Give Fabric a plan with memory.offload = "optimizer".',
     "offload_parameters": "Weights stay on devices: use stage 3 on more ranks.",
@@ -142,13 +144,15 @@ def strategy_of(given: Any) -> Strategy:
             return given
         case ["auto"]:
             return Strategy()
-        case ["ddp", *_]:
+        case (
+            ["ddp"] | ["ddp", "find", "unused", "parameters", "true" | "false"] | ["ddp", "spawn" | "fork" | "notebook"]
+        ):
             return DDPStrategy()
-        case ["fsdp", *offload]:
-            return FSDPStrategy(cpu_offload=bool(offload))
+        case ["fsdp"] | ["fsdp", "cpu", "offload"] as words:
+            return FSDPStrategy(cpu_offload=len(words) > 1)
         case ["deepspeed"]:
             return DeepSpeedStrategy()
-        case ["deepspeed", "stage", ("1" | "2" | "3") as stage, *offload]:
+        case ["deepspeed", "stage", ("1" | "2" | "3") as stage, *offload] if offload in ([], ["offload"]):
             return DeepSpeedStrategy(
                 stage=int(stage), offload_optimizer=bool(offload), offload_parameters=stage == "3" and bool(offload)
             )

@@ -12,7 +12,7 @@ from weft.accelerate._stepping import Accumulating
 from weft.accelerate.utils import operations
 
 
-class Gathering(Accumulating):
+class ProcessGathers(Accumulating):
     """`gather` and its like, and triggers."""
 
     def gather(self, tensor: Any) -> Any:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.accelerate._gathering import Gathering
+from weft.accelerate._gathering import ProcessGathers
 from weft.accelerate.utils.other import convert_file_size_to_int, write_tensors
 
 
-class Saving(Gathering):
+class Saving(ProcessGathers):
     """`save_model` and its like."""
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:

@@ -48,27 +48,31 @@ def measure(plans: dict[str, Plan], precision: str) -> dict[str, tuple[int, int,
     found: dict[str, tuple[int, int, int]] = {}
     for name, plan in plans.items():
         gc.collect()
-        before = set(_alive())
+        before = _alive()
         training = Training(recipe_of(precision, ADAMW, hidden_size=64, ffn_size=128), plan)
         parameters = sum(p.numel() for p in training.state.model.blueprint.module.parameters())
         for step in range(2):
             training.step(step)
         training.state.model.stores.release()
         gc.collect()
-        alive = sum(size for place, size in _alive().items() if place not in before)
+        alive = sum(storage.nbytes() for address, storage in _alive().items() if address not in before)
         found[name] = sum(training.finished().bytes.values()), alive, parameters
-        del training
+        del training, before
     return found
 
 
-def _alive() -> dict[int, int]:
-    """Address → bytes of the storages of all tensors that exist."""
-    found: dict[int, int] = {}
+def _alive() -> dict[int, torch.UntypedStorage]:
+    """Address → storage, of all tensors that exist.
+
+    The storages are returned themselves: memory that earlier tests free in between would be given out again, at
+    addresses that look as if they had been there before.
+    """
+    storages: dict[int, torch.UntypedStorage] = {}
     for thing in gc.get_objects():
         if type(thing) in (torch.Tensor, nn.Parameter) and thing.device.type == "cpu":
             with contextlib.suppress(RuntimeError):  # torch's own placeholders without storage
-                found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-    return found
+                storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage()
+    return storages
 
 
 @pytest.mark.parametrize(("precision", "reduce"), [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "compute")])

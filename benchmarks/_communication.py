@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView, SharedMemoryGroup, all_gather_single, reduce_scatter_single
 from weft.comm.shared_memory import register_shared_memory_backend, shared_memory_group
-from weft.launch import RankInfo, initialise_distributed
-from weft.parallel.shared_buffers import share_buffers
+from weft.run.launch import RankInfo, initialise_distributed
+from weft.techniques.zero.shared_buffers import share_buffers
 
 _BLOCK_SECONDS = 0.02
 _MOST_CALLS = 200

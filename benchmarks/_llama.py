@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.models import Blueprint
-from weft.models.decoder import build_decoder
-from weft.parallel import ModelLayout, ParameterLayout, materialise
-from weft.recipe import DecoderShape
+from weft.config.recipe import DecoderShape
+from weft.model import Blueprint
+from weft.model.reference.decoder import build_decoder
+from weft.techniques.core import ModelLayout, ParameterLayout, materialise
 
 SEED = 1234
 POOL = 4

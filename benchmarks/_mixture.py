@@ -19,10 +19,8 @@ from benchmarks._llama import POOL, SEED, rank, samples_of, world_size
 from benchmarks._weft import LEARNING_RATE, shared_pool
 from weft.comm import Mesh, backend_for
 from weft.comm.shared_memory import register_shared_memory_backend
-from weft.engine import create_training
-from weft.models import Blueprint, build_model
-from weft.parallel import ModelLayout, ParameterLayout, materialise
-from weft.plan import (
+from weft.comm.telemetry import Recorder
+from weft.config.plan import (
     ComputePlan,
     ExpertParallelPlan,
     MeshPlan,
@@ -31,8 +29,10 @@ from weft.plan import (
     dump_plan,
     parse_plan,
 )
-from weft.recipe import BatchRecipe, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
-from weft.record import Recorder
+from weft.config.recipe import BatchRecipe, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
+from weft.model import Blueprint, build_model
+from weft.run.engine import create_training
+from weft.techniques.core import ModelLayout, ParameterLayout, materialise
 from weft.techniques.expert import exchange, runtime
 
 CONFIG: dict[str, Any] = {
@@ -162,7 +162,7 @@ class _Clock:
 
 def layer(settings: Mapping[str, Any]) -> Callable[[int], float]:
     """A step is forward and backward of one mixture; what it answers is the share of permuting and sending in it."""
-    from weft.models import mixture
+    from weft.model.reference import mixture
 
     clock, plan = _Clock(), parse_plan(settings["plan"])
     for name in _FUNCTIONS:

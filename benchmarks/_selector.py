@@ -10,9 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.cluster import Collective
-from weft.collective import ALGORITHMS, BUILT_IN, Arrangement, defines, table_to_json
 from weft.comm import GroupView, Wait
+from weft.comm.algorithms import ALGORITHMS, BUILT_IN, Arrangement, defines, table_to_json
 from weft.comm.selector import (
     ChosenCollectives,
     discover_nodes,
@@ -22,6 +21,7 @@ from weft.comm.selector import (
     time_once,
     work_of,
 )
+from weft.config.cluster import Collective
 
 HOPELESS = 3.0
 """A way that takes so many times the fastest, in a run that all have warmed up for, is not run again."""

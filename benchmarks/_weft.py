@@ -13,10 +13,8 @@ from torch import Tensor
 from benchmarks._llama import POOL, SEED, pool_of, samples_of, shape_of, world_size
 from weft.comm import Mesh, backend_for
 from weft.comm.shared_memory import register_shared_memory_backend
-from weft.data import rank_range
-from weft.engine import TrainingState, create_training
-from weft.models.decoder import build_decoder
-from weft.plan import (
+from weft.comm.telemetry import Recorder
+from weft.config.plan import (
     ComputePlan,
     DataParallelPlan,
     MemoryPlan,
@@ -26,8 +24,10 @@ from weft.plan import (
     Recompute,
     parse_plan,
 )
-from weft.recipe import BatchRecipe, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
-from weft.record import Recorder
+from weft.config.recipe import BatchRecipe, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
+from weft.model.reference.decoder import build_decoder
+from weft.run.data import rank_range
+from weft.run.engine import TrainingState, create_training
 
 LEARNING_RATE = 3e-4
 

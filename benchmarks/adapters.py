@@ -20,10 +20,10 @@ import weft
 from benchmarks._options import options_parser
 from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks.loading import CONFIG, SHARD, write_model
-from weft.blueprint import build_blueprint
-from weft.entry import load_module
-from weft.plan import parse_plan
-from weft.recipe import Recipe, parse_recipe
+from weft.analysis.blueprint import build_blueprint
+from weft.api import load_module
+from weft.config.plan import parse_plan
+from weft.config.recipe import Recipe, parse_recipe
 
 PLANS = {
     "data 2": "[mesh]\nreplicate = 2\n[microbatch]\nper_step = 1\n",

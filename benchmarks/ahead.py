@@ -18,7 +18,7 @@ from benchmarks._slow_link import NoNamespacesError, slow_link
 from benchmarks._statistics import round_ratios, spread
 from benchmarks._weft import LEARNING_RATE, create
 from benchmarks._weft import weft as behind
-from weft.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan, dump_plan
+from weft.config.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan, dump_plan
 
 RATES = {"200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
 SHAPE: Mapping[str, Any] = {

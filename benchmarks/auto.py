@@ -26,11 +26,9 @@ from typing import Any
 from benchmarks._options import options_parser
 from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._statistics import median_interval, spread
-from weft.cluster import Cluster, known_machine
-from weft.description import facts_of, profile_of
-from weft.entry import TimedPlan, decide_by_trials, step_seconds, time_plans
-from weft.errors import PlanError
-from weft.plan import (
+from weft.api import TimedPlan, decide_by_trials, step_seconds, time_plans
+from weft.config.cluster import Cluster, known_machine
+from weft.config.plan import (
     ComputePlan,
     DataParallelPlan,
     MeshPlan,
@@ -39,8 +37,10 @@ from weft.plan import (
     Plan,
     check_plan,
 )
-from weft.recipe import Recipe, parse_recipe
-from weft.search import Candidate, PlanChoice, choose_plan
+from weft.config.recipe import Recipe, parse_recipe
+from weft.errors import PlanError
+from weft.model.description import facts_of, profile_of
+from weft.planning.search import Candidate, PlanChoice, choose_plan
 
 _DECODER = "sequence_length = 128\nvocabulary_size = 2048"
 MODELS: Mapping[str, tuple[str, str]] = {

@@ -23,8 +23,8 @@ from typing import Any
 
 from benchmarks._options import options_parser
 from benchmarks._results import ROOT, Goal, log, machine, versions, write_result
-from weft.plan import ComputePlan, DataParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan
-from weft.recipe import (
+from weft.config.plan import ComputePlan, DataParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan
+from weft.config.recipe import (
     BatchRecipe,
     DataRecipe,
     DataSource,
@@ -89,7 +89,7 @@ class Case:
         """Parameters of the model, which is not built."""
         import torch
 
-        from weft.models.decoder import build_decoder
+        from weft.model.reference.decoder import build_decoder
 
         with torch.device("meta"):
             return sum(each.numel() for each in build_decoder(self.shape()).module.parameters())

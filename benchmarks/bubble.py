@@ -23,9 +23,9 @@ from benchmarks._options import options_parser
 from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._statistics import summary
 from weft.comm import Mesh
-from weft.models import Batch, Blueprint, CutTable, token_loss
-from weft.parallel import StepContext
-from weft.plan import MeshPlan, PipelineParallelPlan, Plan, Schedule
+from weft.config.plan import MeshPlan, PipelineParallelPlan, Plan, Schedule
+from weft.model import Batch, Blueprint, CutTable, token_loss
+from weft.techniques.core import StepContext
 from weft.techniques.pipeline.cost import bubble_seconds
 from weft.techniques.pipeline.orders import Action, schedule_orders, simulate
 from weft.techniques.pipeline.parts import cut_parts

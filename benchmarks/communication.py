@@ -16,7 +16,7 @@ from benchmarks._contender import Entry, contenders, interleave
 from benchmarks._options import options_parser
 from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._statistics import round_ratios, spread
-from weft.launch.launcher import launch_function
+from weft.run.launch.launcher import launch_function
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
 _STEPS: Mapping[str, Mapping[str, Any]] = {

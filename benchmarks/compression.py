@@ -27,14 +27,14 @@ from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._slow_link import NoNamespacesError, slow_link
 from benchmarks._statistics import round_ratios, spread, summary
 from weft.comm import Mesh
-from weft.data import rank_range
-from weft.engine import create_training
-from weft.launch import RankInfo, initialise_distributed
-from weft.launch.launcher import launch_function
-from weft.models.decoder import build_decoder
-from weft.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan, dump_plan
-from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
-from weft.record import Recorder
+from weft.comm.telemetry import Recorder
+from weft.config.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan, dump_plan
+from weft.config.recipe import BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
+from weft.model.reference.decoder import build_decoder
+from weft.run.data import rank_range
+from weft.run.engine import create_training
+from weft.run.launch import RankInfo, initialise_distributed
+from weft.run.launch.launcher import launch_function
 from weft.techniques.compression.codecs import CodecSpec, Exchange, Link, compressed, uncompressed
 
 CODECS: Mapping[str, Mapping[str, Any]] = {

@@ -19,14 +19,14 @@ import torch
 
 from benchmarks._options import options_parser
 from benchmarks._results import Goal, log, machine, versions, write_result
-from weft.blueprint import build_blueprint
+from weft.analysis.blueprint import build_blueprint
 from weft.comm import Mesh
-from weft.launch import RankInfo, initialise_distributed
-from weft.launch.launcher import launch_function
-from weft.models.stored import Box, StoredTensor, stored_tensors
-from weft.parallel import parallelize
-from weft.plan import Plan, parse_plan
-from weft.recipe import parse_recipe
+from weft.config.plan import Plan, parse_plan
+from weft.config.recipe import parse_recipe
+from weft.model.stored import Box, StoredTensor, stored_tensors
+from weft.run.launch import RankInfo, initialise_distributed
+from weft.run.launch.launcher import launch_function
+from weft.techniques.build import parallelize
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 2048,

@@ -23,7 +23,8 @@ from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._statistics import spread
 from benchmarks._weft import LEARNING_RATE, create
 from weft.comm import GroupView
-from weft.plan import (
+from weft.comm.telemetry import CollectiveLog
+from weft.config.plan import (
     ComputePlan,
     ContextParallelPlan,
     MemoryPlan,
@@ -33,7 +34,6 @@ from weft.plan import (
     TensorParallelPlan,
     dump_plan,
 )
-from weft.record import CollectiveLog
 from weft.techniques.context.exchange import RingExchange
 from weft.techniques.context.shares import Shown
 

@@ -21,10 +21,10 @@ from benchmarks._mixture import BATCH, CONFIG, RANKS, SAMPLES, plan_of_experts, 
 from benchmarks._options import options_parser
 from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._statistics import round_ratios, spread
-from weft.cluster import known_machine
-from weft.description import facts_of, profile_of
-from weft.plan import ExpertParallelPlan, dump_plan
-from weft.search import choose_plan
+from weft.config.cluster import known_machine
+from weft.config.plan import ExpertParallelPlan, dump_plan
+from weft.model.description import facts_of, profile_of
+from weft.planning.search import choose_plan
 
 _WEFT, _FSDP, _LAYER = (f"benchmarks._mixture:{name}" for name in ("weft", "fsdp", "layer"))
 _EXPERTS = ("grouped_mm", "eager")

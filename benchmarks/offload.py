@@ -21,7 +21,7 @@ from benchmarks._contender import Entry, contenders, interleave
 from benchmarks._options import options_parser
 from benchmarks._results import ROOT, Goal, log, machine, versions, write_result
 from benchmarks._statistics import spread
-from weft.plan import ComputePlan, MemoryPlan, MicrobatchPlan, Plan, dump_plan
+from weft.config.plan import ComputePlan, MemoryPlan, MicrobatchPlan, Plan, dump_plan
 from weft.techniques.offload.storage import FileStorage, new_buffer
 
 SHAPE: dict[str, Any] = {
@@ -135,7 +135,7 @@ def main() -> None:
 
 def parameters() -> int:
     from benchmarks._llama import shape_of
-    from weft.models.decoder import build_decoder
+    from weft.model.reference.decoder import build_decoder
 
     return sum(parameter.numel() for parameter in build_decoder(shape_of(SHAPE)).module.parameters())
 

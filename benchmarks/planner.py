@@ -2,7 +2,7 @@
 
 python -m benchmarks.planner validate FILE.csv   predicts a file's runs, and says how far off that is
 python -m benchmarks.planner fit                 writes what it finds beside the runs, and the constants that ship
-                                                 (src/weft/price/fitted.toml), in about a minute
+                                                 (src/weft/planning/price/fitted.toml), in about a minute
 python -m benchmarks.planner report              writes docs/notebook/planner-accuracy.md, docs/pictures/planner-*.png
                                                  and the figures that ship with Weft, in about three minutes
 """
@@ -35,7 +35,7 @@ from benchmarks.published import (
 from weft.errors import DataError, WeftError
 
 ROOT = Path(__file__).parents[1]
-_PRICE = ROOT / "src/weft/price"
+_PRICE = ROOT / "src/weft/planning/price"
 _PAGE = ROOT / "docs/notebook/planner-accuracy.md"
 _PICTURES = ROOT / "docs/pictures"
 _HEAD = """# How well the planner predicts
@@ -104,7 +104,7 @@ def write_fit(path: Path) -> None:
     found = dump_knowledge(fitted.knowledge, fitted.factors, told)
     FACTORS_FITTED.write_text(found)
     (_PRICE / "fitted.toml").write_text(dump_constants(found, told))
-    print(f"{FACTORS_FITTED.relative_to(ROOT)} and src/weft/price/fitted.toml written")
+    print(f"{FACTORS_FITTED.relative_to(ROOT)} and src/weft/planning/price/fitted.toml written")
 
 
 def write_report(path: Path) -> None:

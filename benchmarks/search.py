@@ -17,10 +17,10 @@ from typing import Any
 from benchmarks._options import options_parser
 from benchmarks._results import ROOT, Goal, log, machine, versions, write_result
 from benchmarks._statistics import spread, summary
-from weft.cluster import parse_cluster_spec
-from weft.profile import profile_of_sizes
-from weft.profile.known import known_model
-from weft.search import search
+from weft.config.cluster import parse_cluster_spec
+from weft.model.profile import profile_of_sizes
+from weft.model.profile.known import known_model
+from weft.planning.search import search
 
 CASES: tuple[tuple[str, str, int, float | None], ...] = (
     ("llama-3.1-405b", "2048x8xh100", 2048, 5.0),

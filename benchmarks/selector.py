@@ -29,8 +29,8 @@ from benchmarks._options import options_parser
 from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._slow_link import NoNamespacesError, slow_link
 from benchmarks._statistics import best_of, round_ratios, spread
-from weft.cluster import Collective
-from weft.collective import ChoiceTable, spell_size, table_from_json
+from weft.comm.algorithms import ChoiceTable, spell_size, table_from_json
+from weft.config.cluster import Collective
 
 SIZES = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20)
 """Bytes of the cells."""

@@ -13,11 +13,8 @@ from benchmarks._contender import Entry, contenders, interleave
 from benchmarks._options import options_parser
 from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._statistics import round_ratios, spread
-from weft.data import BatchSource, data_shape, open_data
-from weft.data._reader import TrainReader
-from weft.models.decoder import build_decoder
-from weft.plan import MicrobatchPlan
-from weft.recipe import (
+from weft.config.plan import MicrobatchPlan
+from weft.config.recipe import (
     BatchRecipe,
     DataRecipe,
     DataSource,
@@ -26,6 +23,9 @@ from weft.recipe import (
     Recipe,
     RunRecipe,
 )
+from weft.model.reference.decoder import build_decoder
+from weft.run.data import BatchSource, data_shape, open_data
+from weft.run.data._reader import TrainReader
 
 _WEFT = "benchmarks._weft:weft"
 

@@ -115,7 +115,7 @@ def room_graph() -> dict[str, set[str]]:
         if any(source.partition(".")[0] == "torch" for source, _ in _imported(path))
     }
     loads_torch = dependents(graph, with_torch)
-    needs_plan = dependents(graph, {module for module in graph if module.startswith("weft.plan")})
+    needs_plan = dependents(graph, {module for module in graph if module.startswith("weft.config.plan")})
     rooms: dict[str, set[str]] = {}
     for module, needs in graph.items():
         room = room_of(module, loads_torch, needs_plan)

@@ -18,7 +18,7 @@ from typing import Any
 from command_reference import command_page
 from python_reference import python_pages
 
-from weft.cluster import (
+from weft.config.cluster import (
     AttentionSpeed,
     BlockTime,
     CollectiveTime,
@@ -29,10 +29,10 @@ from weft.cluster import (
     MemorySpeed,
     Node,
 )
-from weft.document import spell
-from weft.document._write import describe_fields  # pyright: ignore[reportPrivateUsage]
-from weft.plan import Plan, plan_schema
-from weft.recipe import (
+from weft.config.document import spell
+from weft.config.document._write import describe_fields  # pyright: ignore[reportPrivateUsage]
+from weft.config.plan import Plan, plan_schema
+from weft.config.recipe import (
     AdapterRecipe,
     ConvNetShape,
     DataSource,

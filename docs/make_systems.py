@@ -1,4 +1,4 @@
-"""Write what another system's command line and configuration can say: `src/weft/systems/data/SYSTEM.json`.
+"""Write what another system's command line and configuration can say: `src/weft/interop/systems/data/SYSTEM.json`.
 
     python docs/make_systems.py SYSTEM VERSION FOLDER
 

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import hypothesis
-import pytest
-
 import halves
+import hypothesis
 import pool
+import pytest
 import tiers
 
 if TYPE_CHECKING:
-    from weft.launch.launcher import ForkServer
+    from weft.run.launch.launcher import ForkServer
 
 # A container's usual setting, which makes each of the suite's hundreds of processes compile Weft's modules again:
 # 0.3 s of 0.4 s in which `weft --help` starts (Xeon 2.5 GHz, 2026-11-22).
@@ -55,10 +54,10 @@ def ranks(pytestconfig: pytest.Config) -> Iterator[pool.RankPool]:
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
-    """What ranks of `weft.launch` are forked from, by tests of what they do: each would import torch again."""
-    from weft.launch.launcher import ForkServer
+    """What ranks of `weft.run.launch` are forked from, by tests of what they do: each would import torch again."""
+    from weft.run.launch.launcher import ForkServer
 
-    with ForkServer(preload=("weft.entry",)) as made:
+    with ForkServer(preload=("weft.api",)) as made:
         yield made
 
 

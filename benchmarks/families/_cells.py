@@ -17,11 +17,9 @@ import transformers
 
 import weft
 from benchmarks.families._draw import Drawn
-from weft.blueprint import build_blueprint
-from weft.errors import WeftError
-from weft.launch.launcher import ForkServer, RankError
-from weft.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan
-from weft.recipe import (
+from weft.analysis.blueprint import build_blueprint
+from weft.config.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan
+from weft.config.recipe import (
     BatchRecipe,
     DataRecipe,
     DataSource,
@@ -31,6 +29,8 @@ from weft.recipe import (
     Recipe,
     RunRecipe,
 )
+from weft.errors import WeftError
+from weft.run.launch.launcher import ForkServer, RankError
 
 STEPS = 5
 PROPOSED = "tensor 2, proposed"
@@ -240,7 +240,7 @@ def main() -> None:
     folder, names = Path(sys.argv[2]), sys.argv[3:]
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    with ForkServer(preload=("weft.entry",), threads_per_rank=1) as server:
+    with ForkServer(preload=("weft.api",), threads_per_rank=1) as server:
         family = Family(drawn, folder, server)
         print(json.dumps({"facts": family.facts}), flush=True)
         for name in names:

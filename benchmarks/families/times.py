@@ -25,7 +25,7 @@ from benchmarks._statistics import spread
 from benchmarks.families.__main__ import RESULT, WORK
 from benchmarks.families._cells import ways_of
 from benchmarks.families._draw import Drawn
-from weft.recipe import dump_recipe
+from weft.config.recipe import dump_recipe
 
 _COMMANDS = ("describe", "plan", "check")
 _SECONDS = 10.0

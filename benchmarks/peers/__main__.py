@@ -20,11 +20,11 @@ from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._statistics import round_ratios, spread, summary
 from benchmarks._weft import recipe_for_auto
 from benchmarks.peers._environment import peer_versions, peers_python
-from weft.cluster import known_machine
-from weft.description import facts_of, profile_of
-from weft.entry import decide_by_trials
-from weft.plan import dump_plan
-from weft.search import choose_plan
+from weft.api import decide_by_trials
+from weft.config.cluster import known_machine
+from weft.config.plan import dump_plan
+from weft.model.description import facts_of, profile_of
+from weft.planning.search import choose_plan
 
 _BATCH, _RANKS = 8, 2
 _HEAT = 4

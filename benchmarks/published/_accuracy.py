@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from benchmarks.published._validate import Validation
-from weft.price import Accuracy
+from weft.planning.price import Accuracy
 
 _FEW = 8
 """A family with fewer timed rows is not called the worst."""

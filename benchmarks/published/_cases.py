@@ -13,10 +13,10 @@ from benchmarks.published._models import profile_of_run
 from benchmarks.published._rows import Run
 from benchmarks.published._sources import Framework, attention_speed, framework_of, year_of
 from benchmarks.published._unpredictable import Unpredictable
-from weft.cluster import Cluster
+from weft.config.cluster import Cluster
 from weft.errors import WeftError
-from weft.price import Layout, Prediction, Pricer, Stack
-from weft.profile import Profile
+from weft.model.profile import Profile
+from weft.planning.price import Layout, Prediction, Pricer, Stack
 
 _GIBI = 2**30
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from benchmarks.published._cases import is_fullest
 from benchmarks.published._score import Outcome
-from weft.price import Layout
-from weft.profile import Profile
+from weft.model.profile import Profile
+from weft.planning.price import Layout
 
 _GIBI = 2**30
 _TOLERANCE = 0.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 from benchmarks.published._sources import Framework
-from weft.profile import Profile
+from weft.model.profile import Profile
 
 
 def cuts_of(profile: Profile, framework: Framework, stages: int) -> tuple[int, ...] | None:

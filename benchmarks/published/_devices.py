@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.published._rows import Run
 from benchmarks.published._unpredictable import Unpredictable
-from weft.cluster import DEVICES, Cluster, LinkTier, find_kind, parse_cluster_spec, sold_bytes
+from weft.config.cluster import DEVICES, Cluster, LinkTier, find_kind, parse_cluster_spec, sold_bytes
 
 _GIGA = 1e9
 _GIGABIT = 1.25e8

@@ -12,10 +12,10 @@ from benchmarks.published._models import trains_adapters_only
 from benchmarks.published._rows import Run
 from benchmarks.published._sources import Framework, framework_of, year_of
 from benchmarks.published._unpredictable import Unpredictable
-from weft.cluster import Cluster
-from weft.plan import PricedSchedule, Recompute, Schedule, chunk_limits
-from weft.price import Layout, PricedPrecision
-from weft.profile import Profile
+from weft.config.cluster import Cluster
+from weft.config.plan import PricedSchedule, Recompute, Schedule, chunk_limits
+from weft.model.profile import Profile
+from weft.planning.price import Layout, PricedPrecision
 from weft.techniques.zero.contract import stage_of
 
 _PRECISIONS: dict[str, PricedPrecision] = {

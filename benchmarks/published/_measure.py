@@ -5,9 +5,9 @@ from __future__ import annotations
 from benchmarks.published._models import trains_adapters_only
 from benchmarks.published._rows import Row, Run
 from benchmarks.published._sources import FlopConvention, framework_of
-from weft.cluster import Cluster
-from weft.price import PricedPrecision
-from weft.profile import Block, Profile
+from weft.config.cluster import Cluster
+from weft.model.profile import Block, Profile
+from weft.planning.price import PricedPrecision
 
 _TERA = 1e12
 

@@ -10,8 +10,8 @@ from benchmarks.published._rows import Run
 from benchmarks.published._sources import framework_of, year_of
 from benchmarks.published._unpredictable import Unpredictable
 from weft.errors import RecipeError
-from weft.profile import ModelSizes, Profile, profile_of_sizes
-from weft.profile.known import KNOWN_MODELS
+from weft.model.profile import ModelSizes, Profile, profile_of_sizes
+from weft.model.profile.known import KNOWN_MODELS
 
 _GPT_VOCABULARY = 51200
 """GPT-2's 50,257 padded to a multiple of 128 × 8, Megatron's usual."""

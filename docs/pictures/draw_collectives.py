@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.cluster import Collective
-from weft.collective import Arrangement, flat
-from weft.collective.drawing import draw_rounds, play_out
+from weft.comm.algorithms import Arrangement, flat
+from weft.comm.algorithms.drawing import draw_rounds, play_out
+from weft.config.cluster import Collective
 
 FOLDER = Path(__file__).parent
 PICTURES: tuple[tuple[str, Collective, Arrangement, int], ...] = (

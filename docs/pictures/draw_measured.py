@@ -17,7 +17,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 - the backend is chosen first
 
-from weft.collective import Links, flat, predict  # noqa: E402
+from weft.comm.algorithms import Links, flat, predict  # noqa: E402
 
 FOLDER = Path(__file__).parent
 RESULT = FOLDER.parents[1] / "benchmarks" / "results" / "selector.json"

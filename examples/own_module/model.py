@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.models import Blueprint, CutTable, SplitRule, token_loss
+from weft.model import Blueprint, CutTable, SplitRule, token_loss
 
 
 class Mixer(nn.Module):

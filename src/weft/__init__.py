@@ -9,40 +9,40 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weft.cluster import Cluster as Cluster
-    from weft.entry import CheckReport as CheckReport
-    from weft.entry import RunResult as RunResult
-    from weft.entry import Session as Session
-    from weft.entry import TrainState as TrainState
-    from weft.entry import check as check
-    from weft.entry import export as export
-    from weft.entry import generate as generate
-    from weft.entry import session as session
-    from weft.entry import spawn as spawn
-    from weft.entry import train as train
+    from weft.api import CheckReport as CheckReport
+    from weft.api import RunResult as RunResult
+    from weft.api import Session as Session
+    from weft.api import TrainState as TrainState
+    from weft.api import check as check
+    from weft.api import export as export
+    from weft.api import generate as generate
+    from weft.api import session as session
+    from weft.api import spawn as spawn
+    from weft.api import train as train
+    from weft.config.cluster import Cluster as Cluster
+    from weft.config.plan import Plan as Plan
+    from weft.config.recipe import Recipe as Recipe
     from weft.errors import WeftError as WeftError
     from weft.events import StepEvent as StepEvent
-    from weft.plan import Plan as Plan
-    from weft.recipe import Recipe as Recipe
 
 __version__ = "0.1.0"
 
 _PACKAGES = {
-    "CheckReport": "weft.entry",
-    "Cluster": "weft.cluster",
-    "Plan": "weft.plan",
-    "Recipe": "weft.recipe",
-    "RunResult": "weft.entry",
-    "Session": "weft.entry",
+    "CheckReport": "weft.api",
+    "Cluster": "weft.config.cluster",
+    "Plan": "weft.config.plan",
+    "Recipe": "weft.config.recipe",
+    "RunResult": "weft.api",
+    "Session": "weft.api",
     "StepEvent": "weft.events",
-    "TrainState": "weft.entry",
+    "TrainState": "weft.api",
     "WeftError": "weft.errors",
-    "check": "weft.entry",
-    "export": "weft.entry",
-    "generate": "weft.entry",
-    "session": "weft.entry",
-    "spawn": "weft.entry",
-    "train": "weft.entry",
+    "check": "weft.api",
+    "export": "weft.api",
+    "generate": "weft.api",
+    "session": "weft.api",
+    "spawn": "weft.api",
+    "train": "weft.api",
 }
 
 __all__ = ["__version__", *_PACKAGES]  # pyright: ignore[reportUnsupportedDunderAll] - loaded on first use
@@ -51,8 +51,8 @@ __all__ = ["__version__", *_PACKAGES]  # pyright: ignore[reportUnsupportedDunder
 def __getattr__(name: str) -> Any:
     if name not in _PACKAGES:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
-    if _PACKAGES[name] == "weft.entry":
-        importlib.import_module("weft.launch.last_words")
+    if _PACKAGES[name] == "weft.api":
+        importlib.import_module("weft.run.launch.last_words")
     return getattr(importlib.import_module(_PACKAGES[name]), name)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from players import numbers, play
-
 from pool import RankPool
-from weft.plan import DataParallelPlan, MeshPlan, Plan
+
+from weft.config.plan import DataParallelPlan, MeshPlan, Plan
 
 
 def plan_for(replicate: int = 1, shard: int = 1, zero: int = 0, tensor: int = 1) -> Plan:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-
 from pool import RankPool
+
 from weft.accelerate import (
     Accelerator,
     DataLoaderConfiguration,

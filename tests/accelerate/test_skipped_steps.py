@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from pool import RankPool
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pool import RankPool
 from weft.accelerate import Accelerator, GradScalerKwargs
+from weft.config.plan import ComputePlan, MeshPlan, Plan
 from weft.errors import PlanError, RecipeError
-from weft.plan import ComputePlan, MeshPlan, Plan
 
 
 def overflowing(how: str) -> list[tuple[bool, float]]:

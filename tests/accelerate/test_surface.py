@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from pool import RankPool
 from surface import ARGUMENTS, GUIDE, OTHERWISE, arguments_of, names_of, written
 
 import accelerate as peer
 import weft.accelerate
-from pool import RankPool
 from weft.accelerate import Accelerator
 from weft.accelerate.not_had import METHODS
 from weft.errors import RecipeError

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from battery_programs import Program, drawn
 from battery_runs import SETTINGS, Found, difference, play
-
 from pool import ECHOES, RankError, RankPool
+
 from weft.comm import forget_meshes
 from weft.errors import CollectiveError, WeftError
 

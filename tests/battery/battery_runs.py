@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import weft
-from weft.models import CutTable
-from weft.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
+from weft.config.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
+from weft.model import CutTable
 
 STEPS = 4
 HELD_OUT = {"size": 10, "seed": 1}

@@ -21,7 +21,6 @@ from typing import Any
 from battery_play import BAD, judged
 from battery_programs import chosen, drawn
 from battery_runs import SETTINGS
-
 from pool import RankPool
 
 PACK = 10

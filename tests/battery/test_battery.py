@@ -16,9 +16,9 @@ import torch
 from battery_play import judged, of_error, together
 from battery_programs import STRANGE, chosen, drawn
 from battery_runs import SETTINGS, Found, difference
+from pool import RankPool
 from run_battery import findings
 
-from pool import RankPool
 from weft.errors import CollectiveError, RecipeError
 
 PACK = 10

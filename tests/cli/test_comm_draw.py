@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from weft.cli import run
-from weft.collective import ALGORITHMS
+from weft.comm.algorithms import ALGORITHMS
 
 
 def test_text_of_a_ring(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from weft.cli import run
-from weft.collective import find_table
+from weft.comm.algorithms import find_table
 
 
 def test_it_measures_keeps_and_shows_again(

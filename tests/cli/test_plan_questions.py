@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from weft.cli import run
-from weft.plan import load_plan
+from weft.config.plan import load_plan
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 RECIPE = str(DEMO / "recipe.toml")

@@ -17,11 +17,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pool
 import torch
 import torch.distributed as dist
 from shared_memory_jobs import traces
 
-import pool
 from weft.comm._rendezvous import Rendezvous
 from weft.comm.shared_memory import register_shared_memory_backend, shared_memory_group
 from weft.comm.shared_memory._handshake import Handshake

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
 from pool import RankPool
-from weft.collective import find_table, keep_table
+
 from weft.comm import GroupView, collectives_for
+from weft.comm.algorithms import find_table, keep_table
 from weft.comm.messages import Messenger
 from weft.comm.selector import measure_table
 from weft.comm.shared_memory import shared_memory_group

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
 from pool import RankPool
+
 from weft.comm import BackendKind, GroupView, Mesh
 from weft.comm.messages import Messenger
 from weft.comm.selector import ChosenCollectives
 from weft.comm.shared_memory import shared_memory_group
+from weft.config.plan import COLLECTIVE_TIMEOUT_SECONDS, ComputePlan, MeshPlan, parse_plan
 from weft.errors import PlanError
-from weft.launch import RankInfo, initialise_distributed
-from weft.plan import COLLECTIVE_TIMEOUT_SECONDS, ComputePlan, MeshPlan, parse_plan
+from weft.run.launch import RankInfo, initialise_distributed
 
 SECONDS = 7.5
 

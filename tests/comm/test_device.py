@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-
 from pool import RankPool
+
 from weft.comm import (
     all_gather_single,
     backend_for,

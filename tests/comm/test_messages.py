@@ -10,11 +10,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from pool import RankPool
 from torch import Tensor
 
-from pool import RankPool
-from weft.collective import ALGORITHMS, flat
 from weft.comm import GroupView
+from weft.comm.algorithms import ALGORITHMS, flat
 from weft.comm.messages import Messenger
 from weft.errors import CollectiveError
 

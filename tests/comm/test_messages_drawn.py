@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from collective_counts import COUNTS, power
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from pool import RankPool
 from test_messages import CASES, TYPES, expected, region, values, world_view
 from torch import Tensor
 
-from collective_counts import COUNTS, power
-from pool import RankPool
-from weft.cluster import Collective
-from weft.collective import ALGORITHMS, Arrangement, find_algorithm, flat
 from weft.comm import GroupView
+from weft.comm.algorithms import ALGORITHMS, Arrangement, find_algorithm, flat
 from weft.comm.messages import Messenger
 from weft.comm.watched_group import WATCHED_GLOO, WatchedGroup, register_watched_backend
+from weft.config.cluster import Collective
 
 WORLD = 6
 NAMES = [

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
 from pool import RankError, RankPool
+
 from weft.comm import GroupView
 from weft.comm._execute import PreparedCollective, execute
 from weft.comm.messages import Messenger

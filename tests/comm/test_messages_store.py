@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
 from pool import RankError, RankPool
+
 from weft.comm import GroupView
 from weft.comm._failure_table import FailureReport, FailureTable
 from weft.comm.messages import Messenger

@@ -15,9 +15,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-
 from pool import RankPool
-from weft.collective import (
+
+from weft.comm import Collectives, GroupView, _choose, collectives_for
+from weft.comm._choose import drift_of
+from weft.comm._hosts import arrange_hosts
+from weft.comm.algorithms import (
     ALGORITHMS,
     ChoiceTable,
     Links,
@@ -30,9 +33,6 @@ from weft.collective import (
     table_to_json,
     tables_of_others,
 )
-from weft.comm import Collectives, GroupView, _choose, collectives_for
-from weft.comm._choose import drift_of
-from weft.comm._hosts import arrange_hosts
 from weft.comm.selector import SIZES, ChosenCollectives, discover_nodes, measure_table, probe_links, share_table
 from weft.errors import CollectiveError, PlanError
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from pool import RankPool
 from shared_memory_jobs import (
     ARITHMETIC,
     BITWISE,
@@ -24,11 +25,10 @@ from shared_memory_jobs import (
     traces,
 )
 
-from pool import RankPool
 from weft.comm import Mesh, start_all_gather, start_all_reduce, start_reduce_scatter
 from weft.comm.shared_memory import shared_memory_group
+from weft.config.plan import MeshPlan
 from weft.errors import CollectiveError
-from weft.plan import MeshPlan
 
 SIZES = (0, 1, 3, 127, 1_000, 9_001, 300_007)
 WEFT = "cpu:weft"

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from pool import RankPool
 from shared_memory_jobs import data_of, everyones, reduced, same, traces
 
-from pool import RankPool
 from weft.comm import GroupView, new_flat
 from weft.comm.shared_memory import _handshake, shared_memory_group
 from weft.comm.shared_memory._segment import create_segment

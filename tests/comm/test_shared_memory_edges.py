@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from pool import RankPool
 from shared_memory_jobs import group
 
-from pool import RankPool
 from weft.comm.shared_memory._arena import Arena
 from weft.errors import CollectiveError
 

@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pool import RankError, RankPool
 from shared_memory_jobs import group, traces
 from torch import Tensor
 
-from pool import RankError, RankPool
 from weft.comm import Mesh
 from weft.comm.shared_memory import shared_memory_group
+from weft.config.plan import MeshPlan
 from weft.errors import CollectiveError
-from weft.plan import MeshPlan
 
 WEFT = "cpu:weft"
 REBUILT_SECONDS = 1.0

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
 from pool import RankPool
+
 from weft.comm import runs_on_gloo
 from weft.comm._process import boot_id
 from weft.comm.shared_memory import register_shared_memory_backend, shared_memory_group

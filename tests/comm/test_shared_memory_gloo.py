@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from pool import RankPool
 from torch import Tensor
 
-from pool import RankPool
 from weft.errors import CollectiveError
 
 WEFT = "cpu:weft"

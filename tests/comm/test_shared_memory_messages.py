@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pool import RankError, RankPool
 from shared_memory_jobs import data_of, group, same, traces
 from torch import Tensor
 
-from pool import RankError, RankPool
 from weft.comm import TraceEvent
 from weft.comm.watch import Watch
 from weft.errors import CollectiveError

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from pool import RankError, RankPool
 from shared_memory_phases import (
     DEADLINE_SECONDS,
     FORMING,
@@ -22,7 +23,6 @@ from shared_memory_phases import (
     pause_within_the_deadline,
 )
 
-from pool import RankError, RankPool
 from weft.comm._process import Process
 from weft.comm._rendezvous import Rendezvous
 from weft.errors import CollectiveError

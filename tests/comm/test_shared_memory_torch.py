@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from pool import RankPool
 from shared_memory_jobs import group
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -21,11 +22,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pool import RankPool
 from weft.comm.shared_memory import shared_memory_group
 from weft.errors import CollectiveError
-from weft.launch import RankInfo, initialise_distributed
-from weft.launch.launcher import launch_function
+from weft.run.launch import RankInfo, initialise_distributed
+from weft.run.launch.launcher import launch_function
 
 WEFT = "cpu:weft"
 T = TypeVar("T")

@@ -13,13 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pool import RankPool
-from weft.collective import parse_choices
 from weft.comm import (
     Mesh,
     TraceEvent,
@@ -29,11 +28,12 @@ from weft.comm import (
     start_all_gather,
     start_reduce_scatter,
 )
+from weft.comm.algorithms import parse_choices
 from weft.comm.selector import ChosenCollectives
 from weft.comm.shared_memory import shared_memory_group
 from weft.comm.watched_group import WatchedGroup
+from weft.config.plan import MeshPlan
 from weft.errors import CollectiveError
-from weft.plan import MeshPlan
 from weft.techniques.compression.codecs._exchange import start_all_to_all
 
 CPU = torch.device("cpu")

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from pages import PAGES, ROOT, Fence, commands, fences
 
 BIN = Path(sys.executable).parent

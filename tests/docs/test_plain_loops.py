@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from pages import ROOT, fences
 
 FOLDER = ROOT / "examples" / "plain"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from weft.cli import run
-from weft.launch.launcher import ForkServer, RankError
+from weft.run.launch.launcher import ForkServer, RankError
 
 HERE = Path(__file__).parent
 WEFT = str(Path(sys.executable).with_name("weft"))

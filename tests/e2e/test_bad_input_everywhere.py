@@ -18,10 +18,10 @@ import pytest
 
 import weft
 from weft.cli import run
-from weft.cluster import dump_cluster, resolve_cluster
-from weft.data.preparation import prepare
+from weft.config.cluster import dump_cluster, resolve_cluster
+from weft.config.plan import Plan, dump_plan
 from weft.errors import WeftError
-from weft.plan import Plan, dump_plan
+from weft.run.data.preparation import prepare
 
 RECIPE = """
 [model]

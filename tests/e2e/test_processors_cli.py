@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from e2e_kit import WEFT, watch
-from PIL import Image
-
 from model_folders import (
     WORDS,
     save_classifier,
@@ -21,6 +19,7 @@ from model_folders import (
     write_rows,
     write_wave,
 )
+from PIL import Image
 
 RECIPE = """
 [model]

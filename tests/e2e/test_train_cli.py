@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from e2e_kit import RECIPE, WEFT, Act, Done, watch, write_corpus
-
 from metrics_lines import STEP_KEYS
 
 TRAIN = (WEFT, "train", "recipe.toml", "--processes", "2")
@@ -96,9 +95,9 @@ def test_the_folder_holds_everything(home: Path, trained: Done) -> None:
 def test_the_export_loads_in_transformers_with_equal_logits(home: Path, trained: Done) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from weft.entry import load_module
-    from weft.models import build_model
-    from weft.recipe import load_recipe
+    from weft.api import load_module
+    from weft.config.recipe import load_recipe
+    from weft.model import build_model
 
     assert trained.status == 0, trained.text
     run = home / "runs" / "whole"

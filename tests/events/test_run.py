@@ -150,11 +150,11 @@ def test_a_users_loggers_are_left_as_they_are(tmp_path: Path, caplog: pytest.Log
     before = (logger.level, logger.propagate)
     with Run(1, [LogSink(tmp_path / "rank-1.log")]) as run, loggers_to(run, all_of_process=False):
         assert (logger.level, logger.propagate) == before
-        logging.getLogger("weft.parallel").warning("something is slow")
-        logging.getLogger("weft.parallel").info("a detail")
+        logging.getLogger("weft.techniques.core").warning("something is slow")
+        logging.getLogger("weft.techniques.core").info("a detail")
     assert "something is slow" in caplog.text
     log = (tmp_path / "rank-1.log").read_text()
-    assert log.endswith("rank 1 WARNING weft.parallel: something is slow\n")
+    assert log.endswith("rank 1 WARNING weft.techniques.core: something is slow\n")
     assert not logger.handlers
 
 
@@ -167,7 +167,7 @@ def test_warnings_of_a_session_reach_the_user_and_the_log(
 
     def speak() -> None:
         with run, loggers_to(run, all_of_process=False):
-            logging.getLogger("weft.parallel").warning("something is slow")
+            logging.getLogger("weft.techniques.core").warning("something is slow")
             warnings.warn("a number", stacklevel=1)
 
     with pytest.warns(UserWarning, match="a number") as caught:
@@ -176,7 +176,7 @@ def test_warnings_of_a_session_reach_the_user_and_the_log(
     assert len(caught) == 1
     assert "something is slow" in capsys.readouterr().err
     log = (tmp_path / "rank-1.log").read_text()
-    assert "WARNING weft.parallel: something is slow" in log
+    assert "WARNING weft.techniques.core: something is slow" in log
     assert "WARNING py.warnings: UserWarning: a number" in log
     assert not logging.getLogger("weft").handlers
 

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pool import RankPool
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pool import RankPool
+from weft.config.plan import MeshPlan, Plan
 from weft.errors import CheckpointError, DataError, LaunchError, RecipeError
 from weft.fabric import Fabric, is_wrapped
 from weft.fabric.loggers import CSVLogger, TensorBoardLogger
 from weft.fabric.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from weft.plan import MeshPlan, Plan
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from typing import Any
 import fabric_scripts
 import pytest
 from fabric_scripts import NAMES, run
-
 from pool import RankPool
-from weft.plan import DataParallelPlan, MeshPlan, Plan
+
+from weft.config.plan import DataParallelPlan, MeshPlan, Plan
 
 TENSOR = Plan(mesh=MeshPlan(tensor=2), data_parallel=DataParallelPlan(zero=0))
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {

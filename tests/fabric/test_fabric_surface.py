@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from pages import ROOT
+
 from weft.errors import RecipeError
 from weft.fabric import Fabric
 

@@ -11,10 +11,9 @@ from typing import Any
 
 from gpu_parity import Verdict, memory_of
 
-from weft.description import facts_of
-from weft.entry import train
-from weft.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
-from weft.recipe import (
+from weft.api import train
+from weft.config.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
+from weft.config.recipe import (
     BatchRecipe,
     DataRecipe,
     DataSource,
@@ -25,6 +24,7 @@ from weft.recipe import (
     Recipe,
     RunRecipe,
 )
+from weft.model.description import facts_of
 
 SHAPE = {
     "num_layers": 12,

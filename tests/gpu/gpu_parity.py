@@ -12,15 +12,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from pool import RankPool
 from torch import Tensor
 
-from pool import RankPool
 from weft.comm import Mesh, device_for_rank
-from weft.description import facts_of
-from weft.engine import create_training
-from weft.models import build_model
-from weft.numerics import TOLERANCES, Trial, assemble, compare, one_process, run_trial
-from weft.plan import (
+from weft.comm.telemetry import Recorder
+from weft.config.plan import (
     ComputePlan,
     ContextParallelPlan,
     DataParallelPlan,
@@ -33,7 +30,7 @@ from weft.plan import (
     check_plan,
     check_runnable,
 )
-from weft.recipe import (
+from weft.config.recipe import (
     BatchRecipe,
     ConvNetShape,
     DataRecipe,
@@ -46,7 +43,10 @@ from weft.recipe import (
     Recipe,
     RunRecipe,
 )
-from weft.record import Recorder
+from weft.model import build_model
+from weft.model.description import facts_of
+from weft.run.engine import create_training
+from weft.verify.numerics import TOLERANCES, Trial, assemble, compare, one_process, run_trial
 
 BATCH, STEPS = 8, 3
 SECONDS = 180.0

@@ -18,11 +18,11 @@ from gpu_attention import attention_seconds, attention_verdicts
 from gpu_offload import offload_verdicts
 from gpu_parity import Cells, Verdict
 from gpu_report import Report
-
 from pool import RankPool
-from weft.entry import train
-from weft.launch.launcher import launch_function
-from weft.numerics import TOLERANCES
+
+from weft.api import train
+from weft.run.launch.launcher import launch_function
+from weft.verify.numerics import TOLERANCES
 
 Say = Callable[[str], None]
 

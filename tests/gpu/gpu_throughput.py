@@ -1,6 +1,6 @@
 """Speed and memory of a Llama on one GPU: Weft beside a hand-written `fully_shard` loop, taken in turn in one process.
 
-`measure` runs on the one rank of a job that `weft.launch` starts, so that the process group is the one that training
+`measure` runs on the one rank of a job that `weft.run.launch` starts, so that the process group is the one that training
 makes (Gloo and NCCL on CUDA).  Everything it returns is JSON.
 """
 
@@ -33,17 +33,17 @@ from weft.comm import (
     start_reduce_scatter,
     synchronize,
 )
-from weft.description import profile_of
-from weft.engine import TrainingState, create_training
-from weft.engine._throughput import measure_peak_flops
-from weft.launch import RankInfo, initialise_distributed
-from weft.models import Blueprint
-from weft.models.decoder import build_decoder
-from weft.parallel import ModelLayout, ParameterLayout, materialise
-from weft.plan import ComputePlan, DataParallelPlan, MemoryPlan, MicrobatchPlan, Plan
-from weft.price import Layout, Memories
-from weft.recipe import BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
-from weft.record import Recorder
+from weft.comm.telemetry import Recorder
+from weft.config.plan import ComputePlan, DataParallelPlan, MemoryPlan, MicrobatchPlan, Plan
+from weft.config.recipe import BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
+from weft.model import Blueprint
+from weft.model.description import profile_of
+from weft.model.reference.decoder import build_decoder
+from weft.planning.price import Layout, Memories
+from weft.run.engine import TrainingState, create_training
+from weft.run.engine._throughput import measure_peak_flops
+from weft.run.launch import RankInfo, initialise_distributed
+from weft.techniques.core import ModelLayout, ParameterLayout, materialise
 
 Step = Callable[[int], float]
 SEED, LEARNING_RATE = 1234, 1e-4

@@ -11,7 +11,6 @@ import pytest
 import torch
 from gpu_parity import Cells
 from gpu_report import Report
-
 from pool import RankPool
 
 pytestmark = pytest.mark.gpu

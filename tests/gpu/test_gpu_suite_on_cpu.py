@@ -15,7 +15,6 @@ import torch
 from gpu_kernels import summed
 from gpu_parity import Cells, Verdict
 from gpu_report import ROOT, Report
-
 from pool import RankPool
 
 TINY: dict[str, int] = {

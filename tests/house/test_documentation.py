@@ -10,14 +10,13 @@ import tomllib
 from typing import Any, get_type_hints
 
 from cyclopts import App
-
 from pages import INDEX, PAGES, ROOT, Fence, anchors, code_spans, commands, fences, links
+
 from weft.cli import build_app, mark_script
-from weft.cluster import parse_cluster
-from weft.document import dump, spell
-from weft.errors import WeftError
-from weft.plan import Plan, parse_plan
-from weft.recipe import (
+from weft.config.cluster import parse_cluster
+from weft.config.document import dump, spell
+from weft.config.plan import Plan, parse_plan
+from weft.config.recipe import (
     BatchRecipe,
     ConvNetShape,
     DecoderShape,
@@ -28,6 +27,7 @@ from weft.recipe import (
     RunRecipe,
     parse_recipe,
 )
+from weft.errors import WeftError
 
 SHELL = {"git", "cd", "cp", "pip", "ls"}
 """Programs of which the pages say nothing that could go stale."""

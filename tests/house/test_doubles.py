@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import weft
-from weft.profile.known import KNOWN_MODELS
-from weft.profile.known._table import joined
+from weft.model.profile.known import KNOWN_MODELS
+from weft.model.profile.known._table import joined
 
 SOURCES = Path(weft.__file__).parent
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
-
 from pages import ROOT
 
 MOST_FLOORS = 15

@@ -6,9 +6,8 @@ import random
 from itertools import chain
 from pathlib import Path
 
-import pytest
-
 import halves
+import pytest
 
 
 @pytest.mark.parametrize("seed", range(3))

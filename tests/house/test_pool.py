@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import time
 
+import pool
 import pytest
 import torch
 import torch.distributed as dist
 
-import pool
 from weft.errors import PlanError
 
 

@@ -6,9 +6,8 @@ import os
 import signal
 from multiprocessing import resource_tracker
 
-import torch.distributed as dist
-
 import pool
+import torch.distributed as dist
 
 
 def _world() -> int:

@@ -8,11 +8,9 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-
 from pages import ROOT, links
-from weft.description import facts_of
-from weft.errors import PlanError
-from weft.plan import (
+
+from weft.config.plan import (
     ComputePlan,
     DataParallelPlan,
     MemoryPlan,
@@ -24,7 +22,9 @@ from weft.plan import (
     check_plan,
     check_runnable,
 )
-from weft.recipe import load_recipe
+from weft.config.recipe import load_recipe
+from weft.errors import PlanError
+from weft.model.description import facts_of
 
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "notebook" / "measured.md"

@@ -7,7 +7,6 @@ import importlib
 from pathlib import Path
 
 import pytest
-
 from pages import fences
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import pace
+import pytest
 
 WEFT = Path(sys.executable).with_name("weft")
 

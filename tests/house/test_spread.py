@@ -11,7 +11,8 @@ import statistics
 from collections.abc import Iterator
 
 from pages import ROOT
-from weft.plan import plan_settings
+
+from weft.config.plan import plan_settings
 from weft.techniques.contract import Technique
 from weft.techniques.registry import TECHNIQUES
 

@@ -83,7 +83,6 @@ def lines_of_cases() -> dict[str, dict[str, list[int]]]:
     """Case → file → lines that it runs, on any rank."""
     import cells
     import matrix
-
     from pool import RankPool
 
     known = {str(cell): cell for cell in matrix.FULL}

@@ -18,11 +18,11 @@ from pathlib import Path
 
 RULES = ("universal.rules", "python.rules")
 ROOMS = (
-    "src/weft/parallel",
+    "src/weft/techniques/core",
     *(f"src/weft/techniques/{name}" for name in ("tensor", "pipeline", "recompute", "fused_loss", "compute")),
     "src/weft/comm/_reduce.py",
     "src/weft/comm/_collectives.py",
-    "src/weft/engine/_step.py",
+    "src/weft/run/engine/_step.py",
 )
 """Where a mistake changes what a plan computes: the techniques as they run, the reductions, and the step that sums."""
 

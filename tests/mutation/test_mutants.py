@@ -85,6 +85,6 @@ def test_a_mutant_is_written_into_a_copy_and_taken_back(tree: Path) -> None:
 def test_the_rooms_exist() -> None:
     root = HERE.parents[1]
     found = [str(path.relative_to(root)) for path in sources(root)]
-    assert "src/weft/parallel/data.py" in found
-    assert "src/weft/engine/_step.py" in found
+    assert "src/weft/techniques/data/gradient_reducer.py" in found
+    assert "src/weft/run/engine/_step.py" in found
     assert len(found) > 30

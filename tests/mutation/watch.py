@@ -6,12 +6,12 @@ import sys
 from types import FrameType
 from typing import Any
 
-from weft.models import build_model
-from weft.numerics import STEPS, run_trial
-from weft.plan import Plan
-from weft.recipe import Recipe
+from weft.config.plan import Plan
+from weft.config.recipe import Recipe
+from weft.model import build_model
+from weft.verify.numerics import STEPS, run_trial
 
-_ROOMS = ("/weft/parallel/", "/weft/techniques/", "/weft/comm/", "/weft/engine/")
+_ROOMS = ("/weft/techniques/core/", "/weft/techniques/", "/weft/comm/", "/weft/run/engine/")
 
 
 def run_rank(recipe: Recipe, plan: Plan) -> list[tuple[str, int]]:

@@ -9,12 +9,12 @@ import breakages
 import torch
 
 from weft.comm import Mesh
-from weft.engine import create_training
-from weft.models import build_model
-from weft.numerics import TrialData
-from weft.plan import Plan
-from weft.recipe import Recipe, learning_rate
-from weft.record import Recorder
+from weft.comm.telemetry import Recorder
+from weft.config.plan import Plan
+from weft.config.recipe import Recipe, learning_rate
+from weft.model import build_model
+from weft.run.engine import create_training
+from weft.verify.numerics import TrialData
 
 Curve = list[tuple[float, float]]
 """Per step: the global mean loss, and this rank's part of the average's validation loss sum."""

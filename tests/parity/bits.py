@@ -11,17 +11,17 @@ from dataclasses import dataclass
 import torch
 from cells import Cell
 from parity_run import Matrix, with_precision, without_traces_of_compiling
+from pool import RankPool
 from torch import Tensor
 
-from pool import RankPool
 from weft.comm import Mesh
 from weft.comm.shared_memory import shared_memory_group
-from weft.description import facts_of
-from weft.models import build_model
-from weft.numerics import Trial, run_trial
-from weft.parallel import Piece
-from weft.plan import Plan, check_plan, check_runnable
-from weft.recipe import Recipe
+from weft.config.plan import Plan, check_plan, check_runnable
+from weft.config.recipe import Recipe
+from weft.model import build_model
+from weft.model.description import facts_of
+from weft.techniques.core import Piece
+from weft.verify.numerics import Trial, run_trial
 
 AXES = ("world", "data", "shard", "replicate", "tensor", "pipeline")
 

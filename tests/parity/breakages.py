@@ -23,23 +23,27 @@ import written_breakages
 from torch import Tensor, nn
 
 from weft.comm import Collectives, nothing_to_wait_for, shard_of
-from weft.engine import _step
-from weft.models import Batch, Blueprint, build_model
-from weft.parallel import _layout, autograd, data, randomness, zero3
-from weft.recipe import Recipe
+from weft.config.recipe import Recipe
+from weft.model import Batch, Blueprint, build_model
+from weft.run.engine import _step
 from weft.techniques.context import attention, partial, shares, ulysses
 from weft.techniques.context import runtime as context
 from weft.techniques.context.exchange import RingExchange
 from weft.techniques.context.partial import Partial
+from weft.techniques.core import _layout, autograd
+from weft.techniques.data import gradient_reducer as data
 from weft.techniques.expert import runtime as expert
 from weft.techniques.offload import depot
 from weft.techniques.pipeline import runtime as pipeline
 from weft.techniques.pipeline.weight_pass import WeightPass, deferring
-from weft.techniques.tensor import grid_norms, square, summa
-from weft.techniques.tensor.cube import CubeGrid
-from weft.techniques.tensor.grid_shape import GridCut
-from weft.techniques.tensor.square import SquareGrid
-from weft.techniques.tensor.summa import Gathered
+from weft.techniques.randomness import keyed_dropout as randomness
+from weft.techniques.tensor.mesh_2d import norms as grid_norms
+from weft.techniques.tensor.mesh_2d import square, summa
+from weft.techniques.tensor.mesh_2d.cube import CubeGrid
+from weft.techniques.tensor.mesh_2d.shape import GridCut
+from weft.techniques.tensor.mesh_2d.square import SquareGrid
+from weft.techniques.tensor.mesh_2d.summa import Gathered
+from weft.techniques.zero import sharded_weights as zero3
 
 Build = Callable[[Recipe], Blueprint]
 Patch = tuple[Any, str, Any]
@@ -310,14 +314,14 @@ def _copies_not_summed() -> list[Patch]:
 
 def _auxiliary_by_rank() -> list[Patch]:
     """The load of experts is that of a rank's own tokens."""
-    from weft.parallel import auxiliary
+    from weft.techniques.core import auxiliary
 
     return [(auxiliary, "all_reduce", lambda mine, view: mine)]
 
 
 def _choices_by_rank() -> list[Patch]:
     """Biases follow what a rank's own tokens chose."""
-    from weft.parallel import routing
+    from weft.techniques.core import routing
 
     return [(routing.dist, "all_reduce", lambda *of, **more: None)]
 
@@ -338,7 +342,7 @@ def _router_counted_by_ranks() -> list[Patch]:
 
 def _swapped_experts() -> list[Patch]:
     """Every expert is handed the rows of its neighbour."""
-    from weft.models import mixture
+    from weft.model.reference import mixture
 
     arrange = mixture.arrange
 

@@ -10,7 +10,7 @@ from typing import Any
 from window_models import LENGTH, WINDOWED
 from written_models import WRITTEN
 
-from weft.plan import (
+from weft.config.plan import (
     ComputePlan,
     ContextParallelPlan,
     DataParallelPlan,
@@ -22,7 +22,7 @@ from weft.plan import (
     Plan,
     TensorParallelPlan,
 )
-from weft.recipe import (
+from weft.config.recipe import (
     AdapterRecipe,
     BatchRecipe,
     ConvNetShape,

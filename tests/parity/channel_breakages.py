@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from weft.models import Blueprint
-from weft.parallel import Split, randomness
+from weft.model import Blueprint
+from weft.techniques.core import Split
+from weft.techniques.randomness import keyed_dropout as randomness
 from weft.techniques.tensor import channels, cuts, layers
 
 Patch = tuple[Any, str, Any]

@@ -12,8 +12,8 @@ from cells import Cell, plan
 from channel_models import NETS
 from matrix import ZERO, covering, techniques
 
-from weft.plan import Plan
-from weft.recipe import ConvNetShape, ModelRecipe
+from weft.config.plan import Plan
+from weft.config.recipe import ConvNetShape, ModelRecipe
 
 MODELS = {name: ModelRecipe(factory="channel_models:build_channels", arguments={"net": name}) for name in NETS} | {
     "convnet": ModelRecipe(shape=ConvNetShape(num_layers=4, channels=8)),

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.blueprint import look_for_blocks
-from weft.describe import look
-from weft.models import Blueprint, class_loss
+from weft.analysis import look
+from weft.analysis.blueprint import look_for_blocks
+from weft.model import Blueprint, class_loss
 
 CLASSES, IMAGE = 10, (3, 10, 10)
 

@@ -18,12 +18,12 @@ sys.path[:0] = [str(Path(__file__).parents[1])]
 import matrix  # noqa: E402 - the path of the pool comes first
 import torch  # noqa: E402
 from parity_run import Matrix, with_precision, without_traces_of_compiling  # noqa: E402
-
 from pool import RankPool  # noqa: E402
-from weft.models import build_model  # noqa: E402
-from weft.numerics import run_trial  # noqa: E402
-from weft.plan import Plan  # noqa: E402
-from weft.recipe import Recipe  # noqa: E402
+
+from weft.config.plan import Plan  # noqa: E402
+from weft.config.recipe import Recipe  # noqa: E402
+from weft.model import build_model  # noqa: E402
+from weft.verify.numerics import run_trial  # noqa: E402
 
 STEPS = 3
 

@@ -15,12 +15,12 @@ from parity_run import Result
 from torch import Tensor, nn
 
 from weft.comm import Mesh
-from weft.engine import TrainingState
-from weft.models import build_model
-from weft.numerics import Trial, TrialData, run_trial
-from weft.plan import Plan
-from weft.recipe import Recipe, learning_rate
+from weft.config.plan import Plan
+from weft.config.recipe import Recipe, learning_rate
+from weft.model import build_model
+from weft.run.engine import TrainingState
 from weft.techniques.compression.codecs import CodecSpec, Frame
+from weft.verify.numerics import Trial, TrialData, run_trial
 
 STEPS = 5
 Gradients = Mapping[str, Tensor]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from weft.models import Batch, Blueprint, CutTable, SplitRule
+from weft.model import Batch, Blueprint, CutTable, SplitRule
 
 WIDTH, LENGTH = 8, 5
 

@@ -8,8 +8,8 @@ from typing import Any
 from cells import Cell, decoder, plan
 from matrix import MIXED, ZERO
 
-from weft.plan import Plan
-from weft.recipe import ModelRecipe
+from weft.config.plan import Plan
+from weft.config.recipe import ModelRecipe
 
 _FACTORY = "expert_models:build_mixtures"
 MODELS = {

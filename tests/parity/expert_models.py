@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.models import Blueprint
-from weft.models.decoder import SwiGLU, build_decoder
-from weft.models.mixture import Experts, Mixture, Router
-from weft.recipe import DecoderShape
+from weft.config.recipe import DecoderShape
+from weft.model import Blueprint
+from weft.model.reference.decoder import SwiGLU, build_decoder
+from weft.model.reference.mixture import Experts, Mixture, Router
 
 HIDDEN, FFN = 32, 12
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from cells import Cell, plan
 
-from weft.blueprint import build_blueprint
-from weft.models import Blueprint
-from weft.plan import Plan
-from weft.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
+from weft.analysis.blueprint import build_blueprint
+from weft.config.plan import Plan
+from weft.config.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
+from weft.model import Blueprint
 
 LENGTH = 11
 _SIZES: dict[str, Any] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from cells import Cell, plan
 
-from weft.recipe import ModelRecipe
+from weft.config.recipe import ModelRecipe
 
 LENGTH = 11
 SIZES: dict[str, Any] = {

@@ -11,8 +11,8 @@ from typing import Any
 
 from cells import Cell, plan
 
-from weft.plan import ContextParallelPlan, Plan
-from weft.recipe import ModelRecipe
+from weft.config.plan import ContextParallelPlan, Plan
+from weft.config.recipe import ModelRecipe
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,

@@ -12,7 +12,7 @@ from typing import Any
 from cells import Cell, plan
 from window_models import WINDOWED
 
-from weft.plan import Plan
+from weft.config.plan import Plan
 
 ALL_MODELS = (
     "decoder", "decoder_untied", "decoder_dropout", "decoder_grouped", "encoder", "convnet", "mlp", "own", "looked",

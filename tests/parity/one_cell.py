@@ -20,7 +20,6 @@ sys.path[:0] = [str(Path(__file__).parents[1])]
 import matrix  # noqa: E402 - the path of the pool comes first
 from bits import differing  # noqa: E402
 from parity_run import Matrix  # noqa: E402
-
 from pool import RankPool  # noqa: E402
 
 

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from parity_models import Block
 from torch import Tensor, nn
 
-from weft.blueprint import build_blueprint
-from weft.models import Batch, Blueprint, SplitRule
-from weft.numerics import Trial, run_trial
-from weft.plan import Plan
-from weft.recipe import Recipe
+from weft.analysis.blueprint import build_blueprint
+from weft.config.plan import Plan
+from weft.config.recipe import Recipe
+from weft.model import Batch, Blueprint, SplitRule
+from weft.verify.numerics import Trial, run_trial
 
 FORMS = ("outside", "matmul", "einsum", "linear", "distances", "both ways")
 """Where and how the towers are multiplied; `outside`: in the loss."""

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.blueprint import look_for_blocks
-from weft.models import Batch, Blueprint, CutTable, FoundCut, Localise, SplitRule, token_example, token_loss
-from weft.models.decoder import build_decoder
-from weft.recipe import DecoderShape
+from weft.analysis.blueprint import look_for_blocks
+from weft.config.recipe import DecoderShape
+from weft.model import Batch, Blueprint, CutTable, FoundCut, Localise, SplitRule, token_example, token_loss
+from weft.model.reference.decoder import build_decoder
 
 NUM_BLOCKS = 4
 RARE_ABOVE = 1.4

@@ -15,22 +15,22 @@ import breakages
 import cells
 import torch
 from cells import STEPS, Cell
-from torch import Tensor
-
 from pool import RankPool
 from predicted import unlike_predicted
-from weft.blueprint import look_for_blocks
-from weft.describe import look, look_at_features, look_at_tokens
-from weft.description import facts_of
-from weft.engine import TrainingState
-from weft.models import Blueprint, build_model
-from weft.numerics import TOLERANCES, Trial, assemble, compare, one_process, run_trial
-from weft.outline import Outline
-from weft.parallel.data import BucketStore
-from weft.plan import Plan, check_plan, check_runnable
-from weft.recipe import ModelRecipe, Recipe
-from weft.rehearse import outline_of
-from weft.techniques.tensor.grid_shape import ranks_alike
+from torch import Tensor
+
+from weft.analysis import look, look_at_features, look_at_tokens
+from weft.analysis.blueprint import look_for_blocks
+from weft.config.plan import Plan, check_plan, check_runnable
+from weft.config.recipe import ModelRecipe, Recipe
+from weft.model import Blueprint, build_model
+from weft.model.description import facts_of
+from weft.run.engine import TrainingState
+from weft.techniques.core.send_trace import Outline
+from weft.techniques.data.gradient_reducer import BucketStore
+from weft.techniques.tensor.mesh_2d.shape import ranks_alike
+from weft.verify.dry_run import outline_of
+from weft.verify.numerics import TOLERANCES, Trial, assemble, compare, one_process, run_trial
 
 _ROUNDING = 2.0**-24
 ZERO_GRADIENTS: Mapping[str, str] = {

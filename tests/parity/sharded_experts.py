@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from cells import Cell, plan
 from matrix import MIXED
 
-from weft.plan import Plan
+from weft.config.plan import Plan
 
 
 def _cells(model: str, *plans: Plan) -> list[Cell]:

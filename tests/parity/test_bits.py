@@ -19,7 +19,6 @@ import torch
 from bits import differing, same_bits
 from cells import Cell
 from parity_run import Matrix
-
 from pool import RankPool
 
 PAIRS = tuple(cell for cell in matrix.FULL if cell.world == 2 and not cell.plan.compute.compile)

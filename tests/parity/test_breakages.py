@@ -7,7 +7,7 @@ let in, because Weft does not run the code that has them:
   own buckets, which the schedule's last weight pass starts, and its weight pass goes through the accumulation nodes.
   `test_ddp_says_nothing_in_a_split_backward` shows the native behaviour, and Weft's pass under the same hooks.
 - `parallelize_module` unties the embedding from the head without a word: Weft cuts parameters itself, and refuses a tie
-  whose two ends are cut differently (`tests/tensor/test_refusals.py`).
+  whose two ends are cut differently (`tests/techniques/tensor/test_refusals.py`).
 - `clip_grad_norm_` over parameters on different meshes: the norm is one sum over flat shards.
 """
 
@@ -19,9 +19,9 @@ from averaging import run_averaged, validation_curve
 from breakages import split_backward_under_ddp
 from cells import Cell, plan
 from parity_run import Matrix, with_precision
-
 from pool import RankPool
-from weft.numerics import one_process
+
+from weft.verify.numerics import one_process
 
 STEPS = 4
 """After the third, a wrong clip norm or divisor is in losses, norms and weights."""

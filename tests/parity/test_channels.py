@@ -6,9 +6,8 @@ import channel_cells
 import pytest
 from cells import Cell, plan
 from parity_run import Matrix
-from test_dry_runs import check
-
 from pool import RankPool
+from test_dry_runs import check
 
 STEPS = 3
 BREAKAGES = (

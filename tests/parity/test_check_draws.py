@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from checking import on_ranks
 from pool import RankPool
-from weft.entry import check_by
-from weft.plan import MemoryPlan, MeshPlan, MicrobatchPlan, Plan
-from weft.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
+
+from weft.api import check_by
+from weft.config.plan import MemoryPlan, MeshPlan, MicrobatchPlan, Plan
+from weft.config.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
 
 
 def test_functional_dropout_is_proved(ranks: RankPool) -> None:

@@ -1,6 +1,6 @@
 """`make parity`: `weft check` passes every plan of the matrix.
 
-Its ranks are those of the pool, which have imported everything; `tests/entry/test_check.py` starts fresh ones.
+Its ranks are those of the pool, which have imported everything; `tests/api/test_check.py` starts fresh ones.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import cells
 import matrix
 import pytest
 from cells import Cell
-
 from checking import on_ranks
 from pool import RankPool
-from weft.entry import CheckReport, check_by
+
+from weft.api import CheckReport, check_by
 
 CELLS = tuple(cell for cell in matrix.FULL if not cell.plan.compute.compile)
 """Compiled ones leave things behind in the pool; `test_full_matrix.py` runs them in processes of their own."""

@@ -17,16 +17,16 @@ from compressed import ROWS, exact
 from compressed_run import Mistake, OneProcess, compressed, run_ranks
 from compressed_run import recipe as recipe_of
 from parity_run import joined, judge
-
 from pool import RankPool
 from predicted import unlike_predicted
-from weft.description import facts_of
-from weft.models import build_model
-from weft.numerics import Trial, assemble
-from weft.plan import Plan, check_plan, runnability
-from weft.recipe import COMPRESSIONS
-from weft.rehearse import outline_of
+
+from weft.config.plan import Plan, check_plan, runnability
+from weft.config.recipe import COMPRESSIONS
+from weft.model import build_model
+from weft.model.description import facts_of
 from weft.techniques.compression.codecs import Frame
+from weft.verify.dry_run import outline_of
+from weft.verify.numerics import Trial, assemble
 
 CASES: Mapping[str, Mapping[str, Any]] = {
     "2 ranks": {"replicate": 2, "micro": 2},

@@ -6,8 +6,8 @@ import cells
 import pytest
 from cells import Cell, plan
 from parity_run import Matrix
-
 from pool import RankPool
+
 from weft.errors import PlanError
 
 STEPS = 3

@@ -10,12 +10,12 @@ import pytest
 from cells import Cell, plan
 from cells import models as every_model
 from parity_run import Matrix
+from pool import RankPool
 from test_dry_runs import check
 
-from pool import RankPool
-from weft.blueprint import build_blueprint
-from weft.plan import ContextParallelPlan
-from weft.recipe import ModelRecipe
+from weft.analysis.blueprint import build_blueprint
+from weft.config.plan import ContextParallelPlan
+from weft.config.recipe import ModelRecipe
 
 IN_PAIRS = replace(
     plan(context=4, scheme="usp"), context_parallel=ContextParallelPlan(scheme="usp", ulysses=2)

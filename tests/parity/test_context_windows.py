@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from cells import Cell, plan
 from parity_run import Matrix
-
 from pool import RankPool
 
 CELLS = (

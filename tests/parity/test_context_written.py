@@ -9,14 +9,14 @@ import pytest
 from cells import Cell, plan
 from cells import models as every_model
 from parity_run import Matrix
+from pool import RankPool
 from test_dry_runs import check
 
-from pool import RankPool
-from weft.blueprint import build_blueprint
-from weft.description import facts_of
+from weft.analysis.blueprint import build_blueprint
+from weft.config.plan import ContextParallelPlan, Plan, check_plan
+from weft.config.recipe import ModelRecipe
 from weft.errors import PlanError
-from weft.plan import ContextParallelPlan, Plan, check_plan
-from weft.recipe import ModelRecipe
+from weft.model.description import facts_of
 
 IN_PAIRS = replace(
     plan(context=4, scheme="usp"), context_parallel=ContextParallelPlan(scheme="usp", ulysses=2)

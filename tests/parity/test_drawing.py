@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from drawing_models import ALL
 from parity_run import joined, judge, run_rank
+from pool import RankPool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pool import RankPool
+from weft.config.plan import Plan
+from weft.config.recipe import ModelRecipe, Recipe
 from weft.errors import PlanError
-from weft.models import Batch, Blueprint
-from weft.numerics import one_process
-from weft.plan import Plan
-from weft.recipe import ModelRecipe, Recipe
+from weft.model import Batch, Blueprint
+from weft.verify.numerics import one_process
 
 STEPS = 2
 ALONE = one_process(cells.plan())
@@ -91,8 +91,8 @@ def test_a_model_that_checkpoints_itself_draws_the_same_twice(ranks: RankPool, h
 
 def test_steps_and_layers_draw_differently():
     """A draw that ignored its keys would pass every comparison between plans."""
-    from weft.parallel._noise import Elements
-    from weft.parallel.randomness import sample_words
+    from weft.techniques.randomness._noise import Elements
+    from weft.techniques.randomness.keyed_dropout import sample_words
 
     def of(key: str = "a", step: int = 0, seed: int = 1, first: int = 0) -> Tensor:
         ids = torch.arange(first, first + 4)
@@ -210,9 +210,9 @@ def test_draws_do_not_go_with_compiled_blocks():
 
 
 def test_generators_are_left_as_they_were():
-    from weft.parallel import Generators
-    from weft.parallel._draw_trace import find_draws
-    from weft.parallel.draws import keys_itself
+    from weft.techniques.core import Generators
+    from weft.techniques.randomness._draw_trace import find_draws
+    from weft.techniques.randomness.draws import keys_itself
 
     built = [build_refused(how) for how in HOW]
     before = Generators.now(torch.device("cpu"))
@@ -225,10 +225,10 @@ def test_generators_are_left_as_they_were():
 def test_a_tensor_rank_draws_its_part_of_the_whole(dim: int):
     """Shards of an activation along heads or features, as the ranks of a tensor group hold them."""
     from weft.comm import GroupView
-    from weft.parallel import MicrobatchState, StepContext
-    from weft.parallel._draw_trace import DrawLayout
-    from weft.parallel._draw_trace import Draws as Found
-    from weft.parallel.draws import keyed
+    from weft.techniques.core import MicrobatchState, StepContext
+    from weft.techniques.randomness._draw_trace import DrawLayout
+    from weft.techniques.randomness._draw_trace import Draws as Found
+    from weft.techniques.randomness.draws import keyed
 
     layout = DrawLayout(place="sample", dim=0, whole=(1, 6, 10))
     found = Found(layouts={("a", "bernoulli_", 0): [layout]})

@@ -14,14 +14,14 @@ import pytest
 import torch
 from drawing_models import ALL
 from parity_run import joined, judge, run_rank
+from pool import RankPool
 from test_drawing import ALONE, STEPS, recipe_of
 
-from pool import RankPool
+from weft.config.plan import Plan
+from weft.config.recipe import Recipe
 from weft.errors import PlanError
-from weft.models import seeded
-from weft.parallel import StepContext, without_draws
-from weft.plan import Plan
-from weft.recipe import Recipe
+from weft.model import seeded
+from weft.techniques.core import StepContext, without_draws
 
 DRAWS: Mapping[str, Callable[[], object]] = {
     "torch's": lambda: torch.rand(3),

@@ -13,10 +13,10 @@ import pytest
 from cells import Cell
 from parity_run import with_precision
 
-from weft.models import Blueprint, build_model
-from weft.program import occasions_of, program_of
-from weft.recipe import ModelRecipe, Recipe
-from weft.rehearse import outline_of, rehearse_world
+from weft.config.recipe import ModelRecipe, Recipe
+from weft.model import Blueprint, build_model
+from weft.verify.dry_run import outline_of, rehearse_world
+from weft.verify.program import occasions_of, program_of
 
 Build = Callable[[Recipe], Blueprint]
 CELLS = tuple(cell for cell in matrix.FULL if cell.world > 1)

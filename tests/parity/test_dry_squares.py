@@ -15,9 +15,9 @@ import wide_grids
 from cells import Cell
 from test_dry_runs import check
 
-from weft.blueprint import build_blueprint
-from weft.models import Blueprint
-from weft.recipe import ModelRecipe, Recipe
+from weft.analysis.blueprint import build_blueprint
+from weft.config.recipe import ModelRecipe, Recipe
+from weft.model import Blueprint
 
 GROUPS = {"looked": looked_grids, "wide": wide_grids, "whole": whole_grids, "two_stacks": two_stacks}
 DRAWN = ("wide", "gemma2")

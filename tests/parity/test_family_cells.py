@@ -9,12 +9,12 @@ from pathlib import Path
 import cells
 import pytest
 from parity_run import joined, judge, run_rank
-
 from pool import RankPool
 from small_families import TYPES, small_model
-from weft.families import families
-from weft.numerics import one_process
-from weft.plan import Plan
+
+from weft.config.plan import Plan
+from weft.model.families import families
+from weft.verify.numerics import one_process
 
 STEPS = 2
 ALONE = one_process(cells.plan())

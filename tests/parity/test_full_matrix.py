@@ -16,9 +16,9 @@ import matrix
 import pytest
 from cells import Cell
 from parity_run import Matrix, Verdict
-
 from pool import RankPool
-from weft.numerics import TOLERANCES
+
+from weft.verify.numerics import TOLERANCES
 
 pytestmark = pytest.mark.parity
 

@@ -10,15 +10,15 @@ import looked_grids
 import pytest
 from cells import Cell, plan
 from parity_run import Matrix
-
 from pool import RankPool
-from weft.blueprint import build_blueprint
-from weft.description import facts_of
-from weft.entry import describe_recipe
+
+from weft.analysis.blueprint import build_blueprint
+from weft.api import describe_recipe
+from weft.config.plan import check_plan
+from weft.config.recipe import ModelRecipe, Recipe
 from weft.errors import PlanError
-from weft.plan import check_plan
-from weft.recipe import ModelRecipe, Recipe
-from weft.worker import facts_of_blueprint
+from weft.model.description import facts_of
+from weft.run.worker import facts_of_blueprint
 
 STEPS = 3
 

@@ -6,10 +6,10 @@ import looked_sequences
 import pytest
 from cells import Cell, plan
 from parity_run import Matrix
+from pool import RankPool
 from test_dry_runs import check
 
-from pool import RankPool
-from weft.recipe import ModelRecipe
+from weft.config.recipe import ModelRecipe
 
 STEPS = 3
 BREAKAGES = (

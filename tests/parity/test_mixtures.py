@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from cells import Cell, decoder, plan
 from parity_run import Matrix
-
 from pool import RankPool
+
+from weft.config.recipe import ModelRecipe
 from weft.errors import PlanError
-from weft.recipe import ModelRecipe
 
 STEPS = 3
 

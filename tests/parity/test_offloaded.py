@@ -8,8 +8,8 @@ import cells
 import pytest
 from cells import Cell
 from parity_run import Matrix
-
 from pool import RankPool
+
 from weft.techniques.offload.contract import Offload
 
 STEPS = 6

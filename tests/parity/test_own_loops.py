@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cells import BATCH, HF_CONFIGS, plan
+from pool import RankPool
 from torch.utils.data import DataLoader
 
 import weft
-from pool import RankPool
+from weft.config.plan import Plan
 from weft.errors import PlanError
-from weft.plan import Plan
 
 PASSES, TOKENS = 2, 11
 EXPERTS: dict[str, Any] = {

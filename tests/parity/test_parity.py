@@ -13,13 +13,13 @@ import pytest
 from cells import Cell
 from matrix import COVERING, FULL
 from parity_run import Matrix
-
 from pool import RankPool
-from weft.description import facts_of
+
+from weft.config.plan import check_plan
+from weft.config.recipe import ModelRecipe
 from weft.errors import PlanError
-from weft.models import build_model
-from weft.plan import check_plan
-from weft.recipe import ModelRecipe
+from weft.model import build_model
+from weft.model.description import facts_of
 
 STEPS = 6
 IN_FP32 = tuple(cell for cell in COVERING if cell.world in (2, 4))[::3]

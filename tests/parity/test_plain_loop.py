@@ -12,12 +12,12 @@ import pytest
 import torch
 from cells import STEPS
 from parity_run import run_rank, with_precision
+from pool import RankPool
 from torch import Tensor
 
-from pool import RankPool
-from weft.models import build_model
-from weft.numerics import TrialData, assemble, compare, one_process
-from weft.recipe import ModelRecipe, Recipe, learning_rate
+from weft.config.recipe import ModelRecipe, Recipe, learning_rate
+from weft.model import build_model
+from weft.verify.numerics import TrialData, assemble, compare, one_process
 
 TOLERANCE = 1e-12
 

@@ -8,10 +8,10 @@ import pytest
 import sharded_experts
 from cells import Cell, plan
 from parity_run import Matrix
+from pool import RankPool
 from test_dry_runs import check
 
-from pool import RankPool
-from weft.recipe import ModelRecipe
+from weft.config.recipe import ModelRecipe
 
 STEPS = 3
 BREAKAGES = (

@@ -8,14 +8,14 @@ import cells
 import pytest
 from cells import Cell, plan
 from parity_run import Matrix, run_rank
-
 from pool import RankPool
-from weft.description import facts_of
+
+from weft.config.plan import Plan, check_plan
+from weft.config.recipe import ModelRecipe, Recipe
 from weft.errors import PlanError
-from weft.models import build_model
-from weft.plan import Plan, check_plan
-from weft.recipe import ModelRecipe, Recipe
-from weft.worker import facts_of_blueprint
+from weft.model import build_model
+from weft.model.description import facts_of
+from weft.run.worker import facts_of_blueprint
 
 STEPS = 3
 CELLS = (

@@ -12,14 +12,14 @@ from benchmarks.families._draw import _small_form  # pyright: ignore[reportPriva
 from benchmarks.families._kinds import families_of
 from pair_models import FORMS, LOSSES, run_looked
 from parity_run import joined, judge, run_rank
-
 from pool import RankPool
 from predicted import unlike_predicted
-from weft.blueprint import build_blueprint
-from weft.numerics import one_process
-from weft.plan import Plan
-from weft.recipe import ModelRecipe, Recipe
-from weft.rehearse import outline_of, rehearse
+
+from weft.analysis.blueprint import build_blueprint
+from weft.config.plan import Plan
+from weft.config.recipe import ModelRecipe, Recipe
+from weft.verify.dry_run import outline_of, rehearse
+from weft.verify.numerics import one_process
 
 STEPS = 2
 ALONE = one_process(cells.plan())

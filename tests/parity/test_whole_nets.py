@@ -6,10 +6,10 @@ import pytest
 import whole_nets
 from cells import Cell, plan
 from parity_run import look_at
+from pool import RankPool
 from test_wide_nets import STEPS, Nets
 
-from pool import RankPool
-from weft.recipe import ModelRecipe
+from weft.config.recipe import ModelRecipe
 
 SQUARE = plan(tensor=4, grid="2d")
 

@@ -6,9 +6,9 @@ import pytest
 import wide_grids
 from cells import Cell, plan
 from parity_run import Matrix
-
 from pool import RankPool
-from weft.recipe import ModelRecipe
+
+from weft.config.recipe import ModelRecipe
 
 STEPS = 3
 

@@ -9,13 +9,13 @@ import torch
 import wide_nets
 from cells import Cell, plan
 from parity_run import Matrix, Result, joined, look_at, run_rank
-
 from pool import RankPool
 from predicted import unlike_predicted
-from weft.models import build_model
-from weft.plan import Plan
-from weft.recipe import ModelRecipe, Recipe
-from weft.rehearse import outline_of
+
+from weft.config.plan import Plan
+from weft.config.recipe import ModelRecipe, Recipe
+from weft.model import build_model
+from weft.verify.dry_run import outline_of
 
 STEPS = 3
 

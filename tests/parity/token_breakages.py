@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from weft.parallel import token_draws
-from weft.parallel.local_tokens import LocalTokens
+from weft.techniques.core.local_tokens import LocalTokens
+from weft.techniques.randomness import token_draws
 
 Patch = tuple[Any, str, Any]
 

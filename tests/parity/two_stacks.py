@@ -10,7 +10,7 @@ from typing import Any
 
 from cells import BATCH, Cell, plan
 
-from weft.recipe import ModelRecipe
+from weft.config.recipe import ModelRecipe
 
 LENGTH, VOCABULARY = 9, 64
 _BART: dict[str, Any] = {

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.techniques.tensor import computed_whole, grid_layers
+from weft.techniques.tensor.mesh_2d import computed_whole
+from weft.techniques.tensor.mesh_2d import layers as grid_layers
 
 Change = Callable[[Tensor], Tensor]
 

@@ -10,7 +10,7 @@ from typing import Any
 from cells import Cell, plan
 from looked_grids import LENGTH, SIZES
 
-from weft.recipe import ModelRecipe
+from weft.config.recipe import ModelRecipe
 
 EIGHT: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 CONFIGS: dict[str, dict[str, Any]] = {

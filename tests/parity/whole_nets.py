@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from wide_nets import LENGTH, VOCABULARY, WIDTH, Attention, Norm
 
-from weft.models import Blueprint, token_example, token_loss
+from weft.model import Blueprint, token_example, token_loss
 
 EXPERTS, TOP = 6, 2
 

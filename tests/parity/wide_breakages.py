@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from weft.comm import GroupView
-from weft.parallel import draws
-from weft.parallel.grid import GridSplit
+from weft.techniques.core.grid import GridSplit
 from weft.techniques.fused_loss import vocabulary
-from weft.techniques.tensor import grid_layers, grid_norms, narrowing, own_lookups
-from weft.techniques.tensor.grid_shape import Formula, GridCut
-from weft.techniques.tensor.square import SquareGrid
-from weft.techniques.tensor.summa import gather
+from weft.techniques.randomness import draws
+from weft.techniques.tensor.mesh_2d import layers as grid_layers
+from weft.techniques.tensor.mesh_2d import narrowing, own_lookups
+from weft.techniques.tensor.mesh_2d import norms as grid_norms
+from weft.techniques.tensor.mesh_2d.shape import Formula, GridCut
+from weft.techniques.tensor.mesh_2d.square import SquareGrid
+from weft.techniques.tensor.mesh_2d.summa import gather
 
 
 def _scale_left_out() -> list[tuple[Any, str, Any]]:

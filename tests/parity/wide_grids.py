@@ -11,7 +11,7 @@ from typing import Any
 from cells import Cell, plan
 from looked_grids import LENGTH, SIZES
 
-from weft.recipe import ModelRecipe
+from weft.config.recipe import ModelRecipe
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "opt": {

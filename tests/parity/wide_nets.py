@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.models import Blueprint, token_example, token_loss
+from weft.model import Blueprint, token_example, token_loss
 
 VOCABULARY, LENGTH, WIDTH, HEADS = 48, 6, 16, 4
 

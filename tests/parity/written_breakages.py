@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.models import scores, written
+from weft.model.attention import scores, written
 from weft.techniques.context import attention, dropped, form, partial, reading, visibility
 
 Patch = tuple[Any, str, Any]

@@ -12,10 +12,10 @@ from benchmarks.published._measure import measured_step, step_flops
 from benchmarks.published._sources import framework_of, year_of
 from published_examples import LLAMA, shipped, write
 
-from weft.cluster import parse_cluster_spec
+from weft.config.cluster import parse_cluster_spec
 from weft.errors import PlanError
-from weft.price import model_flops
-from weft.search import plan_of
+from weft.planning.price import model_flops
+from weft.planning.search import plan_of
 
 
 def read(tmp_path: Path, **changes: str) -> Row:

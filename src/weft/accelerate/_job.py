@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, final
 
-from weft.entry import Session, session
+from weft.api import Session, session
 from weft.errors import RecipeError
 from weft.events import Event, StepEvent
 

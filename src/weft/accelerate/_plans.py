@@ -17,11 +17,11 @@ from weft.accelerate.utils.dataclasses import (
     ParallelismConfig,
     TorchDynamoPlugin,
 )
-from weft.entry import session_arguments
+from weft.api import session_arguments
+from weft.config.plan import MicrobatchPlan, Plan
 from weft.errors import PlanError
-from weft.launch import RankInfo
-from weft.migrate import Migration, read_settings
-from weft.plan import MicrobatchPlan, Plan
+from weft.interop.migrate import Migration, read_settings
+from weft.run.launch import RankInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from weft.entry import spawn
+from weft.api import spawn
 
 
 def notebook_launcher(

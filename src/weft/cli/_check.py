@@ -35,13 +35,13 @@ def check(
     explain
         When something differs, look for the likely cause and the techniques it takes.
     """
-    from weft.launch.launcher import open_fork_server
-    from weft.plan import check_runnable
+    from weft.config.plan import check_runnable
+    from weft.run.launch.launcher import open_fork_server
 
     with open_fork_server() as fork_server:  # which imports torch while this process does
         choice = read_choice(recipe, plan, overrides, None)
         check_runnable(choice.plan)  # before torch is imported
-        from weft.entry import check as run
+        from weft.api import check as run
 
         try:
             report = run(choice.recipe, choice.plan, processes=processes, explain=explain, fork_server=fork_server)

@@ -124,7 +124,7 @@ def _print(rows: list[tuple[Estimate, str]], link: Link, elements: int, members:
 
 
 def _link(bandwidth: str | None, latency: str | None, cluster: str | None, processes: int | None) -> tuple[Link, int]:
-    from weft.cluster import known_machine, resolve_cluster
+    from weft.config.cluster import known_machine, resolve_cluster
     from weft.techniques.compression.codecs import Link
 
     if processes is not None and processes < 2:
@@ -164,9 +164,9 @@ def _shapes(recipe: Path | None, parameters: str | None, overrides: tuple[str, .
         if number < 1:
             raise PlanError(f"--parameters {parameters} is less than one. Give a whole number, such as 125M.")
         return shapes_of_model(number)
-    from weft.blueprint import build_blueprint
-    from weft.plan import Plan, apply_overrides
-    from weft.recipe import load_recipe
+    from weft.analysis.blueprint import build_blueprint
+    from weft.config.plan import Plan, apply_overrides
+    from weft.config.recipe import load_recipe
 
     assert recipe is not None
     refuse_plan_settings("weft comm advise", overrides)

@@ -48,9 +48,9 @@ def draw(
     output
         A .png, .svg or .pdf file to draw to as well.
     """
-    from weft.cluster import resolve_cluster
-    from weft.collective import arrange, find_algorithm, flat
-    from weft.collective.drawing import draw_rounds, drawing_lines, play_out
+    from weft.comm.algorithms import arrange, find_algorithm, flat
+    from weft.comm.algorithms.drawing import draw_rounds, drawing_lines, play_out
+    from weft.config.cluster import resolve_cluster
 
     name = find_algorithm(algorithm).name
     if (processes is None) == (cluster is None):

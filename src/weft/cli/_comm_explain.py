@@ -11,8 +11,8 @@ from cyclopts import Parameter
 from weft.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from weft.cluster import Topology
-    from weft.collective import Arrangement, ChoiceTable, Links, MethodCandidate, TableRow
+    from weft.comm.algorithms import Arrangement, ChoiceTable, Links, MethodCandidate, TableRow
+    from weft.config.cluster import Topology
 
 _MOST_RANKS = 64
 
@@ -46,9 +46,9 @@ def explain(
         auto: what trainings use, memory that one host's ranks share, or Gloo between hosts; it stands in the table as
         "backend". gloo: what plans with compute.backend = "gloo" use.
     """
-    from weft.cluster import resolve_cluster
-    from weft.collective import arrange, find_table, flat, keep_table, parse_size
-    from weft.launch import RankInfo
+    from weft.comm.algorithms import arrange, find_table, flat, keep_table, parse_size
+    from weft.config.cluster import resolve_cluster
+    from weft.run.launch import RankInfo
 
     if processes is not None and cluster is not None:
         raise CollectiveError("--processes goes without --cluster, which has one rank per device. Leave one out.")
@@ -72,7 +72,7 @@ def explain(
         print("\n".join(table_lines(known)))
         print("\nkept from an earlier measurement; --measure measures anew")
         return
-    from weft.probe import measure_choices
+    from weft.run.probe import measure_choices
 
     table = measure_choices(ranks, place=place, topology=topology, sizes=sorted(set(sizes)), backend=backend)
     if table is None:  # another rank of the job writes
@@ -102,7 +102,7 @@ def _links(links: Links) -> str:
 
 
 def _row_lines(row: TableRow) -> Iterator[str]:
-    from weft.collective import spell_size
+    from weft.comm.algorithms import spell_size
 
     yield f"{row.collective} of {spell_size(row.size_bytes)}: {row.choice}"
     yield f"    {'':2}{'way':<30}{'predicted':>12}{'measured':>12}"

@@ -41,8 +41,8 @@ def prepare(
     workers
         Processes that tokenize; by default one per core.
     """
-    from weft.data.preparation import ConsoleProgress
-    from weft.data.preparation import prepare as run
+    from weft.run.data.preparation import ConsoleProgress
+    from weft.run.data.preparation import prepare as run
 
     if workers is not None and workers < 1:
         raise DataError(f"--workers {workers} is too few. Use 1 or more, or leave it out.")

@@ -11,10 +11,10 @@ from weft.cli._options import Json, Overrides, RecipeFile, refuse_plan_settings
 from weft.figures import spell_figure
 
 if TYPE_CHECKING:
-    from weft.describe import ForwardDescription, Proposal
-    from weft.models import Blueprint
-    from weft.profile import Block, Operator, Profile
-    from weft.recipe import Recipe
+    from weft.analysis import ForwardDescription, Proposal
+    from weft.config.recipe import Recipe
+    from weft.model import Blueprint
+    from weft.model.profile import Block, Operator, Profile
 
 
 _MOST_KINDS = 3
@@ -36,9 +36,9 @@ def describe(
     Nothing is computed: the model runs on the meta device. Sizes are those of one sample's forward, in bf16 where the
     recipe permits it.
     """
-    from weft.description import store_page, stored_page
-    from weft.plan import Plan, apply_overrides
-    from weft.recipe import load_recipe
+    from weft.config.plan import Plan, apply_overrides
+    from weft.config.recipe import load_recipe
+    from weft.model.description import store_page, stored_page
 
     refuse_plan_settings("weft describe", overrides)
     with_overrides, _ = apply_overrides(load_recipe(recipe), Plan(), overrides)
@@ -55,10 +55,10 @@ def _page(recipe: Recipe, *, json: bool) -> str:
     """What is said of a recipe's model, as it is built and looked at."""
     import torch
 
-    from weft.blueprint import build_blueprint
-    from weft.describe import examine, propose_split, stage_lines
+    from weft.analysis import examine, propose_split, stage_lines
+    from weft.analysis.blueprint import build_blueprint
     from weft.errors import RecipeError
-    from weft.models import build_model
+    from weft.model import build_model
 
     blueprint = build_blueprint(recipe)
     samples = _sample_lines(blueprint, recipe)
@@ -85,8 +85,8 @@ def _sample_lines(blueprint: Blueprint, recipe: Recipe) -> list[str]:
     """What a sample has, of models that are described field by field."""
     if not blueprint.samples:
         return []
-    from weft.data import data_shape
-    from weft.data.preparation import describe_samples
+    from weft.run.data import data_shape
+    from weft.run.data.preparation import describe_samples
 
     return describe_samples(data_shape(blueprint, recipe))
 
@@ -110,7 +110,7 @@ def _square_lines(blueprint: Blueprint) -> list[str]:
     """What every rank of a row has and computes whole, where tensor ranks form squares."""
     if blueprint.no_grid or not (wholes := blueprint.features.get("wholes", ())):
         return []
-    from weft.stand_ins import glob_of
+    from weft.model.meta_forward import glob_of
 
     sizes = [(blueprint.is_computed_whole(name), each.numel()) for name, each in blueprint.module.named_parameters()]
     share = sum(size for is_whole, size in sizes if is_whole) / max(sum(size for _, size in sizes), 1)
@@ -172,7 +172,7 @@ def _short(number: float) -> str:
 
 
 def _split_lines(proposal: Proposal, *, covered: bool) -> list[str]:
-    from weft.describe import lines_of
+    from weft.analysis import lines_of
 
     if covered and not proposal.splits:
         return ["The model brings a split table, to which analysis of its graph adds nothing."]

@@ -11,9 +11,9 @@ from weft.errors import PlanError
 from weft.figures import spell_bytes, spell_memory
 
 if TYPE_CHECKING:
-    from weft.plan import Plan
-    from weft.recipe import Recipe
-    from weft.rehearse import RankReport, WorldReport
+    from weft.config.plan import Plan
+    from weft.config.recipe import Recipe
+    from weft.verify.dry_run import RankReport, WorldReport
 
 
 def dry_run(recipe: Recipe, plan: Plan, ranks: Sequence[int] = ()) -> None:
@@ -23,9 +23,9 @@ def dry_run(recipe: Recipe, plan: Plan, ranks: Sequence[int] = ()) -> None:
         PlanError: the plan cannot be run, a rank is outside its world, or ranks of a group would start different
             collectives (status 1).
     """
-    from weft.blueprint import build_blueprint
-    from weft.plan import check_runnable
-    from weft.rehearse import rehearse_world
+    from weft.analysis.blueprint import build_blueprint
+    from weft.config.plan import check_runnable
+    from weft.verify.dry_run import rehearse_world
 
     check_runnable(plan)
     world = plan.mesh.world_size

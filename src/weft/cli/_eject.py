@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from weft.errors import PlanError, RecipeError
 
 if TYPE_CHECKING:
-    from weft.models import Blueprint
-    from weft.plan import Plan
-    from weft.recipe import Recipe
+    from weft.config.plan import Plan
+    from weft.config.recipe import Recipe
+    from weft.model import Blueprint
 
 
 def eject_script(recipe: Recipe, plan: Plan, target: Path) -> None:
@@ -21,13 +21,13 @@ def eject_script(recipe: Recipe, plan: Plan, target: Path) -> None:
         RecipeError, PlanError: what the script would have to do is beyond plain PyTorch, or a file cannot be written.
         DataError: the data cannot be prepared.
     """
-    from weft.eject import check_ejectable, eject
+    from weft.interop.eject import check_ejectable, eject
 
     check_ejectable(recipe, plan)
     if target.suffix != ".py":
         better = target.with_suffix(".py") if target.name else target / "train.py"
         raise PlanError(f"--eject {target}: a script's name ends in .py. Use {better}.")
-    from weft.models import build_model
+    from weft.model import build_model
 
     blueprint = build_model(recipe)
     _check_factory(recipe, blueprint)
@@ -59,8 +59,8 @@ def _check_factory(recipe: Recipe, blueprint: Blueprint) -> None:
 
 
 def _write_companions(recipe: Recipe, blueprint: Blueprint, target: Path) -> tuple[list[Path], str]:
-    from weft.data import data_shape
-    from weft.data.preparation import ConsoleProgress, prepare_data, write_samples
+    from weft.run.data import data_shape
+    from weft.run.data.preparation import ConsoleProgress, prepare_data, write_samples
 
     tokens, order = target.with_suffix(".tokens"), target.with_suffix(".order.npy")
     prepared = prepare_data(recipe, data_shape(blueprint, recipe), progress=ConsoleProgress())
@@ -79,7 +79,7 @@ def _write_weights(blueprint: Blueprint, seed: int, path: Path) -> None:
     import torch
     from safetensors.torch import save_model
 
-    from weft.parallel import ModelLayout, ParameterLayout, materialise
+    from weft.techniques.core import ModelLayout, ParameterLayout, materialise
 
     module = blueprint.module
     if blueprint.initialise is not None:

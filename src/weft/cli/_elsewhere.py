@@ -16,17 +16,17 @@ from weft.errors import PlanError
 from weft.figures import spell_seconds
 
 if TYPE_CHECKING:
-    from weft.cluster import Cluster
-    from weft.plan import Plan
-    from weft.search import SearchResult
+    from weft.config.cluster import Cluster
+    from weft.config.plan import Plan
+    from weft.planning.search import SearchResult
 
 
 def run_for(
     system_name: str, subject: Subject, cluster: Cluster, request: SearchRequest, plan: Plan | None, folder: Path | None
 ) -> tuple[SearchResult, list[str]]:
     """Search within a system, or take the plan where it can; return what was found, and its lines with the command."""
-    from weft.explain import search_lines
-    from weft.systems import emission_lines, emit, find_system, job_of, node_size, search_within, write_emission
+    from weft.interop.systems import emission_lines, emit, find_system, job_of, node_size, search_within, write_emission
+    from weft.planning.explain import search_lines
 
     system, started = find_system(system_name), time.perf_counter()
     sizes = need_sizes(subject)
@@ -54,7 +54,7 @@ def run_for(
 
 def run_given(subject: Subject, cluster: Cluster, request: SearchRequest, plan: Plan) -> tuple[SearchResult, list[str]]:
     """Price a user's plan for a known model; return it, and its lines with the answers to what was asked of it."""
-    from weft.explain import search_lines
+    from weft.planning.explain import search_lines
 
     started = time.perf_counter()
     result = price_plan(subject, cluster, plan)
@@ -83,8 +83,8 @@ def price_plan(subject: Subject, cluster: Cluster, plan: Plan) -> SearchResult:
     Raises:
         PlanError: it does not fit the model, the batch, the cluster, or its memory.
     """
-    from weft.price import DATASHEET, FITTED, WEFT, Layout, Pricer, check_layout
-    from weft.search import Counts, Objective, SearchResult, candidate_of, space_of
+    from weft.planning.price import DATASHEET, FITTED, WEFT, Layout, Pricer, check_layout
+    from weft.planning.search import Counts, Objective, SearchResult, candidate_of, space_of
 
     layout = Layout.of(plan)
     shares = plan.microbatch.shares(plan.mesh.data)

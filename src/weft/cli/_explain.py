@@ -14,8 +14,8 @@ from weft.cli._subject import Subject, need_sizes
 from weft.errors import PlanError
 
 if TYPE_CHECKING:
-    from weft.price import Pricer
-    from weft.search import SearchResult
+    from weft.planning.price import Pricer
+    from weft.planning.search import SearchResult
 
 
 @Parameter(name="*")
@@ -56,8 +56,8 @@ def answer_lines(result: SearchResult, questions: Questions, subject: Subject) -
 
 
 def _lines(result: SearchResult, questions: Questions, subject: Subject) -> Iterator[str]:
-    from weft.explain import explain_choice, imbalance_line, memory_line, time_line
-    from weft.price import Pricer, accuracy
+    from weft.planning.explain import explain_choice, imbalance_line, memory_line, time_line
+    from weft.planning.price import Pricer, accuracy
 
     best = result.best[0]
     yield f"time      {time_line(best.prediction.time)}"
@@ -81,7 +81,7 @@ def _lines(result: SearchResult, questions: Questions, subject: Subject) -> Iter
 
 
 def _next_lines(result: SearchResult, pricer: Pricer) -> Iterator[str]:
-    from weft.explain import next_changes
+    from weft.planning.explain import next_changes
 
     yield from _block("next", [change.line for change in next_changes(result, pricer)])
 
@@ -92,7 +92,7 @@ def _block(label: str, lines: list[str]) -> Iterator[str]:
 
 
 def _emitted(result: SearchResult, name: str, subject: Subject) -> str:
-    from weft.systems import emission_lines, emit, find_system, job_of
+    from weft.interop.systems import emission_lines, emit, find_system, job_of
 
     system = find_system(name, "--emit")
     sizes = need_sizes(subject)
@@ -101,7 +101,7 @@ def _emitted(result: SearchResult, name: str, subject: Subject) -> str:
 
 
 def _drawn(result: SearchResult, pricer: Pricer, folder: Path) -> Iterator[str]:
-    from weft.explain import PICTURES, draw
+    from weft.planning.explain import PICTURES, draw
 
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ def export(
     average
         The moving average of the weights; by default where the run keeps one.
     """
-    from weft.entry import export as write
+    from weft.api import export as write
 
     written = write(checkpoint, folder, dtype=dtype, average=average)
     size = sum(path.stat().st_size for path in written.iterdir())

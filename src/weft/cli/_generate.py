@@ -35,7 +35,7 @@ def generate(
     seed
         The same seed gives the same text.
     """
-    from weft.entry import generate as continue_text
+    from weft.api import generate as continue_text
 
     print(
         continue_text(run, prompt, max_new_tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)

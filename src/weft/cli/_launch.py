@@ -42,7 +42,7 @@ def launch(
     logs
         Folder for what each rank prints, instead of the terminal.
     """
-    from weft.launch.launcher import launch_script
+    from weft.run.launch.launcher import launch_script
 
     under = "weft.accelerate" if accelerate else None
     return launch_script(script, arguments, processes, module=module, under=under, threads_per_rank=threads, logs=logs)

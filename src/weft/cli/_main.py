@@ -113,7 +113,7 @@ def run(arguments: list[str]) -> int:
 
 def _complain(text: str, status: int) -> int:
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from weft.launch.last_words import tell_agent
+        from weft.run.launch.last_words import tell_agent
 
         tell_agent(text)
     print(text, file=sys.stderr)

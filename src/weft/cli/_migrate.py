@@ -42,7 +42,7 @@ def migrate(
             " `from accelerate import Accelerator`, or `from weft.fabric import Fabric` in place of Lightning's, and it"
             " runs. A plain loop has a guide: docs/guides/coming-from.md."
         )
-    from weft.migrate import read_config
+    from weft.interop.migrate import read_config
 
     migration = read_config(source, processes=processes, fill=dict(_filled(text) for text in fill or []))
     if write is None:

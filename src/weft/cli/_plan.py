@@ -25,8 +25,8 @@ from weft.errors import PlanError
 
 if TYPE_CHECKING:
     from weft.cli._subject import Subject
-    from weft.cluster import Cluster
-    from weft.search import SearchResult
+    from weft.config.cluster import Cluster
+    from weft.planning.search import SearchResult
 
 
 _PLAIN = SearchRequest()
@@ -83,7 +83,7 @@ def plan(
     schema
         Print the JSON Schema of a plan, and nothing else.
     """
-    from weft.cluster import resolve_cluster
+    from weft.config.cluster import resolve_cluster
 
     if schema:
         _print_schema()
@@ -132,7 +132,7 @@ def plan(
 def _print_schema() -> None:
     from json import dumps
 
-    from weft.plan import plan_schema
+    from weft.config.plan import plan_schema
 
     print(dumps(plan_schema(), indent=2))
 
@@ -193,8 +193,8 @@ def _recipe(
 ) -> None:
     """For a cluster that is not this machine search chooses the plan; here it is the one that `weft train` would take,
     with what search finds beside it."""
-    from weft.cluster import resolve_cluster
-    from weft.plan import describe_plan, runnability
+    from weft.config.cluster import resolve_cluster
+    from weft.config.plan import describe_plan, runnability
 
     is_elsewhere = cluster is not None and plan == "auto" and processes is None and eject is None
     subject = None
@@ -231,8 +231,8 @@ def _recipe(
 
 def _rehearse_best(result: SearchResult, path: Path, request: SearchRequest, rehearsed: tuple[int, ...]) -> None:
     from weft.cli._dry_run import dry_run
-    from weft.plan import Plan, apply_overrides
-    from weft.recipe import load_recipe
+    from weft.config.plan import Plan, apply_overrides
+    from weft.config.recipe import load_recipe
 
     plan = next((each.plan for each in result.best if each.plan is not None), None)
     if plan is None:
@@ -245,7 +245,7 @@ def _rehearse_best(result: SearchResult, path: Path, request: SearchRequest, reh
 
 
 def _write(choice: PlannedRun, recipe: Path, output: Path | None, eject: Path | None) -> None:
-    from weft.plan import dump_plan
+    from weft.config.plan import dump_plan
 
     if output is not None:
         text = dump_plan(choice.plan, choice.reasons, header=[f"chosen by weft plan {recipe}"])

@@ -12,7 +12,7 @@ from weft.cli._options import write_output
 from weft.errors import ClusterError
 
 if TYPE_CHECKING:
-    from weft.cluster import Cluster
+    from weft.config.cluster import Cluster
 
 
 def probe(
@@ -51,9 +51,9 @@ def probe(
         raise ClusterError(f"--output {output} is a folder. Name a file in it, such as {output / 'cluster.toml'}.")
     if output is not None and not output.parent.is_dir():
         raise ClusterError(f"{output} cannot be written: there is no folder {output.parent}. Create it first.")
-    from weft.cluster import dump_cluster
-    from weft.collective import ChoiceTable, keep_table
-    from weft.probe import probe as measure
+    from weft.comm.algorithms import ChoiceTable, keep_table
+    from weft.config.cluster import dump_cluster
+    from weft.run.probe import probe as measure
 
     tables: list[ChoiceTable] = []
     cluster = measure(processes=processes, budget_seconds=seconds, precisions=precision, keep=tables.append)
@@ -68,7 +68,7 @@ def probe(
 
 def _write(text: str, cluster: Cluster, output: Path | None) -> None:
     """Print a cluster, and keep it where it is this machine; or write it to a file."""
-    from weft.cluster import keep_machine
+    from weft.config.cluster import keep_machine
 
     if output is None:
         print(text, end="")

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weft.cluster import Cluster
-    from weft.description import Description
-    from weft.launch.launcher import ForkServer
-    from weft.plan import ModelFacts, Plan
-    from weft.recipe import Recipe
-    from weft.search import PlanChoice as Chosen
+    from weft.config.cluster import Cluster
+    from weft.config.plan import ModelFacts, Plan
+    from weft.config.recipe import Recipe
+    from weft.model.description import Description
+    from weft.planning.search import PlanChoice as Chosen
+    from weft.run.launch.launcher import ForkServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ def read_choice(
     Raises:
         WeftError: RecipeError, PlanError or ClusterError for what is wrong with them.
     """
-    from weft.cluster import known_machine, resolve_cluster
-    from weft.description import facts_of
-    from weft.launch import threads_of_user
-    from weft.plan import Plan, apply_overrides, check_plan, complete_plan, load_plan
-    from weft.recipe import load_recipe
-    from weft.search import choose_plan
+    from weft.config.cluster import known_machine, resolve_cluster
+    from weft.config.plan import Plan, apply_overrides, check_plan, complete_plan, load_plan
+    from weft.config.recipe import load_recipe
+    from weft.model.description import facts_of
+    from weft.planning.search import choose_plan
+    from weft.run.launch import threads_of_user
 
     texts = list(overrides)
     of_plan = [text for text in texts if text.startswith("plan.")]
@@ -95,12 +95,12 @@ def describe_recipe(recipe: Recipe) -> Description:
     Raises:
         RecipeError: the model cannot be built.
     """
-    from weft.description import description_of, stored
+    from weft.model.description import description_of, stored
 
     known = description_of(recipe) or stored(recipe)
     if known is not None:
         return known
-    from weft.entry import describe_recipe as describe_by_building
+    from weft.api import describe_recipe as describe_by_building
 
     return describe_by_building(recipe)
 
@@ -108,8 +108,8 @@ def describe_recipe(recipe: Recipe) -> Description:
 def _tried(
     recipe: Recipe, machine: Cluster, choice: Chosen, of_plan: Iterable[str], fork_server: ForkServer | None
 ) -> Chosen:
-    from weft.entry import decide_by_trials
-    from weft.plan import apply_overrides
+    from weft.api import decide_by_trials
+    from weft.config.plan import apply_overrides
 
     texts = list(of_plan)
     rivals = tuple(

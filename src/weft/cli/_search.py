@@ -21,10 +21,10 @@ from weft.errors import PlanError
 from weft.figures import spell_figure, spell_memory, spell_seconds
 
 if TYPE_CHECKING:
-    from weft.cluster import Cluster
-    from weft.plan import Plan
-    from weft.recipe import Recipe
-    from weft.search import Objective, SearchResult, Space
+    from weft.config.cluster import Cluster
+    from weft.config.plan import Plan
+    from weft.config.recipe import Recipe
+    from weft.planning.search import Objective, SearchResult, Space
 
 
 _FOR = (
@@ -84,7 +84,7 @@ class SearchRequest:
 
 def given_plan(path: str, request: SearchRequest) -> Plan:
     """Return a user's plan, with the settings that `--set` lays over it."""
-    from weft.plan import load_plan
+    from weft.config.plan import load_plan
 
     return load_plan(path, request.pins)
 
@@ -95,9 +95,9 @@ def known_subject(name: str, cluster: Cluster, batch: int | None, sequence_lengt
     Raises:
         RecipeError: no such model.
     """
-    from weft.description import description_of_sizes
-    from weft.profile.known import known_model
-    from weft.search import default_batch
+    from weft.model.description import description_of_sizes
+    from weft.model.profile.known import known_model
+    from weft.planning.search import default_batch
 
     for option, value in (("--global-batch-size", batch), ("--sequence-length", sequence_length)):
         if value is not None and value < 1:
@@ -112,8 +112,8 @@ def known_subject(name: str, cluster: Cluster, batch: int | None, sequence_lengt
 
 def recipe_subject(recipe_path: Path, overrides: tuple[str, ...]) -> Subject:
     """Return a recipe's model, built on the meta device where only that tells its sizes."""
-    from weft.plan import Plan, apply_overrides
-    from weft.recipe import load_recipe
+    from weft.config.plan import Plan, apply_overrides
+    from weft.config.recipe import load_recipe
 
     recipe, _ = apply_overrides(load_recipe(recipe_path), Plan(), overrides)
     described = describe_recipe(recipe)
@@ -129,8 +129,8 @@ def recipe_subject(recipe_path: Path, overrides: tuple[str, ...]) -> Subject:
 
 def run_search(subject: Subject, cluster: Cluster, request: SearchRequest) -> tuple[SearchResult, list[str]]:
     """Search, for the smallest part of the cluster where there is a deadline; return what was found, and its lines."""
-    from weft.explain import search_lines
-    from weft.search import smallest_cluster
+    from weft.planning.explain import search_lines
+    from weft.planning.search import smallest_cluster
 
     started = time.perf_counter()
     search = _searcher(subject, request)
@@ -154,7 +154,7 @@ def run_search(subject: Subject, cluster: Cluster, request: SearchRequest) -> tu
 
 def print_search(result: SearchResult, lines: list[str], request: SearchRequest) -> None:
     """Print a table, or JSON."""
-    from weft.explain import search_document
+    from weft.planning.explain import search_document
 
     print(json.dumps(search_document(result), indent=2) if request.json else "\n".join(lines))
 
@@ -165,8 +165,8 @@ def write_best(result: SearchResult, output: Path, name: str) -> None:
     Raises:
         PlanError: nothing fits, no plan can say it, or the file cannot be written.
     """
-    from weft.explain import search_reasons
-    from weft.plan import dump_plan
+    from weft.config.plan import dump_plan
+    from weft.planning.explain import search_reasons
 
     if not result.best:
         raise PlanError(f"no plan of {result.profile.name} fits into memory, so there is none to write.")
@@ -189,8 +189,8 @@ def _given(request: SearchRequest) -> Plan:
     Raises:
         PlanError: something that follows from the other settings, and cannot be given to a search.
     """
-    from weft.plan import Plan, apply_overrides, plan_settings
-    from weft.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
+    from weft.config.plan import Plan, apply_overrides, plan_settings
+    from weft.config.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
 
     nothing = Recipe(
         model=ModelRecipe(factory="model:build"), batch=BatchRecipe(global_batch_size=1), run=RunRecipe(steps=1)
@@ -214,7 +214,7 @@ def _given(request: SearchRequest) -> Plan:
 def chosen_space(subject: Subject, cluster: Cluster, request: SearchRequest, *, any_system: bool = False) -> Space:
     """Return what search may choose among, within the settings that were given: only what a training of the model
     takes, unless it is to be trained by another system (`any_system`)."""
-    from weft.search import pinned, recipe_space, space_of
+    from weft.planning.search import pinned, recipe_space, space_of
 
     pins = _given(request)
     if any_system:
@@ -227,7 +227,7 @@ def chosen_space(subject: Subject, cluster: Cluster, request: SearchRequest, *, 
 
 def _assumed_recipe(subject: Subject, cluster: Cluster) -> Recipe:
     """A recipe for a well-known model, whose weights and data nobody has named."""
-    from weft.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Recipe, RunRecipe
+    from weft.config.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Recipe, RunRecipe
 
     precision = ("bf16",) if cluster.has_accelerators else ("fp32",)
     return Recipe(
@@ -240,8 +240,8 @@ def _assumed_recipe(subject: Subject, cluster: Cluster) -> Recipe:
 
 def search_space(subject: Subject, cluster: Cluster, request: SearchRequest, space: Space) -> SearchResult:
     """Return the best plans of a space."""
-    from weft.price import DATASHEET, FITTED
-    from weft.search import search
+    from weft.planning.price import DATASHEET, FITTED
+    from weft.planning.search import search
 
     return search(
         subject.profile,
@@ -267,7 +267,7 @@ def _searcher(subject: Subject, request: SearchRequest) -> Callable[[Cluster], S
 
 
 def _objective(request: SearchRequest) -> Objective:
-    from weft.search import OBJECTIVES, Objective
+    from weft.planning.search import OBJECTIVES, Objective
 
     tokens = None if request.tokens is None else parse_count(request.tokens, "--tokens")
     for name in OBJECTIVES:
@@ -278,8 +278,8 @@ def _objective(request: SearchRequest) -> Objective:
 
 def _unpriced(request: SearchRequest) -> list[str]:
     """Which of the given settings stand in the plans only."""
-    from weft.plan import plan_settings
-    from weft.search import beyond_search
+    from weft.config.plan import plan_settings
+    from weft.planning.search import beyond_search
 
     free = {each.key for each in plan_settings() if each.knob.free}
     names = [name for name in beyond_search(_given(request)) if name not in free]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from weft.errors import RecipeError
 
 if TYPE_CHECKING:
-    from weft.description import Description
-    from weft.profile import ModelSizes, Profile
-    from weft.recipe import OptimizerRecipe, PermitRecipe, Recipe
+    from weft.config.recipe import OptimizerRecipe, PermitRecipe, Recipe
+    from weft.model.description import Description
+    from weft.model.profile import ModelSizes, Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

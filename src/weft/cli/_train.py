@@ -42,9 +42,9 @@ def train(
         Compare two steps under the plan with plain PyTorch before the run: `auto` where that takes no longer than 10 s
         or 5 % of the run, and once for the same recipe, plan and versions.
     """
-    from weft.launch import RankInfo
-    from weft.launch.launcher import open_fork_server
-    from weft.plan import check_runnable
+    from weft.config.plan import check_runnable
+    from weft.run.launch import RankInfo
+    from weft.run.launch.launcher import open_fork_server
 
     rank_info = RankInfo.from_environment()  # of a rank that torchrun has started
     if rank_info is not None and plan == "auto" and processes is None:
@@ -54,8 +54,8 @@ def train(
     ):  # which imports torch while the plan is searched, and while this process imports it
         choice = read_choice(recipe, plan, overrides, processes, trials=trials, fork_server=fork_server)
         check_runnable(choice.plan)  # before torch is imported
-        from weft.entry import run_name
-        from weft.entry import train as run
+        from weft.api import run_name
+        from weft.api import train as run
 
         result = run(
             choice.recipe,
@@ -79,7 +79,7 @@ def train(
 
 def _show_what_it_learnt(folder: Path, recipe: Path) -> None:
     """A sample of a language model's text, and what to try next."""
-    from weft.entry import generate
+    from weft.api import generate
 
     path, sample = os.path.relpath(folder), ""
     if (folder / "tokenizer.json").is_file():

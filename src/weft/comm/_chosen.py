@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from weft.collective import BUILT_IN, Arrangement, defines
 from weft.comm._device import all_gather_single, backend_of
 from weft.comm._flat import Collectives
 from weft.comm._mesh import GroupView
@@ -25,10 +24,11 @@ from weft.comm._reduce import (
     start_handing_out,
     traced_as,
 )
+from weft.comm.algorithms import BUILT_IN, Arrangement, defines
 from weft.comm.messages import Messenger
 
 if TYPE_CHECKING:
-    from weft.cluster import Collective
+    from weft.config.cluster import Collective
 
 Choose = Callable[["Collective", int], str | None]
 """Collective and bytes of the whole tensor → a built-in way or an algorithm; None: what Weft does without a choice."""
@@ -39,7 +39,7 @@ def choose_nothing(collective: Collective, size_bytes: int) -> None:
 
 
 class ChosenCollectives(Collectives):
-    """Starts collectives by what is chosen; `weft.collective.stand_in` says what is done where an algorithm lacks one.
+    """Starts collectives by what is chosen; `weft.comm.algorithms.stand_in` says what is done where an algorithm lacks one.
 
     The first collective by messages starts a thread, which `close` ends.
     """

@@ -34,7 +34,7 @@ class Collectives:
 
     @property
     def num_messages(self) -> int:
-        """Messages that this rank was told to send by algorithms of `weft.collective` until now."""
+        """Messages that this rank was told to send by algorithms of `weft.comm.algorithms` until now."""
         return 0
 
     def start_all_reduce(self, flat: Tensor) -> Wait:

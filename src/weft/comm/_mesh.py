@@ -1,7 +1,7 @@
 """The mesh of a plan as process groups: over any set of its axes.
 
 Everything that needs a group takes a `Mesh`; nobody reads the default group or an environment variable.  Which group a
-tensor needs follows from its placements (`weft.parallel.ParameterLayout`); only techniques speak of axes by name.
+tensor needs follows from its placements (`weft.techniques.core.ParameterLayout`); only techniques speak of axes by name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.comm._device import forget_meshes
 from weft.comm.watch import TraceCallback, Watch
 from weft.comm.watched_group import WATCHED_GLOO, WatchedGroup, register_watched_backend
-from weft.errors import CollectiveError
-from weft.plan import (
+from weft.config.plan import (
     AXES,
     BATCH_AXES,
     COLLECTIVE_TIMEOUT_SECONDS,
@@ -30,6 +29,7 @@ from weft.plan import (
     axis_coordinates,
     groups_over,
 )
+from weft.errors import CollectiveError
 
 GroupName = Literal[
     "pipeline", "replicate", "shard", "context", "tensor", "expert",

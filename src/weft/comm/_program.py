@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.collective import NodeRound, Run, Runs, Schedule, Step
+from weft.comm.algorithms import NodeRound, Run, Runs, Schedule, Step
 from weft.errors import CollectiveError
 
 _ALIGNMENT = 64
@@ -85,7 +85,7 @@ class NodeCall:
     """One call of all ranks of a node over the memory that they share."""
 
     kind: Literal["sum", "spread"]
-    """Kind of the round, as `weft.collective.NodeRound` has them."""
+    """Kind of the round, as `weft.comm.algorithms.NodeRound` has them."""
     regions: Runs
     """Elements that each rank of the node owns; an empty run where it owns none."""
     phase: str = "inside the node"

@@ -1,4 +1,4 @@
-"""Collectives by our own algorithms: any schedule of `weft.collective`, carried by non-blocking messages of a group.
+"""Collectives by our own algorithms: any schedule of `weft.comm.algorithms`, carried by non-blocking messages of a group.
 
     messenger = Messenger(mesh["data"])
     messenger.run(gradient, "all_reduce", "ring")
@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.collective import Arrangement, build_schedule
 from weft.comm._device import group_store
 from weft.comm._execute import Channel, PreparedCollective, execute
 from weft.comm._failure_table import FailureTable
@@ -36,13 +35,14 @@ from weft.comm._mesh import GroupView
 from weft.comm._node import NodeMemory
 from weft.comm._program import Combine, Program, combiner, prepare
 from weft.comm._reduce import Wait, nothing_to_wait_for
+from weft.comm.algorithms import Arrangement, build_schedule
 from weft.comm.shared_memory import shared_memory_group
 from weft.comm.watch import TraceEvent, num_bytes
 from weft.comm.watched_group import messages_group, watch_of
 from weft.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from weft.cluster import Collective
+    from weft.config.cluster import Collective
 
 _PIPELINE_BYTES = 128 << 10
 """Bytes of a tensor by which the number of its pieces grows: P pieces through a tree of height H take about (P +
@@ -121,7 +121,7 @@ class CollectiveOptions(TypedDict, total=False):
     """[start, stop) of each rank in the flattened tensor, side by side and covering it, for collectives that have them;
     by default near-equal ones, the longer first."""
     arrangement: Arrangement | None
-    """How the ranks lie on the links (`weft.collective.arrange`); by default in their order, in one node."""
+    """How the ranks lie on the links (`weft.comm.algorithms.arrange`); by default in their order, in one node."""
     pieces: int | None
     """Number of pieces of pipelined algorithms; by default √(bytes / 128 KiB), at most 64."""
     servers: int
@@ -208,7 +208,7 @@ class Messenger:
             collective: all_reduce and broadcast work on all of it.  reduce_scatter leaves the sum in this rank's region
                 and anything in the others'; all_gather fills the others' regions; all_to_all sends region j to rank j,
                 and ends with rank j's in region j: there all regions must be equally long.
-            algorithm: a name that `weft.collective.ALGORITHMS` knows, or `hierarchical+X`.
+            algorithm: a name that `weft.comm.algorithms.ALGORITHMS` knows, or `hierarchical+X`.
             options: see `CollectiveOptions`.
 
         Raises:

@@ -4,7 +4,7 @@
     keep_table(table)                         # on one of them: what "measured" takes from then on
 
 The links are probed first, by a few messages between two ranks of a node and between the first ranks of two nodes.
-Formulas then say what every algorithm would take, and all but a few are pruned (`weft.collective.shortlist`).  Those
+Formulas then say what every algorithm would take, and all but a few are pruned (`weft.comm.algorithms.shortlist`).  Those
 are timed in turn, so that a disturbance meets all of them, and count by their slowest rank.
 """
 
@@ -21,7 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.collective import (
+from weft.comm._chosen import ChosenCollectives as ChosenCollectives
+from weft.comm._device import backend_of, sends_messages
+from weft.comm._hosts import discover_nodes as discover_nodes
+from weft.comm._mesh import GroupView
+from weft.comm._node import NodeMemory as NodeMemory
+from weft.comm._node import share_node_memory as share_node_memory
+from weft.comm._reduce import Wait
+from weft.comm._share import share_table as share_table
+from weft.comm.algorithms import (
     Arrangement,
     ChoiceTable,
     Links,
@@ -33,19 +41,11 @@ from weft.collective import (
     shortlist,
     spell_size,
 )
-from weft.comm._chosen import ChosenCollectives as ChosenCollectives
-from weft.comm._device import backend_of, sends_messages
-from weft.comm._hosts import discover_nodes as discover_nodes
-from weft.comm._mesh import GroupView
-from weft.comm._node import NodeMemory as NodeMemory
-from weft.comm._node import share_node_memory as share_node_memory
-from weft.comm._reduce import Wait
-from weft.comm._share import share_table as share_table
 from weft.comm.watched_group import messages_group
 from weft.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from weft.cluster import Collective, Topology
+    from weft.config.cluster import Collective, Topology
 
 SIZES = tuple(1 << power for power in range(10, 27, 2))
 """Bytes of the whole tensor: 1 KiB to 64 MiB."""
@@ -83,7 +83,7 @@ def measure_table(
 
     Args:
         place: how the ranks lie on the links; by default as they find one another.
-        topology: of the links between nodes; see `weft.collective.predict`.
+        topology: of the links between nodes; see `weft.comm.algorithms.predict`.
         sizes: bytes of the whole tensor.
         budget_seconds: the shortest sizes are measured as long as the next one fits, but one at least.
         tell: receives a line of progress per collective and size.

@@ -9,13 +9,13 @@ from typing import Any, Literal, cast
 
 import torch.distributed as dist
 
-import weft.entry
-from weft.entry import Session
+import weft.api
+from weft.api import Session
+from weft.config.plan import Plan, load_plan
 from weft.errors import LaunchError, RecipeError
 from weft.fabric._precision import FabricPrecision, numbers_of
 from weft.fabric.strategies import Strategy, strategy_of
-from weft.launch import RankInfo
-from weft.plan import Plan, load_plan
+from weft.run.launch import RankInfo
 
 _DEVICES: Mapping[str, Literal["auto", "cpu", "cuda"]] = {"auto": "auto", "cpu": "cpu", "cuda": "cuda", "gpu": "cuda"}
 
@@ -44,7 +44,7 @@ class Arguments:
                 f" by `weft launch -n {wanted} script.py`."
             )
         plan = self._plan(ranks or 1)
-        session = weft.entry.session(
+        session = weft.api.session(
             plan,
             device=self.device,
             permit=(plan.compute.precision if isinstance(plan, Plan) else self.numbers.plan,),

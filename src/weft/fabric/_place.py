@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from weft.entry import Session
+from weft.api import Session
 from weft.errors import LaunchError, RecipeError
 from weft.fabric._arguments import Arguments, started
 from weft.fabric.loggers import InFolder
 from weft.fabric.strategies import Strategy
-from weft.launch import RankInfo
+from weft.run.launch import RankInfo
 
 _LONGER = 2**32
 """What torch's own seeds are above, of a script that has set none."""
@@ -124,6 +124,6 @@ class FabricPlace:
                 f"fabric.launch() can start {ranks} processes of a script that Python was given by its path, and this"
                 f" is none. Use `weft launch -n {ranks} script.py`, or weft.spawn in a notebook."
             )
-        from weft.launch.launcher import launch_script  # loaded where ranks are started
+        from weft.run.launch.launcher import launch_script  # loaded where ranks are started
 
         raise SystemExit(launch_script(str(Path(script)), sys.argv[1:], ranks))

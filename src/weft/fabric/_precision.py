@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from weft.config.recipe import Precision
 from weft.errors import RecipeError
-from weft.recipe import Precision
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from weft.config.plan import Plan
 from weft.fabric._arguments import arguments_of
 from weft.fabric._exchanging import Exchanging
 from weft.fabric._noting import Noting
@@ -12,7 +13,6 @@ from weft.fabric._saving import FabricSaves
 from weft.fabric._setting_up import SettingUp
 from weft.fabric._stepping import FabricSteps
 from weft.fabric.utilities.seed import seed_everything
-from weft.plan import Plan
 
 
 class Fabric(Noting, SettingUp, FabricSteps, Exchanging, FabricSaves):

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from weft.config.plan import ComputePlan, Plan, parse_plan
 from weft.errors import RecipeError
 from weft.fabric._absent import DEVICES, absent
-from weft.launch import RankInfo
-from weft.plan import ComputePlan, Plan, parse_plan
+from weft.run.launch import RankInfo
 
 _FREE = (
     "accelerator parallel_devices cluster_environment process_group process_group_backend"

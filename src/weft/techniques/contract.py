@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from weft.document import Path, dotted, sentence, spell
+from weft.config.document import Path, dotted, sentence, spell
+from weft.config.recipe import Recipe
 from weft.errors import BadSetting, PlanError
-from weft.recipe import Recipe
 
 if TYPE_CHECKING:
-    from weft.plan import ModelFacts, Plan
+    from weft.config.plan import ModelFacts, Plan
 
 
 class Held(NamedTuple):
@@ -58,7 +58,7 @@ class Technique:
     """What a technique knows of itself, for those who know none of them.
 
     A method says nothing where the technique is not in use; what a technique has nothing to say about, it leaves out.
-    `settings` are of the class `part`: a section of a plan, or a flat layout (`weft.price.Layout`).
+    `settings` are of the class `part`: a section of a plan, or a flat layout (`weft.planning.price.Layout`).
     """
 
     name: ClassVar[str]
@@ -72,7 +72,7 @@ class Technique:
     """Key of its state in a checkpoint, which a checkpoint of any plan may have; empty: it has none."""
 
     def runs(self, plan: Plan) -> bool:
-        """Whether ranks load `runtime.py` beside the contract, which does it (`weft.parallel.technique`)."""
+        """Whether ranks load `runtime.py` beside the contract, which does it (`weft.techniques.runtime`)."""
         return False
 
     def unrunnable(self, plan: Plan) -> Iterator[str]:

@@ -22,7 +22,7 @@ from weft.techniques.tensor.contract import Tensor
 from weft.techniques.zero.contract import Zero
 
 if TYPE_CHECKING:
-    from weft.plan import Plan
+    from weft.config.plan import Plan
 
 TECHNIQUES: tuple[Technique, ...] = (
     Tensor(),

@@ -264,7 +264,7 @@ class DeepSpeedPlugin(_Plugin):
         """The configuration, where one was given."""
         given = getattr(self.hf_ds_config, "config", self.hf_ds_config)
         if isinstance(given, str | os.PathLike):
-            from weft.migrate import read_table
+            from weft.interop.migrate import read_table
 
             return dict(read_table(Path(given)))
         return dict(given or {})

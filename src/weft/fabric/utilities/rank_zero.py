@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from weft.launch import RankInfo
+from weft.run.launch import RankInfo
 
 R = TypeVar("R")
 

@@ -15,9 +15,9 @@ from statistics import mean, median
 from typing import NamedTuple
 
 from weft.comm import TraceEvent
+from weft.comm.telemetry import Recorder
+from weft.config.plan import DataParallelPlan, Plan
 from weft.figures import spell_memory, spell_seconds
-from weft.plan import DataParallelPlan, Plan
-from weft.record import Recorder
 from weft.techniques.buckets.sizes import SMALLEST_BUCKET, Flow, best_bucket
 
 _AXIS = "data"

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self, final
 
-from weft.document import Rules, spell
+from weft.config.document import Rules, spell
+from weft.config.settings import setting
 from weft.errors import CollectiveError, PlanError
 from weft.techniques.contract import Technique
-from weft.techniques.settings import setting
 
 if TYPE_CHECKING:
-    from weft.cluster import Collective
-    from weft.plan import Plan
+    from weft.config.cluster import Collective
+    from weft.config.plan import Plan
 
 _RULES = Rules(PlanError)
 FIRST_BUCKET_BYTES = 1_048_576
@@ -60,7 +60,7 @@ class BucketSettings:
         if self.first_bucket_bytes > self.bucket_bytes and self.first_bucket_bytes != FIRST_BUCKET_BYTES:
             raise _RULES.refuse(self, "first_bucket_bytes", f"is more than bucket_bytes = {self.bucket_bytes:_}.")
         if self.algorithm not in ("auto", "measured"):
-            from weft.collective import parse_choices  # a quarter of the time that importing a plan would take
+            from weft.comm.algorithms import parse_choices  # a quarter of the time that importing a plan would take
 
             try:
                 parse_choices(self.algorithm)
@@ -113,7 +113,7 @@ class Buckets(Technique):
 
 def _unknown(start: str, plan: Plan) -> Iterator[str]:
     """What a named algorithm does not do of what a stage of ZeRO sends."""
-    from weft.collective import parse_choices, stand_in
+    from weft.comm.algorithms import parse_choices, stand_in
 
     data = plan.data_parallel
     used: tuple[Collective, ...] = ("reduce_scatter", "all_gather") if data.shards_states else ("all_reduce",)

@@ -10,8 +10,8 @@ from weft.techniques.buckets.sizes import BucketSeconds, Flow, Stream, best_buck
 from weft.techniques.zero.cost import gathers_weights, reduces_once
 
 if TYPE_CHECKING:
-    from weft.cluster import Collective
-    from weft.price import AxisGroup, Device, Groups, Layout, RankLoad, Seconds, Stack
+    from weft.config.cluster import Collective
+    from weft.planning.price import AxisGroup, Device, Groups, Layout, RankLoad, Seconds, Stack
 
 _USUAL_BUCKET_BYTES = BucketSettings().bucket_limits[1]
 _FIRST_READ = 0.05

@@ -1,16 +1,16 @@
-"""What data ranks send for gradients and weights that lie in buckets, under ZeRO-0, 1 and 2 (`weft.parallel.data`)."""
+"""What data ranks send for gradients and weights that lie in buckets, under ZeRO-0, 1 and 2 (`weft.techniques.data.gradient_reducer`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from weft.outline import HeldParameter, ModelShare, RankSend
 from weft.techniques.buckets.contract import Buckets
 from weft.techniques.buckets.formation import BucketEntry, Formed, form_buckets
 from weft.techniques.compression.program import is_taken
 from weft.techniques.compression.program import sends as packed_sends
 from weft.techniques.compression.wire import Frame, ParameterSpan
+from weft.techniques.core.send_trace import HeldParameter, ModelShare, RankSend
 from weft.techniques.zero.contract import Zero, reduction_rounds
 
 _FLAG_BYTES, _INDEX_BYTES = 4, 8
@@ -18,7 +18,7 @@ _FLAG_BYTES, _INDEX_BYTES = 4, 8
 
 
 class Key(NamedTuple):
-    """What a bucket's parameters have in common; see `weft.parallel.buckets.BucketKey`."""
+    """What a bucket's parameters have in common; see `weft.techniques.buckets.bucket_state.BucketKey`."""
 
     part: int
     group: int

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, final
 
-from weft.document import Rules, spell
+from weft.config.document import Rules, spell
+from weft.config.recipe import COMPRESSIONS
+from weft.config.settings import setting
 from weft.errors import PlanError, did_you_mean
-from weft.recipe import COMPRESSIONS
 from weft.techniques.contract import Case, Held, Technique
-from weft.techniques.settings import setting
 
 if TYPE_CHECKING:
-    from weft.plan import Plan
+    from weft.config.plan import Plan
 
 _RULES = Rules(PlanError)
 _KEY = "plan.data_parallel.compression"

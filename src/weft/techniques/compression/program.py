@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from weft.outline import HeldParameter, ModelShare, RankSend, Shape
 from weft.techniques.compression.contract import Compression
 from weft.techniques.compression.wire import CodecSpec, Frame, ParameterSpan, collectives_of, spec_of, storages_of
+from weft.techniques.core.send_trace import HeldParameter, ModelShare, RankSend, Shape
 
 
 def codec_of(share: ModelShare) -> CodecSpec | None:
@@ -18,7 +18,7 @@ def codec_of(share: ModelShare) -> CodecSpec | None:
 
 def is_taken(share: ModelShare, held: HeldParameter, shape: Shape) -> bool:
     """Whether a parameter whose gradient has this shape is compressed: not where ranks that do not sum it hold copies,
-    which would drift apart (`weft.parallel._compressed`)."""
+    which would drift apart (`weft.techniques.compression.reduction`)."""
     codec = codec_of(share)
     is_copied = held.is_tied or (share.plan.mesh.tensor > 1 and not held.is_split)
     return codec is not None and not is_copied and codec.takes(shape)
@@ -47,7 +47,7 @@ def sends(share: ModelShare, frame: Frame, axis: str, members: int, count: int, 
 
 
 def between_replicas(share: ModelShare, members: Sequence[HeldParameter]) -> Iterator[RankSend]:
-    """Yield the sums over copies of ZeRO-3's shards, made storage by storage (`weft.parallel.replicas`)."""
+    """Yield the sums over copies of ZeRO-3's shards, made storage by storage (`weft.techniques.compression.replicas`)."""
     from weft.techniques.zero.cuts import shard_shape  # where weights are cut
 
     here = [(held, rows) for held in members if (rows := shard_shape(share, held))[0]]

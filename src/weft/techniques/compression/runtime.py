@@ -6,10 +6,10 @@ import logging
 from typing import final
 
 from weft.comm import Mesh
+from weft.config.plan import Plan
 from weft.errors import PlanError
-from weft.parallel.technique import Build, TechniqueRuntime
-from weft.plan import Plan
 from weft.techniques.compression.wire import CodecSpec, spec_of
+from weft.techniques.runtime import Build, TechniqueRuntime
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class CompressedGradients(TechniqueRuntime):
 
 
 def create(build: Build) -> TechniqueRuntime:
-    """See `weft.parallel.technique`."""
+    """See `weft.techniques.runtime`."""
     return CompressedGradients(build)
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.config.plan import Plan
 from weft.errors import PlanError
-from weft.models import Blueprint
-from weft.parallel import KeyedDropout, StepContext, is_own
-from weft.plan import Plan
+from weft.model import Blueprint
+from weft.techniques.core import StepContext, is_own
+from weft.techniques.randomness.keyed_dropout import KeyedDropout
 
 
 def apply_compile(

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, final
 
-from weft.document import Rules, spell
+from weft.config.document import Rules, spell
+from weft.config.recipe import Precision
+from weft.config.settings import setting
 from weft.errors import PlanError
-from weft.recipe import Precision
 from weft.techniques.contract import Case, Technique
-from weft.techniques.settings import setting
 
 if TYPE_CHECKING:
-    from weft.plan import Plan
+    from weft.config.plan import Plan
 
 _RULES = Rules(PlanError)
 THREADS = "compute.threads_per_rank"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import final
 
-from weft.parallel import ModelPart
-from weft.parallel.technique import Build, TechniqueRuntime
 from weft.techniques.compute.compiling import apply_compile
+from weft.techniques.core import ModelPart
+from weft.techniques.runtime import Build, TechniqueRuntime
 
 
 @final
@@ -21,5 +21,5 @@ class CompiledBlocks(TechniqueRuntime):
 
 
 def create(build: Build) -> TechniqueRuntime:
-    """See `weft.parallel.technique`."""
+    """See `weft.techniques.runtime`."""
     return CompiledBlocks(build)

@@ -18,13 +18,9 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models.derivatives import once
-from weft.models.dropping import AttentionTaker, attend_dropping, attend_in_window
-from weft.models.scored import DrawnDropout, attend_scored
-from weft.parallel import StepContext
-from weft.parallel.local_tokens import LocalTokens
-from weft.parallel.randomness import KeyedDropout
-from weft.parallel.unkept import unkept
+from weft.model.attention.dropping import AttentionTaker, attend_dropping, attend_in_window
+from weft.model.attention.scored import DrawnDropout, attend_scored
+from weft.model.derivatives import once
 from weft.techniques.context.dropped import DroppedAttention
 from weft.techniques.context.exchange import KeyExchange
 from weft.techniques.context.form import AttentionForm
@@ -38,6 +34,10 @@ from weft.techniques.context.partial import (
     with_sinks,
 )
 from weft.techniques.context.visibility import Pair, Visibility
+from weft.techniques.core import StepContext
+from weft.techniques.core.local_tokens import LocalTokens
+from weft.techniques.core.unkept import unkept
+from weft.techniques.randomness.keyed_dropout import KeyedDropout
 
 
 class _SharedAttention(torch.autograd.Function):

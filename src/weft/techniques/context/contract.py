@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, final
 
+from weft.config.settings import setting
 from weft.techniques.contract import Case, Removal, Technique
-from weft.techniques.settings import setting
 
 if TYPE_CHECKING:
-    from weft.plan import Plan
+    from weft.config.plan import Plan
 
 ContextScheme = Literal["ring", "all_gather", "ulysses", "usp"]
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from weft.techniques.context.shares import copies_of, exchanging_ranks
 
 if TYPE_CHECKING:
-    from weft.price import Sender
-    from weft.profile import Operator
+    from weft.model.profile import Operator
+    from weft.planning.price import Sender
 
 
 def context_traffic(sender: Sender) -> tuple[float, float]:

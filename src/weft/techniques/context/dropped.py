@@ -1,6 +1,6 @@
 """Which probabilities of attention are dropped, for any queries and keys of whole samples.
 
-`nn.Dropout` over (samples, heads, queries, keys) draws by sample, layer and element (`parallel/randomness.py`).  Ranks
+`nn.Dropout` over (samples, heads, queries, keys) draws by sample, layer and element (`techniques/randomness/keyed_dropout.py`).  Ranks
 that share a sequence have some of its queries, and see the keys of one rank at a time: they draw of the same mask what
 they need of it.
 """
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from weft.parallel.randomness import GOLDEN, RESOLUTION, KeyedDropout, hashed_mask, layer_words, mix
+from weft.techniques.randomness.keyed_dropout import GOLDEN, RESOLUTION, KeyedDropout, hashed_mask, layer_words, mix
 
 if TYPE_CHECKING:
-    from weft.parallel.token_draws import PairDraw
+    from weft.techniques.randomness.token_draws import PairDraw
 
 Run = tuple[int, int]
 """[start, stop) of positions in a sample."""
@@ -41,7 +41,7 @@ class DroppedAttention:
     @classmethod
     def by_function(cls, draw: PairDraw, rate: float, heads: int, length: int) -> DroppedAttention:
         """What a dropout that is a function drops of `heads` heads of this rank."""
-        from weft.parallel.token_draws import dropped_of  # loaded where something draws by functions
+        from weft.techniques.randomness.token_draws import dropped_of  # loaded where something draws by functions
 
         return cls(draw.words, dropped_of(1.0 - rate), draw.first_of(heads), length, rate)
 
@@ -85,7 +85,7 @@ class DroppedAttention:
 
     def _one_by_one(self, rate: float, rows: Tensor, keys: Sequence[Run]) -> Tensor:
         """What is kept, (samples, rows, keys), by a number for each, as `Elements.kept` has it."""
-        from weft.parallel.token_draws import uniform_of  # as above
+        from weft.techniques.randomness.token_draws import uniform_of  # as above
 
         columns = torch.cat([torch.arange(start, stop, device=rows.device) for start, stop in keys])
         row_words = mix(mix(self.words)[:, None] + rows * GOLDEN)

@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from weft.comm import GroupView
-from weft.parallel.local_tokens import LocalTokens
-from weft.parallel.randomness import layer_words
 from weft.techniques.context.attention import attend_to_all, gradients_of_all
 from weft.techniques.context.dropped import DroppedAttention
 from weft.techniques.context.exchange import GatherExchange, RingExchange
@@ -26,6 +24,8 @@ from weft.techniques.context.form import AttentionForm
 from weft.techniques.context.partial import Partial
 from weft.techniques.context.ulysses import exchange_parts
 from weft.techniques.context.visibility import Visibility
+from weft.techniques.core.local_tokens import LocalTokens
+from weft.techniques.randomness.keyed_dropout import layer_words
 
 
 def _view_of(group: str, ranks: Sequence[int], index: int) -> GroupView:

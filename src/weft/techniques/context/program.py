@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from weft.outline import ModelShare, ModuleCall, RankSend
 from weft.techniques.context.contract import Context
 from weft.techniques.context.shares import BETWEEN, HEADS, Shown, copies_of, exchanging_ranks, tokens_of
+from weft.techniques.core.send_trace import ModelShare, ModuleCall, RankSend
 
 
 def sends(share: ModelShare) -> Iterator[RankSend]:

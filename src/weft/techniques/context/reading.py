@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models import Blueprint
-from weft.models.place_biases import Place
-from weft.models.sample_biases import BiasesOfRank, WholeBiases
-from weft.models.scored import DrawnDropout
-from weft.models.written import AttentionReader
-from weft.parallel import StepContext
-from weft.parallel.local_tokens import LocalTokens
+from weft.model import Blueprint
+from weft.model.attention.place_biases import Place
+from weft.model.attention.sample_biases import BiasesOfRank, WholeBiases
+from weft.model.attention.scored import DrawnDropout
+from weft.model.attention.written import AttentionReader
 from weft.techniques.context.attention import Attend, Shared, Sharing
 from weft.techniques.context.form import AttentionForm
+from weft.techniques.core import StepContext
+from weft.techniques.core.local_tokens import LocalTokens
 
 
 def reading(
@@ -40,7 +40,7 @@ def reading(
     shared = Shared(name, _apart(attend), is_causal, ignores_masks)
 
     def drawn(rate: float) -> DrawnDropout:
-        from weft.parallel.token_draws import claimed  # loaded where something draws by functions
+        from weft.techniques.randomness.token_draws import claimed  # loaded where something draws by functions
 
         return claimed(rate, context, view)
 
@@ -87,7 +87,7 @@ def _unread(name: str, what: str) -> PlanError:
 def leave_out_masks(module: nn.Module, context: StepContext, biases: BiasesOfRank | None) -> None:
     """Let attention that a model of transformers writes out get masks of whole samples alone, and none of a rank's own
     tokens; and `biases` know when a forward begins."""
-    from weft.models.hf import drop_masks, making_masks  # models of one's own may need nothing of transformers
+    from weft.model.hf import drop_masks, making_masks  # models of one's own may need nothing of transformers
 
     written, forward = drop_masks(module, written=True), module.forward
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm import GroupView, Mesh
+from weft.config.plan import axis_coordinates
 from weft.errors import PlanError
-from weft.parallel import ModelPart, StepContext
-from weft.parallel.local_tokens import LocalTokens
-from weft.parallel.technique import Build, TechniqueRuntime
-from weft.plan import axis_coordinates
 from weft.techniques.context.attention import Attend, VisitedAttention, sharing
 from weft.techniques.context.exchange import GatherExchange, RingExchange
 from weft.techniques.context.shares import BETWEEN, HEADS, exchanging_ranks, runs_of
 from weft.techniques.context.ulysses import HeadExchange
+from weft.techniques.core import ModelPart, StepContext
+from weft.techniques.core.local_tokens import LocalTokens
+from weft.techniques.runtime import Build, TechniqueRuntime
 
 _OF_DOCUMENTS = frozenset({"positions", "document_ids"})
 """Fields of a batch that say which document a token is of."""
@@ -41,7 +41,7 @@ class _Shares:
         runs = runs_of(length, self.view.size, self.view.index)
         tokens = LocalTokens(length=length, runs=runs, documents=_documents(batch) if self.isolates else None)
         if self.padding_token is not None:
-            from weft.models.places import places_beside_padding  # loaded where a model counts so
+            from weft.model.attention.places import places_beside_padding  # loaded where a model counts so
 
             # Of whole samples: a rank does not see how much padding stands before its tokens.
             places = places_beside_padding(batch["tokens"], self.padding_token)
@@ -115,7 +115,7 @@ class ContextRanks(TechniqueRuntime):
 def _make_no_masks(module: nn.Module) -> None:
     """Masks of transformers would be of this rank's tokens, and some ranks would have none: with a mask it attends to
     as many heads of keys as of queries, without one to fewer, and ranks could not go on together."""
-    from weft.models.hf import drop_masks  # models of one's own may need nothing of transformers
+    from weft.model.hf import drop_masks  # models of one's own may need nothing of transformers
 
     drop_masks(module)
 
@@ -190,5 +190,5 @@ def _check_built(build: Build) -> None:
 
 
 def create(build: Build) -> TechniqueRuntime:
-    """See `weft.parallel.technique`."""
+    """See `weft.techniques.runtime`."""
     return ContextRanks(build)

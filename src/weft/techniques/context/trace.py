@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from weft.errors import PlanError
-from weft.models import Blueprint
-from weft.models.dropping import ATTENTION
-from weft.stand_ins import copy_on_meta
+from weft.model import Blueprint
+from weft.model.attention.dropping import ATTENTION
+from weft.model.meta_forward import copy_on_meta
 
 _MIXING = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.RNNBase, nn.BatchNorm1d, nn.BatchNorm2d,

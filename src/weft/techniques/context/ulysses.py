@@ -17,12 +17,12 @@ from torch import Tensor
 
 from weft.comm import GroupView, runs_on_gloo
 from weft.errors import PlanError
-from weft.models.derivatives import once
-from weft.parallel.local_tokens import LocalTokens
+from weft.model.derivatives import once
 from weft.techniques.context.attention import Attend, VisitedAttention
 from weft.techniques.context.exchange import GatherExchange
 from weft.techniques.context.form import AttentionForm
 from weft.techniques.context.shares import copies_of, joint_runs, runs_of, tokens_of
+from weft.techniques.core.local_tokens import LocalTokens
 
 
 def exchange_parts(flat: Tensor, given: list[int], taken: list[int], view: GroupView) -> Tensor:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from weft.comm import GroupView
-from weft.parallel.local_tokens import LocalTokens
 from weft.techniques.context.form import AttentionForm
 from weft.techniques.context.partial import Kept
 from weft.techniques.context.shares import Runs, Shown
+from weft.techniques.core.local_tokens import LocalTokens
 
 _FEWEST_QUERIES = 256
 """Queries that are taken together where each sees a window: fewer would be calls of little work."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self, final
 
-from weft.document import Rules, spell
+from weft.config.document import Rules, spell
+from weft.config.settings import setting
 from weft.errors import PlanError
 from weft.techniques.contract import Case, Removal, Technique
-from weft.techniques.settings import setting
 
 if TYPE_CHECKING:
-    from weft.plan import Plan
+    from weft.config.plan import Plan
 
 _RULES = Rules(PlanError)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weft.price import Sender
+    from weft.planning.price import Sender
 
 
 def statistics_traffic(sender: Sender) -> tuple[float, float]:

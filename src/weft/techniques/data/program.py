@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from weft.outline import HeldParameter, ModelShare, RankSend
+from weft.techniques.core.send_trace import HeldParameter, ModelShare, RankSend
 from weft.techniques.data.contract import Data
 
 _DOUBLE, _FLAG, _INDEX = 8, 4, 8

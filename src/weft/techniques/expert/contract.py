@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, final
 
+from weft.config.settings import setting
 from weft.techniques.contract import Case, Removal, Technique, list_choices
-from weft.techniques.settings import setting
 
 if TYPE_CHECKING:
-    from weft.plan import Plan
+    from weft.config.plan import Plan
 
 EXPERT_LENDERS: tuple[Literal["shard", "context"], ...] = ("shard", "context")
 """Axes whose ranks share out experts: the one place that says so."""

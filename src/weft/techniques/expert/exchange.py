@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm import GroupView, runs_on_gloo
-from weft.models.mixture import arrange, combine, spread
+from weft.model.reference.mixture import arrange, combine, spread
 from weft.techniques.expert.journey import Compute, Journey, arrive, leave
 from weft.techniques.expert.shares import rows_of_expert
 

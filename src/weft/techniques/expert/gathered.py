@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from weft.comm import GroupView, all_gather, start_all_gather, start_reduce_scatter
-from weft.parallel import StepContext
-from weft.parallel.autograd import gather_samples
-from weft.plan import MeshPlan
+from weft.config.plan import MeshPlan
+from weft.techniques.core import StepContext
+from weft.techniques.core.autograd import gather_samples
 from weft.techniques.expert.journey import Compute, Journey, arrive, leave
 from weft.techniques.expert.shares import most_tokens_of, rows_of_rank
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from weft.models.derivatives import once
+from weft.model.derivatives import once
 
 
 class Compute(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weft.recipe import Recipe
+from weft.config.recipe import Recipe
 from weft.techniques.contract import Case, list_choices
 
 _NOT_PROVEN = "the two have not been put together"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from weft.outline import ModelShare, ModuleCall, Operation, RankSend
+from weft.techniques.core.send_trace import ModelShare, ModuleCall, Operation, RankSend
 from weft.techniques.expert.contract import Expert
 from weft.techniques.expert.shares import most_tokens_of, rows_of_rank
 

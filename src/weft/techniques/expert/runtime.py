@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models.mixture import Experts, Mixture
-from weft.parallel import MicrobatchState, ModelPart, Split, StepContext
-from weft.parallel.technique import Build, TechniqueRuntime
+from weft.model.reference.mixture import Experts, Mixture
+from weft.techniques.core import MicrobatchState, ModelPart, Split, StepContext
 from weft.techniques.expert.exchange import AllToAllDispatcher
 from weft.techniques.expert.journey import Dispatcher
+from weft.techniques.runtime import Build, TechniqueRuntime
 from weft.techniques.tensor.cuts import cut_parameters
 
 if TYPE_CHECKING:
-    from weft.models.stacked import ExpertStack
+    from weft.model.stacked import ExpertStack
 
 
 @final
@@ -33,7 +33,7 @@ class ExpertRanks(TechniqueRuntime):
     def split(self, part: ModelPart) -> None:
         blueprint = self._build.blueprint
         if not blueprint.experts:
-            why = blueprint.no_experts or "this model has no mixture of experts (weft.models.mixture.Mixture)"
+            why = blueprint.no_experts or "this model has no mixture of experts (weft.model.reference.mixture.Mixture)"
             raise PlanError(
                 f"plan.mesh.expert = {self._build.plan.mesh.expert} shares out experts, but {why}."
                 " Use plan.mesh.expert = 1."
@@ -135,5 +135,5 @@ class _StackDispatch:
 
 
 def create(build: Build) -> TechniqueRuntime:
-    """See `weft.parallel.technique`."""
+    """See `weft.techniques.runtime`."""
     return ExpertRanks(build)

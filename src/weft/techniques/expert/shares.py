@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weft.plan import MeshPlan, axis_coordinates
+from weft.config.plan import MeshPlan, axis_coordinates
 from weft.techniques.context.shares import tokens_of
 
 

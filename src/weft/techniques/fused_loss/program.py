@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from weft.outline import ModelShare, RankSend
+from weft.techniques.core.send_trace import ModelShare, RankSend
 from weft.techniques.fused_loss.chunks import chunks_of
 from weft.techniques.fused_loss.contract import FusedLoss
-from weft.techniques.tensor.grid_shape import ranks_alike
+from weft.techniques.tensor.mesh_2d.shape import ranks_alike
 
 
 def sends(share: ModelShare) -> Iterator[RankSend]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import final
 
-from weft.parallel import ModelPart
-from weft.parallel.technique import Build, TechniqueRuntime
+from weft.techniques.core import ModelPart
+from weft.techniques.runtime import Build, TechniqueRuntime
 
 
 @final
@@ -28,5 +28,5 @@ class FusedHead(TechniqueRuntime):
 
 
 def create(build: Build) -> TechniqueRuntime:
-    """See `weft.parallel.technique`."""
+    """See `weft.techniques.runtime`."""
     return FusedHead(build)

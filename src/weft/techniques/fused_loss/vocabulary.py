@@ -22,14 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.comm import GroupView, Mesh, all_gather
+from weft.config.plan import Plan
 from weft.errors import PlanError
-from weft.models import IGNORED, Blueprint, logits_of
-from weft.models.derivatives import once
-from weft.parallel import ModelLayout, ModelPart, StepContext, is_own
-from weft.parallel.autograd import gather_features
-from weft.parallel.grid import PartGrid
-from weft.parallel.views import no_view
-from weft.plan import Plan
+from weft.model import IGNORED, Blueprint, logits_of
+from weft.model.derivatives import once
+from weft.techniques.core import ModelLayout, ModelPart, StepContext, is_own
+from weft.techniques.core.autograd import gather_features
+from weft.techniques.core.grid import PartGrid
+from weft.techniques.core.views import no_view
 from weft.techniques.fused_loss.chunks import chunks_of
 
 

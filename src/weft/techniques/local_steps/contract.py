@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
-from weft.document import Rules
+from weft.config.document import Rules
 from weft.errors import PlanError
 from weft.techniques.contract import Case, Held, Technique
 
 if TYPE_CHECKING:
-    from weft.plan import Plan
+    from weft.config.plan import Plan
 
 _RULES = Rules(PlanError)
 _KEY = "plan.data_parallel.local_steps"

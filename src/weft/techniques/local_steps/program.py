@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from weft.outline import ModelShare, RankSend
+from weft.techniques.core.send_trace import ModelShare, RankSend
 from weft.techniques.local_steps.contract import LocalSteps
 
 

@@ -26,13 +26,13 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from weft.checkpoint import Json
 from weft.comm import GroupView, Mesh, Wait, nothing_to_wait_for, start_all_reduce
-from weft.document import JsonObject
+from weft.config.document import JsonObject
 from weft.figures import spell_bytes
-from weft.parallel import Piece, Shard, exchange_masters, present, shard_pieces
-from weft.parallel.technique import Build, TechniqueRuntime
+from weft.run.checkpoint import Json
+from weft.techniques.core import Piece, Shard, exchange_masters, present, shard_pieces
 from weft.techniques.local_steps.contract import LocalSteps, LocalStepsSettings
+from weft.techniques.runtime import Build, TechniqueRuntime
 
 
 @final
@@ -208,5 +208,5 @@ class LocalRounds(TechniqueRuntime):
 
 
 def create(build: Build) -> TechniqueRuntime:
-    """See `weft.parallel.technique`."""
+    """See `weft.techniques.runtime`."""
     return LocalRounds(build.mesh, build.plan.data_parallel, last_step=build.num_steps)

@@ -174,7 +174,7 @@ class ActivationKeeper:
         return Waiting(memory, call, watch, version, *looks, tensor if is_fake else None)
 
     def watch(self, tensor: Tensor) -> Tensor:
-        """See `weft.parallel.elsewhere.Elsewhere`."""
+        """See `weft.techniques.core.elsewhere.Elsewhere`."""
         counts_versions = torch._C.DispatchKey.ADInplaceOrView  # pyright: ignore[reportPrivateUsage]
         with torch._C._SetExcludeDispatchKeyGuard(counts_versions, False):  # pyright: ignore[reportPrivateUsage]
             watch = tensor.detach()
@@ -265,7 +265,7 @@ class ActivationKeeper:
         return looking.set_(memory.storage, saved.offset, saved.shape, saved.strides)
 
     def fetch(self, value: Any) -> Any:
-        """See `weft.parallel.elsewhere.Elsewhere`."""
+        """See `weft.techniques.core.elsewhere.Elsewhere`."""
         return self.unpack(value) if isinstance(value, Waiting) else value
 
     def _bring(self, call: _Call) -> None:

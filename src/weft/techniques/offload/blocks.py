@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from weft.figures import spell_bytes
-from weft.parallel import ModelPart, StepContext, is_own
-from weft.parallel.technique import Build, TechniqueRuntime
+from weft.techniques.core import ModelPart, StepContext, is_own
 from weft.techniques.offload.activations import ActivationKeeper
 from weft.techniques.offload.depot import Depot, FileDepot, HostDepot
 from weft.techniques.offload.place import new_file, return_what_is_freed, where
+from weft.techniques.runtime import Build, TechniqueRuntime
 
 
 @final

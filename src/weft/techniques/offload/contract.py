@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self, final
 
-from weft.document import Rules
+from weft.config.document import Rules
+from weft.config.settings import setting
 from weft.errors import PlanError
 from weft.techniques.contract import Case, Removal, Technique
-from weft.techniques.settings import setting
 
 if TYPE_CHECKING:
-    from weft.plan import Plan
+    from weft.config.plan import Plan
 
 Offload = Literal["none", "optimizer", "activations", "parameters", "optimizer+activations", "parameters+activations"]
 OffloadTo = Literal["host", "disk"]

@@ -11,7 +11,7 @@ from weft.columns import Column, larger
 from weft.techniques.offload.contract import DISK_BYTES_PER_SECOND
 
 if TYPE_CHECKING:
-    from weft.price import Calibration, Layout
+    from weft.planning.price import Calibration, Layout
 
 
 BLOCKS_HERE = 2

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from weft.figures import spell_bytes
-from weft.parallel import ModelPart, Shard
-from weft.parallel.technique import Build, TechniqueRuntime
+from weft.techniques.core import ModelPart, Shard
 from weft.techniques.offload.mapped import identity_of, is_fake
+from weft.techniques.runtime import Build, TechniqueRuntime
 
 
 @final
@@ -75,7 +75,7 @@ class HostedParameters(TechniqueRuntime):
 
 @final
 class _StatesOfADryRun:
-    """Marks states as away; a `weft.parallel.Keeper` that keeps everything where it is."""
+    """Marks states as away; a `weft.techniques.core.Keeper` that keeps everything where it is."""
 
     def __init__(self) -> None:
         self.away: set[int] = set()

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor  # pyright: ignore[reportPrivateImportUsage]
 
 from weft.comm import synchronize
-from weft.parallel import Shard
+from weft.techniques.core import Shard
 from weft.techniques.offload.storage import ALIGNMENT, Storage, new_buffer
 
 _GROUP_BYTES, _GROUPS = 32 << 20, 8
@@ -89,7 +89,7 @@ class _Group:
 
 @final
 class StateKeeper:
-    """Keeps what it is told of, once `begin` was called; a `weft.parallel.Keeper`.
+    """Keeps what it is told of, once `begin` was called; a `weft.techniques.core.Keeper`.
 
     Of a shard's master it keeps what is a tensor of its own; one that is the weights stays where the model computes.
     """

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weft.plan import Plan
+    from weft.config.plan import Plan
     from weft.techniques.offload.contract import OffloadSettings
 
 _KEY = "plan.memory.offload"

@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from weft.figures import spell_bytes
-from weft.parallel import ModelPart, Shard
-from weft.parallel.technique import Build, TechniqueRuntime
+from weft.techniques.core import ModelPart, Shard
 from weft.techniques.offload.place import new_file, return_what_is_freed
 from weft.techniques.offload.storage import ALIGNMENT, FileStorage
+from weft.techniques.runtime import Build, TechniqueRuntime
 
 Span = tuple[int, int]
 """First byte and length, in whole pages."""

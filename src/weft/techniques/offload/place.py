@@ -8,8 +8,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from weft.parallel.technique import Build
 from weft.techniques.offload.storage import FileStorage
+from weft.techniques.runtime import Build
 
 logger = logging.getLogger(__name__)
 

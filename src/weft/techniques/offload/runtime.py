@@ -10,11 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensor  # pyright: ignore[reportPr
 
 from weft.errors import PlanError
 from weft.figures import spell_bytes
-from weft.parallel import ModelPart, Shard
-from weft.parallel.technique import Build, TechniqueRuntime
+from weft.techniques.core import ModelPart, Shard
 from weft.techniques.offload.keeper import StateKeeper
 from weft.techniques.offload.place import new_file, where
 from weft.techniques.offload.storage import HostStorage, Storage
+from weft.techniques.runtime import Build, TechniqueRuntime
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import OffloadPolicy
@@ -123,7 +123,7 @@ class _Several(TechniqueRuntime):
 
 
 def create(build: Build) -> TechniqueRuntime:
-    """See `weft.parallel.technique`.
+    """See `weft.techniques.runtime`.
 
     Raises:
         PlanError: something would go to the memory of the host from cores, whose memory that is.

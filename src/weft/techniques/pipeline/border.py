@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from weft.errors import PlanError
-from weft.models import Crossing, FoundCut
-from weft.parallel.views import no_view
-from weft.stand_ins import StandInMode, copy_on_meta
+from weft.model import Crossing, FoundCut
+from weft.model.meta_forward import StandInMode, copy_on_meta
+from weft.techniques.core.views import no_view
 from weft.techniques.pipeline.copies import copied
 from weft.techniques.pipeline.stages import stage_of
 

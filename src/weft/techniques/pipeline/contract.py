@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, final
 
-from weft.document import Rules, spell
+from weft.config.document import Rules, spell
+from weft.config.settings import setting
 from weft.errors import PlanError
 from weft.techniques.contract import Case, Removal, Technique
 from weft.techniques.pipeline.schedules import SPLIT_BACKWARD, PricedSchedule, Schedule, chunk_limits
-from weft.techniques.settings import setting
 
 if TYPE_CHECKING:
-    from weft.plan import Plan
+    from weft.config.plan import Plan
 
 _RULES = Rules(PlanError)
 _NAMES: Mapping[Schedule, str] = {

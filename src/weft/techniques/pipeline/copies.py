@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from weft.stand_ins.copied_calls import copied_model
+from weft.model.meta_forward.copied_calls import copied_model
 
 
 def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

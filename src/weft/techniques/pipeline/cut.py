@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import PlanError
-from weft.models import Blueprint, Cut, CutTable, FoundCut
-from weft.parallel.views import no_view
+from weft.model import Blueprint, Cut, CutTable, FoundCut
+from weft.techniques.core.views import no_view
 from weft.techniques.pipeline.border import cut_found
 from weft.techniques.pipeline.copies import copied
 from weft.techniques.pipeline.stages import stage_of
@@ -55,7 +55,7 @@ def cut_table_of(blueprint: Blueprint) -> Cut:
         because = f": {blueprint.no_stages}" if blueprint.no_stages else ""
         raise PlanError(
             f"plan.mesh.pipeline > 1 cuts the model into stages, but {kind} has no table of where it may be"
-            f" cut{because}. Set plan.mesh.pipeline = 1, or let the model's factory return a weft.models.Blueprint with"
+            f" cut{because}. Set plan.mesh.pipeline = 1, or let the model's factory return a weft.model.Blueprint with"
             " cut = CutTable(entry=…, blocks=…, tail=…)."
         )
     if isinstance(blueprint.cut, CutTable):

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from weft.comm import Mesh
-from weft.models import Blueprint, CutTable
-from weft.parallel import ModelPart, StepContext
-from weft.plan import Plan, check_schedule, stage_ranks
+from weft.config.plan import Plan, check_schedule, stage_ranks
+from weft.model import Blueprint, CutTable
+from weft.techniques.core import ModelPart, StepContext
 from weft.techniques.pipeline.cut import cut_stage, cut_table_of
 from weft.techniques.pipeline.stages import choose_cuts
 from weft.techniques.pipeline.ties import create_tie_groups, find_ties, stage_layout

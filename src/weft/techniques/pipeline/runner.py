@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from weft.comm import Mesh
-from weft.models import Batch, Blueprint, FoundCut
-from weft.parallel import (
+from weft.config.plan import Plan, stage_ranks
+from weft.model import Batch, Blueprint, FoundCut
+from weft.techniques.core import (
     LossTotals,
     MicrobatchState,
     ModelPart,
@@ -21,7 +22,6 @@ from weft.parallel import (
     evaluating,
     take_microbatch,
 )
-from weft.plan import Plan, stage_ranks
 from weft.techniques.pipeline.orders import Action, forward_orders, schedule_orders
 from weft.techniques.pipeline.routes import Routes, StageMessage, plan_routes, sent_by, wanted_by
 from weft.techniques.pipeline.stage import Stage

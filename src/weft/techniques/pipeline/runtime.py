@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from typing import final
 
 from weft.errors import PlanError
-from weft.models import FoundCut
-from weft.parallel import ModelPart, Runner
-from weft.parallel.draws import LOSS, shown
-from weft.parallel.technique import Build, TechniqueRuntime
+from weft.model import FoundCut
+from weft.techniques.core import ModelPart, Runner
 from weft.techniques.pipeline.cut import cut_table_of
 from weft.techniques.pipeline.parts import cut_parts
 from weft.techniques.pipeline.runner import PipelineRunner
 from weft.techniques.pipeline.stages import stage_of
 from weft.techniques.pipeline.ties import share_parameters
+from weft.techniques.randomness.draws import LOSS, shown
+from weft.techniques.runtime import Build, TechniqueRuntime
 
 
 @final
@@ -47,7 +47,7 @@ class PipelineRanks(TechniqueRuntime):
 
 
 def create(build: Build) -> TechniqueRuntime:
-    """See `weft.parallel.technique`."""
+    """See `weft.techniques.runtime`."""
     return PipelineRanks(build)
 
 

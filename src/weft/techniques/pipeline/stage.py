@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from weft.errors import PlanError
-from weft.models import Batch, Blueprint, logits_of
-from weft.models.positions import call_model
-from weft.parallel import LossTotals, MicrobatchState, ModelPart, model_inputs, without_draws
+from weft.model import Batch, Blueprint, logits_of
+from weft.model.positions import call_model
+from weft.techniques.core import LossTotals, MicrobatchState, ModelPart, model_inputs, without_draws
 from weft.techniques.pipeline.border import border_of
 from weft.techniques.pipeline.cut import Received
 from weft.techniques.pipeline.weight_pass import WeightPass, deferring

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from weft.config.plan import balanced_cuts
 from weft.errors import PlanError
-from weft.plan import balanced_cuts
 
 
 class BlockTable(Protocol):

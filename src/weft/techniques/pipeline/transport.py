@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm import Mesh, runs_on_gloo
+from weft.config.plan import axis_coordinates
 from weft.errors import CollectiveError
-from weft.models import Batch
-from weft.plan import axis_coordinates
+from weft.model import Batch
 from weft.techniques.pipeline.routes import HEADER_WORDS, Routes, StageMessage
 
 ShapeFor = Callable[[int, int], tuple[int, ...]]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import PlanError
-from weft.models import Blueprint, CutTable, logits_of
-from weft.models.positions import call_model
-from weft.stand_ins.copied_calls import copied_model
+from weft.model import Blueprint, CutTable, logits_of
+from weft.model.meta_forward.copied_calls import copied_model
+from weft.model.positions import call_model
 from weft.techniques.pipeline.cut import Absent, Passed, Received
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from weft.models.derivatives import once
+from weft.model.derivatives import once
 
 
 class WeightPass:

@@ -19,11 +19,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,  # pyright: ignore[reportUnknownVariableType]
 )
 
+from weft.config.plan import Plan
 from weft.errors import PlanError
-from weft.models import Blueprint
-from weft.parallel import MicrobatchState, StepContext, is_own
-from weft.parallel.unkept import is_unkept
-from weft.plan import Plan
+from weft.model import Blueprint
+from weft.techniques.core import MicrobatchState, StepContext, is_own
+from weft.techniques.core.unkept import is_unkept
 from weft.techniques.recompute.selective import selective_contexts
 
 _aten = torch.ops.aten

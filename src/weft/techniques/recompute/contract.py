@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self, final
 
-from weft.document import spell
+from weft.config.document import spell
+from weft.config.settings import setting
 from weft.techniques.contract import Case, Removal, Technique
-from weft.techniques.settings import setting
 
 if TYPE_CHECKING:
-    from weft.plan import Plan
+    from weft.config.plan import Plan
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE_KEY = "memory.recompute"

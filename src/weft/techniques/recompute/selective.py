@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
-    from weft.parallel.elsewhere import Elsewhere
+    from weft.techniques.core.elsewhere import Elsewhere
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models import Blueprint, set_number
-from weft.models.channels import Convolution, computes_plainly, groups_of
+from weft.model import Blueprint, set_number
+from weft.model.channels import Convolution, computes_plainly, groups_of
 
 
 def check_bare(blueprint: Blueprint) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, final
 
+from weft.config.settings import setting
 from weft.techniques.contract import Case, Removal, Technique, list_choices
-from weft.techniques.settings import setting
 
 if TYPE_CHECKING:
-    from weft.plan import Plan
+    from weft.config.plan import Plan
 
 TensorScheme = Literal["1d", "2d", "2.5d", "3d"]
 
@@ -85,7 +85,7 @@ class Tensor(Technique):
 
     def check(self, case: Case) -> None:
         if case.plan.tensor_parallel.scheme != "1d":
-            from weft.techniques.tensor.grid_limits import check_grid  # loaded where a plan asks for a grid
+            from weft.techniques.tensor.mesh_2d.limits import check_grid  # loaded where a plan asks for a grid
 
             check_grid(case)
         if case.plan.tensor_parallel.sequence and case.plan.mesh.tensor == 1:
@@ -97,7 +97,7 @@ class Tensor(Technique):
         self._check_adapter(case)
         sizes, tensor, has_grid = case.facts.divisible, case.plan.mesh.tensor, case.plan.tensor_parallel.scheme != "1d"
         if has_grid:
-            from weft.techniques.tensor.grid_limits import check_grid_model  # as above
+            from weft.techniques.tensor.mesh_2d.limits import check_grid_model  # as above
 
             check_grid_model(case)
         if tensor > 1 and sizes != {} and (why := case.facts.no_tensor):

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from weft.techniques.tensor.grid_limits import samples_problem, shape_problem, sizes_problem
-from weft.techniques.tensor.grid_shape import grid_shape
+from weft.techniques.tensor.mesh_2d.limits import samples_problem, shape_problem, sizes_problem
+from weft.techniques.tensor.mesh_2d.shape import grid_shape
 
 if TYPE_CHECKING:
-    from weft.cluster import Collective
-    from weft.price import Layout, Sender
-    from weft.profile import Profile
+    from weft.config.cluster import Collective
+    from weft.model.profile import Profile
+    from weft.planning.price import Layout, Sender
 
 
 def tensor_traffic(sender: Sender) -> tuple[float, float]:

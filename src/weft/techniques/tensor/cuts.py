@@ -12,9 +12,9 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models import INHERITED, Blueprint, SplitRule, Tables
-from weft.parallel import ModelLayout, Split
-from weft.techniques.tensor.plain_layers import is_conv1d, is_linear
+from weft.model import INHERITED, Blueprint, SplitRule, Tables
+from weft.model.plain_layers import is_conv1d, is_linear
+from weft.techniques.core import ModelLayout, Split
 
 _NO_CUTS = (*INHERITED, "whole", "gather", "part")
 """Kinds of modules whose parameters stay whole."""
@@ -91,7 +91,7 @@ def _cut_dims(name: str, module: nn.Module, rule: SplitRule, root: nn.Module) ->
     if rule.kind in ("column", "row") and is_magnitude(module):
         return {"weight": 0} if rule.kind == "column" else {}
     if rule.kind in ("channel_out", "channel_in", "channels"):
-        from weft.models.channels import channel_cuts  # loaded where convolutions are split
+        from weft.model.channels import channel_cuts  # loaded where convolutions are split
 
         found = channel_cuts(module, rule.kind)
         if found is not None:
@@ -143,7 +143,7 @@ def _check_divides(name: str, shape: torch.Size, dim: int, rule: SplitRule, part
 
 
 def _check_groups(name: str, module: nn.Module, rule: SplitRule, parts: int) -> None:
-    from weft.models.channels import groups_of  # as above
+    from weft.model.channels import groups_of  # as above
 
     counted = groups_of(module)
     groups = 0 if counted is None else getattr(module, counted)

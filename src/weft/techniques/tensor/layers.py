@@ -20,18 +20,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.comm import GroupView, Mesh
+from weft.config.plan import Plan
 from weft.errors import PlanError
-from weft.models import Blueprint, SplitRule
-from weft.parallel import ModelLayout, Split, StepContext, fill_layout, first_names, is_own
-from weft.parallel.autograd import (
+from weft.model import Blueprint, SplitRule
+from weft.model.plain_layers import is_conv1d, is_linear, localise
+from weft.techniques.core import ModelLayout, Split, StepContext, fill_layout, first_names, is_own
+from weft.techniques.core.autograd import (
     copy_to_group,
     gather_features,
     gather_sequence,
     reduce_from_group,
     reduce_scatter_sequence,
 )
-from weft.parallel.region import sequence_region
-from weft.plan import Plan
+from weft.techniques.core.region import sequence_region
 from weft.techniques.tensor.cuts import (
     check_sizes,
     check_ties,
@@ -41,7 +42,6 @@ from weft.techniques.tensor.cuts import (
     mark_partial,
     split_parameters,
 )
-from weft.techniques.tensor.plain_layers import is_conv1d, is_linear, localise
 
 Forward = Callable[..., Any]
 

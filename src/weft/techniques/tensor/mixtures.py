@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from weft.comm import GroupView
 from weft.errors import PlanError
-from weft.models.mixture import Mixture, Routing
-from weft.parallel.autograd import copy_to_group, reduce_from_group
+from weft.model.reference.mixture import Mixture, Routing
+from weft.techniques.core.autograd import copy_to_group, reduce_from_group
 
 
 class _Divide(torch.autograd.Function):
@@ -51,7 +51,7 @@ def share_mixture(name: str, module: nn.Module, view: GroupView, enter: Change, 
     if not isinstance(module, Mixture):
         raise PlanError(
             f'model.split: the kind "expert" also matches {name}, a {type(module).__name__}, but only a'
-            " weft.models.mixture.Mixture or stacked experts of transformers split so. Narrow the pattern."
+            " weft.model.reference.mixture.Mixture or stacked experts of transformers split so. Narrow the pattern."
         )
     module.register_forward_pre_hook(partial(_enter, enter))
     module.register_forward_hook(partial(_leave, leave))

@@ -1,6 +1,6 @@
 """What tensor ranks send: sums around the layers that they share, or with a split sequence the halves of those sums.
 
-Forward and backward are those of `weft.parallel.tensor` and `weft.parallel.sequence`.
+Forward and backward are those of `weft.techniques.core.tensor` and `weft.techniques.core.sequence`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from weft.outline import ModelShare, ModuleCall, Part, RankSend
+from weft.techniques.core.send_trace import ModelShare, ModuleCall, Part, RankSend
 from weft.techniques.tensor.contract import Tensor
 
 
@@ -18,7 +18,7 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
     if share.plan.mesh.tensor == 1:
         return
     if share.grid is not None:
-        from weft.techniques.tensor import grid_program  # loaded where ranks form a grid
+        from weft.techniques.tensor.mesh_2d import program as grid_program  # loaded where ranks form a grid
 
         yield from grid_program.sends(share, share.grid)
         return

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import final
 
-from weft.parallel import ModelPart
-from weft.parallel.technique import Build, TechniqueRuntime
-from weft.techniques.tensor.grid_shape import grid_of_plan
+from weft.techniques.core import ModelPart
+from weft.techniques.runtime import Build, TechniqueRuntime
 from weft.techniques.tensor.layers import apply_tensor
+from weft.techniques.tensor.mesh_2d.shape import grid_of_plan
 from weft.techniques.tensor.sequence import apply_sequence
 
 
@@ -22,7 +22,7 @@ class TensorRanks(TechniqueRuntime):
         build = self._build
         shape = grid_of_plan(build.plan)
         if shape is not None:
-            from weft.techniques.tensor.grid_layers import apply_grid  # loaded where ranks form a grid
+            from weft.techniques.tensor.mesh_2d.layers import apply_grid  # loaded where ranks form a grid
 
             apply_grid(part, build, shape)
             return
@@ -34,5 +34,5 @@ class TensorRanks(TechniqueRuntime):
 
 
 def create(build: Build) -> TechniqueRuntime:
-    """See `weft.parallel.technique`."""
+    """See `weft.techniques.runtime`."""
     return TensorRanks(build)

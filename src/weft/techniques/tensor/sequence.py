@@ -16,12 +16,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from weft.comm import GroupView, Mesh
+from weft.config.plan import Plan
 from weft.errors import PlanError
-from weft.models import Blueprint, CutTable
-from weft.parallel import ModelLayout, StepContext, is_own
-from weft.parallel.autograd import gather_sequence, scatter_sequence
-from weft.parallel.region import SequenceRegion, sequence_region
-from weft.plan import Plan
+from weft.model import Blueprint, CutTable
+from weft.techniques.core import ModelLayout, StepContext, is_own
+from weft.techniques.core.autograd import gather_sequence, scatter_sequence
+from weft.techniques.core.region import SequenceRegion, sequence_region
 from weft.techniques.tensor.cuts import mark_partial
 
 

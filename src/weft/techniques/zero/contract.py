@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, final
 
-from weft.document import spell
+from weft.config.document import spell
+from weft.config.settings import setting
 from weft.errors import PlanError
 from weft.techniques.contract import Case, Removal, Technique
-from weft.techniques.settings import setting
 
 if TYPE_CHECKING:
-    from weft.plan import Plan
+    from weft.config.plan import Plan
 
 Stage = Literal[0, 1, 2, 3]
 ReduceEvery = Literal["auto", "step", "microbatch"]

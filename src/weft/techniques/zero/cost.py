@@ -15,7 +15,7 @@ from weft.techniques.registry import held as held_besides
 from weft.techniques.zero.contract import shares_of
 
 if TYPE_CHECKING:
-    from weft.price import AxisGroup, Calibration, Groups, Layout, Seconds, Stack
+    from weft.planning.price import AxisGroup, Calibration, Groups, Layout, Seconds, Stack
 
 # ── when gradients travel, and what is whole until then ───────────────────────────────────────────────────────────────
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from weft.outline import HeldParameter, ModelShare, Parameter, Shape
-from weft.plan import EXPERT_LENDERS
+from weft.config.plan import EXPERT_LENDERS
+from weft.techniques.core.send_trace import HeldParameter, ModelShare, Parameter, Shape
 from weft.techniques.zero.shares import dim_of_shards
 
 

@@ -1,4 +1,4 @@
-"""What data ranks send under ZeRO-3: weights gathered unit by unit, gradients scattered (`weft.parallel.zero3`)."""
+"""What data ranks send under ZeRO-3: weights gathered unit by unit, gradients scattered (`weft.techniques.zero.sharded_weights`)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from weft.outline import HeldParameter, ModelShare, Parameter, Part, RankSend
 from weft.techniques.compression.program import between_replicas
+from weft.techniques.core.send_trace import HeldParameter, ModelShare, Parameter, Part, RankSend
 from weft.techniques.zero.contract import Zero, reduction_rounds
 from weft.techniques.zero.cuts import cut_dim, padded, shard_shape, sharding_of
 

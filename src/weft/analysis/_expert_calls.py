@@ -1,0 +1,67 @@
+"""Experts of mixtures, each module of them one event of a forward: what they make of a token is known by proof.
+
+Experts sort tokens, which look then as if they met.  What `weft.model.stacked` has shown of a module is that it gives
+each token the weighted results of the experts that the token has chosen, whoever else is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function
+
+from weft.analysis.trace._fused import FusedCall
+from weft.model import Blueprint
+from weft.model.stacked import ExpertStack, num_stacked, prove_stacks
+
+
+def mix_by_token(tokens: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+    """Stand for experts in a trace: rows (n, hidden), choices and weights (n, top_k) → (n, hidden)."""
+    given = (tokens, choices, weights)
+    made: Tensor = handle_torch_function(mix_by_token, given, *given)
+    return made
+
+
+def as_event(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall:
+    """How a trace runs it."""
+    return FusedCall(run=lambda: torch.empty_like(args[0]), name="experts", operands=args, settings={})
+
+
+def proven_stacks(blueprint: Blueprint) -> Mapping[str, ExpertStack]:
+    """Return the modules of stacked experts of which it is shown what they do, whichever operands come first."""
+    if blueprint.stacks:
+        return blueprint.stacks
+    found: dict[str, ExpertStack] = {}
+    stacked = {name: each for name, each in blueprint.module.named_modules() if num_stacked(each) > 1}
+    for choices_first in (True, False):
+        left = {name: (each, choices_first) for name, each in stacked.items() if name not in found}
+        found |= {name: stack for name, stack in prove_stacks(left).items() if stack is not None}
+    return found
+
+
+def stand_in_for_experts(module: nn.Module, stacks: Mapping[str, ExpertStack]) -> None:
+    """Let the experts of a copy of the model be one event each, where they are called as it was shown."""
+    for name, stack in stacks.items():
+        each: Any = module.get_submodule(name)
+        each.forward = partial(_called, each.forward, stack)
+
+
+def _called(forward: Any, stack: ExpertStack, *args: Any, **kwargs: Any) -> Any:
+    given: list[Any] = [*args, *kwargs.values()]
+    if not _fits(given, stack):
+        return forward(*args, **kwargs)  # which is followed as anything else
+    return mix_by_token(*stack.operands(args, kwargs))
+
+
+def _fits(given: list[Any], stack: ExpertStack) -> bool:
+    """Whether a call is one of tokens, and of choices and weights in their order, for the same rows."""
+    if len(given) != 3 or not all(isinstance(each, Tensor) and each.dim() == 2 for each in given):
+        return False
+    tokens, second, third = given
+    choices, weights = (second, third) if stack.choices_first else (third, second)
+    kinds = [each.is_floating_point() for each in (tokens, choices, weights)]
+    return kinds == [True, False, True] and len(tokens) == len(choices) and choices.shape == weights.shape

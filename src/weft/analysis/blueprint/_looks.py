@@ -1,0 +1,42 @@
+"""What looking at a recipe's model shows of its split and its features, or what was kept of an earlier look."""
+
+from __future__ import annotations
+
+from weft.config.recipe import Recipe
+from weft.model import Blueprint
+from weft.model.description import stored
+from weft.model.families import ISOLATED_DOCUMENTS, Tables, found_split_note
+
+
+def look_for_a_split(blueprint: Blueprint, recipe: Recipe) -> None:
+    """Take what was kept of the same model, described by the same code; else see what its forward shows."""
+    if (known := stored(recipe)) is not None:
+        _take_split(blueprint, known.tables)
+        return
+    from weft.analysis import look  # thousands of lines, which ranks do without where something was kept
+
+    look(blueprint)
+
+
+def _take_split(blueprint: Blueprint, tables: Tables) -> None:
+    blueprint.split, blueprint.localise, blueprint.divisible = tables.split, tables.localise, tables.divisible
+    blueprint.vocabulary_head, blueprint.no_tensor = tables.vocabulary_head, tables.no_tensor
+    if tables.splits:  # other notes that were kept are not of this model: its folder may have got weights since
+        blueprint.notes = (*blueprint.notes, found_split_note(tables.split))
+
+
+def look_at_its_features(blueprint: Blueprint, recipe: Recipe) -> None:
+    """Where tables do not show it, enter into the blueprint why its ranks may not have parts of the features."""
+    if blueprint.has_known_features:
+        return
+    if recipe.data.documents == "isolated":
+        blueprint.no_features = ISOLATED_DOCUMENTS
+        return
+    if (known := stored(recipe)) is not None:
+        blueprint.no_features, tables = known.no_features, known.tables
+        blueprint.features, blueprint.divisible_features = tables.features, tables.divisible_features
+        blueprint.no_fp16_grid = tables.no_fp16_grid
+        return
+    from weft.analysis import look_at_features  # as above
+
+    look_at_features(blueprint)

@@ -1,0 +1,1 @@
+"""Which features of a model tensor ranks may have parts of."""

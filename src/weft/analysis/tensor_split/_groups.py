@@ -1,0 +1,215 @@
+"""Chooses which layers are column-parallel and which row-parallel, from what a flow found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.analysis.tensor_split._channels import Layer
+from weft.analysis.tensor_split._flow import ForwardFlow
+
+_STATES = 64
+"""Choices that are followed side by side; chains of layers need two."""
+
+
+Sides = tuple[frozenset[str], frozenset[str]]
+"""Names of layers that are columns, and of those that are rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMember:
+    """A layer of a group, and where the divided atom lies in its features."""
+
+    layer: Layer
+    blocks: int
+    """Equal blocks that are fused in front of the divided size, each cut on its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterPart:
+    """A parameter that operators meet as it is, of which each rank has a part along a dim."""
+
+    name: str
+    dim: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelModule:
+    """A module that works channel by channel, of whose channels each rank has a part."""
+
+    name: str
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+    """Layers that are divided together: columns first, rows make the sum."""
+
+    atom: int
+    size: int
+    columns: tuple[GroupMember, ...]
+    rows: tuple[GroupMember, ...]
+    parts: tuple[ParameterPart, ...] = ()
+    channelwise: tuple[ChannelModule, ...] = ()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All whose parameters it divides, which no other group may divide."""
+        layers = (member.layer.name for member in (*self.columns, *self.rows))
+        return frozenset((*layers, *(part.name for part in self.parts), *(each.name for each in self.channelwise)))
+
+    @property
+    def parameters(self) -> int:
+        """Elements of its layers."""
+        return sum(member.layer.parameters for member in (*self.columns, *self.rows))
+
+    @property
+    def first(self) -> int:
+        return min(member.layer.index for member in self.columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitChoice:
+    groups: tuple[LayerGroup, ...]
+    left: tuple[tuple[str, str], ...]
+    """Layers that stay whole, and why."""
+
+
+def choose(
+    flow: ForwardFlow,
+    blocks: Sequence[str],
+    refused: Iterable[int] = (),
+    ruled: Iterable[str] = (),
+    only: Sides | None = None,
+) -> SplitChoice:
+    """Take groups that lie in one block first, then those that split most parameters; a layer is in one group only.
+    `refused` are atoms that a rehearsal found wanting, `ruled` layers for which the model has rules already; `only`
+    names those that may be columns, and rows."""
+    found, places = [g for g in _groups(flow, set(refused)) if only is None or _fits(g, only)], frozenset(blocks)
+    found.sort(key=lambda group: group.first)
+    taken = frozenset(ruled)
+    chosen: list[LayerGroup] = []
+    for is_local in (True, False):
+        open_ones = [g for g in found if _is_local(g, places) == is_local and not g.names & taken]
+        chosen += _heaviest(open_ones)
+        taken = taken.union(*(group.names for group in chosen))
+    chosen.sort(key=lambda group: group.first)
+    left = [(name, _why(flow, layer)) for name, layer in flow.layers.items() if name not in taken]
+    return SplitChoice(groups=tuple(chosen), left=tuple(left))
+
+
+def _fits(group: LayerGroup, only: Sides) -> bool:
+    columns, rows = (frozenset(member.layer.name for member in side) for side in (group.columns, group.rows))
+    return columns <= only[0] and rows <= only[1]
+
+
+def _heaviest(groups: Sequence[LayerGroup]) -> list[LayerGroup]:
+    """The groups without a layer in common that split most parameters, of equals the fewest, of those the first.
+
+    Goes through them in order and keeps the best choice for every set of layers that is taken and met again later.
+    """
+    met_later = [frozenset[str]().union(*(group.names for group in groups[at + 1 :])) for at in range(len(groups))]
+    states: dict[frozenset[str], tuple[int, ...]] = {frozenset(): ()}
+
+    def worth(choice: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
+        return sum(groups[at].parameters for at in choice), -len(choice), tuple(-at for at in choice)
+
+    for at, group in enumerate(groups):
+        options = [*states.items()]
+        options += [(taken | group.names, (*choice, at)) for taken, choice in states.items() if not taken & group.names]
+        states = {}
+        for taken, choice in sorted(options, key=lambda option: worth(option[1]), reverse=True):
+            if len(states) < _STATES:
+                states.setdefault(taken & met_later[at], choice)
+    return [groups[at] for at in max(states.values(), key=worth)]
+
+
+def _groups(flow: ForwardFlow, refused: set[int]) -> list[LayerGroup]:
+    atoms = flow.atoms
+    columns: dict[int, list[GroupMember]] = {}
+    for layer in flow.layers.values():
+        for member, atom in _places(flow, layer, (layer.made,)):
+            columns.setdefault(atom, []).append(member)
+    entering: dict[int, list[GroupMember]] = {}
+    for layer in flow.layers.values():
+        for member, atom in _places(flow, layer, layer.entering):
+            entering.setdefault(atom, []).append(member)
+    parts, channelwise = _parts(flow), _channelwise(flow)
+    groups: list[LayerGroup] = []
+    for atom, members in columns.items():
+        if atoms.reason(atom) is not None or atom in refused or atoms.size(atom) < 2:
+            continue
+        rows = entering.get(atom, [])
+        names = [member.layer.name for member in (*members, *rows)]
+        if not rows or len(names) != len(set(names)):
+            continue
+        local = channelwise.get(atom, {})
+        held = {f"{member.layer.name}.bias" for member in members}
+        met = [p for p in parts.get(atom, ()) if p.name not in held and p.name.rpartition(".")[0] not in local]
+        if len(met) == len({part.name for part in met}):
+            groups.append(
+                LayerGroup(
+                    atom=atom,
+                    size=atoms.size(atom),
+                    columns=tuple(members),
+                    rows=tuple(rows),
+                    parts=tuple(met),
+                    channelwise=tuple(ChannelModule(name=name, blocks=blocks) for name, blocks in local.items()),
+                )
+            )
+    return groups
+
+
+def _channelwise(flow: ForwardFlow) -> Mapping[int, Mapping[str, int]]:
+    """Atom → modules that work channel by channel on it, and the blocks in front of it."""
+    found: dict[int, dict[str, int]] = {}
+    for name, dim in flow.channelwise.items():
+        for leaf, before in _leaves(flow, dim):
+            found.setdefault(leaf, {})[name] = before
+    return found
+
+
+def _parts(flow: ForwardFlow) -> dict[int, list[ParameterPart]]:
+    """Atom → parameters with that atom in one of their dims."""
+    found: dict[int, list[ParameterPart]] = {}
+    for name, dims in flow.parameters.items():
+        for at, dim in enumerate(dims):
+            for leaf, before in _leaves(flow, dim):
+                found.setdefault(leaf, []).append(ParameterPart(name=name, dim=at, blocks=before))
+    return found
+
+
+def _leaves(flow: ForwardFlow, dim: Sequence[int]) -> list[tuple[int, int]]:
+    """Each atom of a dim, with the blocks in front of it."""
+    found: list[tuple[int, int]] = []
+    before = 1
+    for leaf in flow.atoms.leaves(dim):
+        found.append((leaf, before))
+        before *= flow.atoms.size(leaf)
+    return found
+
+
+def _places(flow: ForwardFlow, layer: Layer, dim: Sequence[int]) -> list[tuple[GroupMember, int]]:
+    """Each atom of a layer's features, with the blocks in front of it."""
+    return [(GroupMember(layer=layer, blocks=before), leaf) for leaf, before in _leaves(flow, dim)]
+
+
+def _is_local(group: LayerGroup, blocks: frozenset[str]) -> bool:
+    """Whether all its layers lie in one block of the model."""
+    found = {_block_of(member.layer.name, blocks) for member in (*group.columns, *group.rows)}
+    return len(found) == 1 and None not in found
+
+
+def _block_of(name: str, blocks: frozenset[str]) -> str | None:
+    while name and name not in blocks:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def _why(flow: ForwardFlow, layer: Layer) -> str:
+    leaves = sorted(flow.atoms.leaves((layer.made,)), key=flow.atoms.size, reverse=True)
+    reasons = [flow.atoms.reason(leaf) for leaf in leaves]
+    if reasons[0] is not None and None not in reasons:
+        return "; ".join(dict.fromkeys(reason for reason in reasons if reason is not None))
+    return "no layer takes its result in parts, or that layer is split with others already"

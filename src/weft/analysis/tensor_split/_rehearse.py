@@ -1,0 +1,337 @@
+"""Runs a model on one rank's share of its weights, still without memory, and compares what it computes, operator by
+operator, with what it must be.
+
+So it shows where a forward counts heads or widths by numbers of its own: by attributes, of its modules or of the
+configurations that they hold, which a plan can divide (`Localise`), or by the size of its input, which it cannot.
+Shapes must be those of a part, and numbers that are multiplied, added or compared must be those of the whole model: a
+scale that follows from a divided count would compute something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from weft.analysis.tensor_split._flow import ForwardFlow
+from weft.analysis.tensor_split._groups import LayerGroup
+from weft.analysis.trace._events import Event, Trace, Value
+from weft.analysis.trace._fused import FUSED_NAMES
+from weft.analysis.trace._pointwise import LAYOUT, is_elementwise
+from weft.analysis.trace._trace import Mode, Unfinished, trace
+from weft.model import Blueprint, localised, numbers_of
+from weft.model.channels import channel_tensors, groups_of, is_convolution
+from weft.model.meta_forward import glob_of
+
+_SIZES_OF_WEIGHTS = frozenset(
+    {
+        *("in_features", "out_features", "nf", "nx", "num_embeddings", "embedding_dim"),
+        *("in_channels", "out_channels", "num_channels", "num_features", "groups", "num_groups"),
+    }
+)
+_ATTEMPTS = 8
+RESHAPES = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias"})
+Shape = tuple[int, ...]
+DTYPE = torch.float32
+"""Precision of the forwards that are looked at: every operator has a form in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """A number of a module that counts something divided; `config.num_heads` is one of an object that it holds."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitOutcome:
+    """Attributes to divide, or where and why it does not work."""
+
+    attributes: tuple[Attribute, ...] = ()
+    module: str = ""
+    problem: str | None = None
+    atoms: frozenset[int] = frozenset()
+    """Divided atoms that are at hand where it fails."""
+
+
+Progress = tuple[int, int]
+"""How many operators that compute something were right, and the last one of any kind."""
+
+
+class _Wrong(Exception):
+    """What a forward on a part does otherwise; how many operators were right until then."""
+
+
+@dataclass(slots=True)
+class Rehearsal:
+    blueprint: Blueprint
+    reference: Trace
+    flow: ForwardFlow
+    groups: Sequence[LayerGroup]
+    parts: int
+    gathering: Mapping[str, Value] = field(default_factory=dict[str, Value])
+    useless: set[tuple[str | None, Attribute, tuple[Attribute, ...]]] = field(default_factory=lambda: set())
+    """Problems, attributes that did not help there, and those that were divided before: rehearsals share it."""
+    modes: Sequence[Mode] = ("as it is",)
+    """How the forward ran for `reference`."""
+    wanted: list[Event] = field(init=False)
+    """Operators of the whole model that compute something."""
+    reshaped: list[list[tuple[Shape, Shape]]] = field(init=False)
+    """Shapes before and after, of all that a rank must reshape before each of the `wanted` operators."""
+
+    def __post_init__(self) -> None:
+        self.wanted, self.reshaped, waiting = [], [], list[tuple[Shape, Shape]]()
+        for event in self.reference.events:
+            if self._counts(event):
+                self.wanted.append(event)
+                self.reshaped.append(waiting)
+                waiting = []
+            elif event.name in RESHAPES and self._is_outside(event) and self._is_divided(event.inputs[0]):
+                waiting.append((self._local_shape(event.inputs[0]), self._local_shape(event.outputs[0])))
+
+    def run(self) -> SplitOutcome:
+        """Divide attributes one after another, as long as each lets the forward come further."""
+        attributes: list[Attribute] = []
+        done, problem = self._attempt(attributes)
+        for _ in range(_ATTEMPTS):
+            if problem is None:
+                return SplitOutcome(attributes=tuple(attributes))
+            better = self._better(attributes, done, problem)
+            if better is None:
+                break
+            attribute, done, problem = better
+            attributes.append(attribute)
+        event = self._event(done)
+        return SplitOutcome(module=event.module, problem=problem, atoms=self._at_hand(event))
+
+    def _event(self, done: Progress) -> Event:
+        return self.wanted[min(done[0], len(self.wanted) - 1)]
+
+    def _counts(self, event: Event) -> bool:
+        """Whether an event is compared: it computes something, outside of what gets all of its input."""
+        return event.name not in LAYOUT and self._is_outside(event)
+
+    def _is_outside(self, event: Event) -> bool:
+        return not any(f"{event.module}.".startswith(f"{name}.") for name in self.gathering)
+
+    def _better(
+        self, attributes: Sequence[Attribute], done: Progress, before: str | None
+    ) -> tuple[Attribute, Progress, str | None] | None:
+        best: tuple[Attribute, Progress, str | None] | None = None
+        for attribute in self._candidates(done):
+            known = (before, attribute, tuple(attributes))
+            if attribute in attributes or known in self.useless:
+                continue
+            reached, problem = self._attempt([*attributes, attribute])
+            if reached <= done and problem is not None:
+                self.useless.add(known)
+            if reached > (done if best is None else best[1]) or problem is None:
+                best = attribute, reached, problem
+            if problem is None:
+                break
+        return best
+
+    def _attempt(self, attributes: Sequence[Attribute]) -> tuple[Progress, str | None]:
+        """Run with these attributes divided; how far it came, and what went wrong then."""
+        done = at = 0
+        reshaped: list[tuple[Shape, Shape]] = []
+
+        def compare(found: Event) -> None:
+            nonlocal done, at
+            at = found.index
+            if not self._counts(found):
+                if found.name in RESHAPES:
+                    reshaped.append((found.inputs[0].shape, found.outputs[0].shape))
+                return
+            if done >= len(self.wanted):
+                raise _Wrong("it goes on where the whole model ends")
+            wrong = self._difference(self.wanted[done], found) or misshaped(self.reshaped[done], reshaped)
+            reshaped.clear()
+            if wrong is not None:
+                raise _Wrong(wrong)
+            done += 1
+
+        with ExitStack() as stack:
+            stack.enter_context(_divided(self.blueprint.module, attributes, self._counted(), self.parts))
+            stack.enter_context(_gathered(self.blueprint.module, self.gathering, self.parts))
+            try:
+                trace(self.blueprint, DTYPE, self._share(), loss=False, watch=compare, modes=self.modes)
+            except Unfinished as stopped:
+                cause = stopped.__cause__
+                return (done, at), next(iter(str(cause if cause is not None else stopped).splitlines()), "it stops")
+        return (done, at), None if done == len(self.wanted) else "it ends before the whole model does"
+
+    def _difference(self, wanted: Event, found: Event) -> str | None:
+        if wanted.name != found.name or len(wanted.outputs) != len(found.outputs):
+            return f"it computes {found.name} where the whole model computes {wanted.name}"
+        if is_elementwise(wanted.name) or wanted.name in FUSED_NAMES:
+            mine, theirs = list(_numbers(wanted)), list(_numbers(found))
+            if mine != theirs:
+                return f"its {wanted.name} takes the number {theirs or 'none'} instead of {mine or 'none'}"
+        count = 1 if wanted.name in FUSED_NAMES else len(wanted.outputs)
+        pairs = [("takes", *pair) for pair in zip(wanted.inputs, found.inputs, strict=False)]
+        pairs += [("makes", *pair) for pair in zip(wanted.outputs[:count], found.outputs, strict=False)]
+        for what, mine, theirs in pairs:
+            if mine.storage not in self.reference.per_sample:
+                continue
+            shape = self._local_shape(mine)
+            if shape != theirs.shape:
+                return f"{wanted.name} {what} {theirs.shape} instead of {shape}"
+        return None
+
+    def _is_divided(self, value: Value) -> bool:
+        chosen, leaves = self._chosen(), self.flow.atoms.leaves
+        return any(chosen.intersection(leaves(dim)) for dim in self.flow.dims.get(value, ()))
+
+    def _chosen(self) -> frozenset[int]:
+        return frozenset(group.atom for group in self.groups)
+
+    def _local_shape(self, value: Value) -> tuple[int, ...]:
+        dims = self.flow.dims.get(value)
+        if dims is None:
+            return value.shape
+        chosen, leaves = self._chosen(), self.flow.atoms.leaves
+        sizes = zip(value.shape, dims, strict=True)
+        return tuple(size // self.parts if chosen.intersection(leaves(dim)) else size for size, dim in sizes)
+
+    def _at_hand(self, event: Event) -> frozenset[int]:
+        """Divided atoms in what the event's module works on."""
+        near = [e for e in self.reference.events if e.module == event.module]
+        for events in ([event], near):
+            values = [value for e in events for value in (*e.inputs, *e.outputs)]
+            dims = [dim for value in values for dim in self.flow.dims.get(value, ())]
+            found = self._chosen().intersection(atom for dim in dims for atom in self.flow.atoms.leaves(dim))
+            if found:
+                return found
+        return self._chosen()
+
+    def _candidates(self, done: Progress) -> list[Attribute]:
+        """Whole numbers of the module that fails, or of those around it, that equal a divided size there."""
+        found: list[Attribute] = []
+        name, root, levels = self._event(done).module, self.blueprint.module, 0
+        while True:
+            sizes = self._sizes_inside(name)
+            for attribute, value in numbers_of(root.get_submodule(name)):
+                of_model = "." in attribute and (levels > 1 or attribute.endswith("_id"))
+                if value in sizes and attribute not in _SIZES_OF_WEIGHTS and value % self.parts == 0 and not of_model:
+                    found.append(Attribute(name, attribute))
+            if not name:
+                return found
+            name, levels = name.rpartition(".")[0], levels + 1
+
+    def _sizes_inside(self, module: str) -> set[int]:
+        chosen, leaves, sizes = self._chosen(), self.flow.atoms.leaves, set[int]()
+        for event in self.reference.events:
+            if f"{event.module}.".startswith(f"{module}." if module else ""):
+                for value in (*event.inputs, *event.outputs):
+                    dims = self.flow.dims.get(value, ())
+                    sizes |= {n for n, dim in zip(value.shape, dims, strict=False) if chosen.intersection(leaves(dim))}
+        return sizes
+
+    def _share(self) -> dict[str, Tensor]:
+        """Weights of one rank, on meta."""
+        share: dict[str, Tensor] = {}
+        for group in self.groups:
+            for members, column in ((group.columns, True), (group.rows, False)):
+                for member in members:
+                    share |= self._share_of(member.layer.name, column)
+            for part in group.parts:
+                share[part.name] = self._part(part.name, part.dim)
+            for module in group.channelwise:
+                for leaf in channel_tensors(self.blueprint.module.get_submodule(module.name)):
+                    share[f"{module.name}.{leaf}"] = self._part(f"{module.name}.{leaf}", 0)
+        return share
+
+    def _share_of(self, name: str, column: bool) -> dict[str, Tensor]:
+        module = self.blueprint.module.get_submodule(name)
+        share: dict[str, Tensor] = {}
+        for leaf, _ in module.named_parameters(recurse=False):
+            dim = cut_dim(module, leaf, column=column)
+            if dim is not None:
+                share[f"{name}.{leaf}"] = self._part(f"{name}.{leaf}", dim)
+        return share
+
+    def _part(self, name: str, dim: int) -> Tensor:
+        owner, _, leaf = name.rpartition(".")
+        whole = getattr(self.blueprint.module.get_submodule(owner), leaf)
+        shape = list(whole.shape)
+        shape[dim] //= self.parts
+        made = torch.empty(shape, dtype=DTYPE, device="meta")
+        return nn.Parameter(made, requires_grad=whole.requires_grad) if isinstance(whole, nn.Parameter) else made
+
+    def _counted(self) -> list[Attribute]:
+        """Numbers that go with weights: the width of Hugging Face's `Conv1D`, groups of convolutions and norms."""
+        columns = [member.layer.name for group in self.groups for member in group.columns]
+        module_of = self.blueprint.module.get_submodule
+        found = [Attribute(name, "nf") for name in columns if hasattr(module_of(name), "nf")]
+        for group in self.groups:
+            counted = ((each.name, groups_of(module_of(each.name))) for each in group.channelwise)
+            found += [Attribute(name, leaf) for name, leaf in counted if leaf is not None]
+        return found
+
+
+def misshaped(wanted: Iterable[tuple[Shape, Shape]], found: Iterable[tuple[Shape, Shape]]) -> str | None:
+    """What is reshaped in another way than it must be.  A shape at the end does not tell: a rank that has one of two
+    groups of channels, and takes its channels for two groups, changes their places and has as many as before."""
+    rest = iter(found)
+    for before, after in wanted:
+        if before != after and (before, after) not in rest:
+            return f"it does not reshape {before} to {after}"
+    return None
+
+
+def _numbers(event: Event) -> Iterator[float]:
+    """Numbers that an operator computes with."""
+    given: Any = (event.arguments, {key: value for key, value in event.keywords.items() if key != "dtype"})
+    for leaf in tree_leaves(given):
+        if isinstance(leaf, int | float):
+            yield float(leaf)
+
+
+def cut_dim(module: nn.Module, leaf: str, *, column: bool) -> int | None:
+    """The dim of a layer's parameter that is cut; None where it stays whole.  A convolution's lies as a linear's."""
+    if leaf == "bias":
+        return 0 if column else None
+    return int(column != (isinstance(module, nn.Linear) or is_convolution(module)))
+
+
+@contextmanager
+def _divided(
+    root: nn.Module, attributes: Iterable[Attribute], more: Iterable[Attribute], parts: int
+) -> Generator[None]:
+    """Divide attributes of a model for a while: those given by example in every module of the same place."""
+    with ExitStack() as stack:
+        for attribute in attributes:
+            glob = glob_of(attribute.module)
+            value = dict(numbers_of(root.get_submodule(attribute.module))).get(attribute.name)
+            for name, module in root.named_modules():
+                if fnmatchcase(name, glob) and (attribute.name, value) in list(numbers_of(module)):
+                    stack.enter_context(localised(module, attribute.name, parts))
+        for item in more:
+            stack.enter_context(localised(root.get_submodule(item.module), item.name, parts))
+        yield
+
+
+@contextmanager
+def _gathered(root: nn.Module, names: Iterable[str], parts: int) -> Generator[None]:
+    """Let modules get all of what a part of enters, and return a part of what they return."""
+
+    def gather(module: nn.Module, args: Any) -> Any:
+        return (torch.cat([args[0]] * parts, -1), *args[1:])
+
+    def part(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output.chunk(parts, -1)[0]
+
+    with ExitStack() as stack:
+        for name in names:
+            module = root.get_submodule(name)
+            stack.callback(module.register_forward_pre_hook(gather).remove)
+            stack.callback(module.register_forward_hook(part).remove)
+        yield

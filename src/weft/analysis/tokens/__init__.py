@@ -1,0 +1,1 @@
+"""Whether ranks may share the tokens of a sample."""

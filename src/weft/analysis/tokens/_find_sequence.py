@@ -1,0 +1,380 @@
+"""Finds whether ranks may share the sequence of a model that says nothing of its attention, from its forward."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from weft.analysis._counting import counts_alone, token_beside
+from weft.analysis.features._own_backward import own_backward
+from weft.analysis.tokens._token_flow import AttentionKind, Meeting, TokenFlow, follow_tokens, live_events
+from weft.analysis.trace._events import Event, Trace
+from weft.analysis.trace._fused import WHOLE_ATTENTION
+from weft.analysis.trace._modes import BOTH, first_difference
+from weft.analysis.trace._pointwise import LAYOUT
+from weft.analysis.trace._trace import Mode, trace
+from weft.errors import RecipeError
+from weft.model import Blueprint, token_example
+from weft.model.attention.place_biases import Place
+from weft.model.meta_forward import copy_on_meta
+from weft.techniques.context.shares import tokens_of
+
+if TYPE_CHECKING:
+    from weft.analysis.tokens._written import Reading
+
+_POSITIONS = "position_ids"
+"""Keyword by which forwards take the places of tokens in their samples."""
+_WARNS = "warn_if_padding_and_no_attention_mask"
+_NOT_FOLLOWED = (nn.MultiheadAttention, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+"""Modules whose attention, or whose draws, ranks could not share."""
+_FEWEST = 4
+"""Tokens of a sample: two runs for each of two ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSequence:
+    """How the tokens of a model meet."""
+
+    position_input: str
+    """Keyword that takes their places; empty: it needs none."""
+    attention: AttentionKind
+    attending: tuple[str, ...]
+    """Modules that call attention of the tokens."""
+    writes: bool = False
+    """Whether some of them write it out."""
+    biased: bool = False
+    """Whether some of them add to scores what depends on places alone."""
+    padding_token: int | None = None
+    """Token beside which places are counted; None: they are 0, 1, …"""
+    windows: Mapping[Place, int] = field(default_factory=dict[Place, int])
+    """Tokens that some of them see, where masks say so that ranks do not make."""
+
+
+class _NoSequenceError(Exception):
+    """Why ranks cannot share it: a sentence without its end."""
+
+
+def look_at_tokens(blueprint: Blueprint, ranks: int = 1) -> None:
+    """Where nothing says how the tokens of a model of `transformers` see one another, see whether its forward does,
+    also of as many tokens as each of `ranks` ranks would have.
+
+    Enters into the blueprint how ranks may share its sequence, or why they cannot.  A module of one's own may do in its
+    backward what no forward shows, so it must say it itself (`Blueprint.attention`).
+    """
+    length, known = blueprint.sequence_length, blueprint.attention is not None or blueprint.no_shared_sequence
+    if known or length is None or not type(blueprint.module).__module__.startswith("transformers."):
+        return
+    from weft.model.hf import register  # models of one's own may need nothing of transformers
+
+    register()  # masks of a model that a factory made say what they were made from then, as those of folders do
+    if problem := own_backward(blueprint.module):
+        blueprint.no_shared_sequence = f"{problem} (`Blueprint.attention` says how its tokens meet)"
+        return
+    found = find_shared_sequence(blueprint, {tokens_of(length, ranks, rank) for rank in range(ranks)})
+    if isinstance(found, str):
+        blueprint.no_shared_sequence = found
+        return
+    blueprint.position_input, blueprint.attention = found.position_input, found.attention
+    blueprint.attending, blueprint.writes_attention = found.attending, found.writes
+    blueprint.biased, blueprint.windows, blueprint.padding_token = found.biased, found.windows, found.padding_token
+    if not _isolates(blueprint):  # masks that keep documents apart are asked for where nobody shares a sequence
+        _drop_masks(blueprint.module)
+
+
+def _isolates(blueprint: Blueprint) -> bool:
+    """Whether the model is given the places of tokens in their documents, by which it keeps these apart."""
+    return blueprint.inputs.get(_POSITIONS) == "positions"
+
+
+def _drop_masks(module: nn.Module, *, written: bool = False) -> None:
+    from weft.model.hf import drop_masks  # models of one's own may need nothing of transformers
+
+    drop_masks(module, written=written)
+
+
+def find_shared_sequence(blueprint: Blueprint, lengths: Iterable[int] = ()) -> SharedSequence | str:
+    """Return how the tokens of a model meet, or why ranks cannot share its sequence: a sentence without its end.
+
+    A forward is followed as one process runs it, others with the places of the tokens given, as ranks run it, and of
+    fewer tokens, `lengths` among them: all must compute the same, and in evaluation those that differ from it.  Copies
+    without memory run, so that what the forward counts or keeps stays as it is.  What it does in its backward (a
+    `torch.autograd.Function` of its own, hooks), and whether it runs parts again by itself, is not looked at.
+    Attention that it writes out is read as a call where calls alone do not do.
+    """
+    plain = _attempt(blueprint, lengths, None)
+    if not isinstance(plain, str) or blueprint.sequence_length is None:
+        return plain
+    from weft.analysis.tokens._written import Reading  # for models that none of the calls explains
+
+    reading = Reading.of(blueprint.module)
+    read = _attempt(blueprint, lengths, reading)
+    return read if reading.has_begun else plain
+
+
+def _attempt(blueprint: Blueprint, lengths: Iterable[int], reading: Reading | None) -> SharedSequence | str:
+    try:
+        return _found(blueprint, lengths, reading)
+    except _NoSequenceError as problem:
+        return str(problem)
+    except RecipeError as problem:
+        if reading is not None and reading.refused:
+            return reading.refused
+        return f"its forward could not be followed ({str(problem).rstrip('.')})"
+    except Exception as problem:  # a forward may do what no rule of the analysis foresaw
+        said = next(iter(str(problem).splitlines()), "")
+        return f"looking at its forward failed ({type(problem).__name__}: {said})"
+
+
+def _found(blueprint: Blueprint, lengths: Iterable[int], reading: Reading | None) -> SharedSequence:
+    # That it keeps documents apart is known; who sees whom of one of them is what one sample shows.
+    if isolates := _isolates(blueprint):
+        given = {keyword: name for keyword, name in blueprint.inputs.items() if keyword != _POSITIONS}
+        blueprint = replace(blueprint, inputs=given)
+    length, others = blueprint.sequence_length, set(blueprint.inputs.values()) - {"tokens"}
+    if length is None or length < _FEWEST or "tokens" not in blueprint.inputs.values():
+        raise _NoSequenceError("its samples are no sequences of tokens")
+    if others:
+        raise _NoSequenceError(f"its forward also takes {', '.join(sorted(others))}, which nothing says how to share")
+    for name, module in blueprint.module.named_modules():
+        if isinstance(module, _NOT_FOLLOWED):
+            raise _NoSequenceError(f"{name} is an nn.{type(module).__name__}")
+    if any(parameter.dim() > 2 for parameter in blueprint.module.parameters()):
+        from weft.analysis._expert_calls import proven_stacks  # loaded where there may be any
+
+        blueprint = replace(blueprint, stacks=proven_stacks(blueprint))
+    lengths = {length - 1, max(2, length // 2), max(2, length // 4), *lengths} - {length}
+    placed = blueprint
+    if _POSITIONS in inspect.signature(blueprint.module.forward).parameters:
+        placed = replace(blueprint, inputs={**blueprint.inputs, _POSITIONS: "positions"})
+    look = _Look(blueprint, placed, reading)
+    alone = look.alone("as it is")
+    if placed is not blueprint and (padding_token := token_beside(alone)) is not None:
+        look = look.beside(padding_token)
+        alone = look.alone("as it is")
+    whole, evaluated = (look.without_masks(mode) for mode in BOTH)
+    found = look.in_mode(alone, whole, lengths, "as it is")
+    where = first_difference(blueprint.module, whole, evaluated)
+    alone_evaluated = look.alone("evaluation") if where is not None or look.leaves_out(alone) else None
+    if where is None and alone_evaluated is not None:  # masks that are left out may say something else
+        where = first_difference(blueprint.module, alone, alone_evaluated)
+    if where is not None and alone_evaluated is not None:
+        try:
+            evaluated = look.without_masks("evaluation")  # by what is known now of those that are left out
+            other = look.in_mode(alone_evaluated, evaluated, lengths, "evaluation")
+        except _NoSequenceError as problem:
+            raise _NoSequenceError(f"in evaluation, {problem}") from problem
+        if other != found:
+            raise _NoSequenceError(f"its tokens meet otherwise in evaluation{f' ({where})' if where else ''}")
+    kind, attending, biased, windows = found
+    if biased and isolates:
+        raise _NoSequenceError("it adds to its scores what depends on places, and keeps documents apart that follow")
+    by_places = "" if placed is blueprint else _POSITIONS
+    return SharedSequence(
+        by_places, kind, attending, writes=reading is not None, biased=biased, padding_token=look.placed.padding_token,
+        windows=windows,
+    )  # fmt: skip
+
+
+_Found = tuple[AttentionKind, tuple[str, ...], bool, Mapping[Place, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """Forwards of a model."""
+
+    blueprint: Blueprint
+    placed: Blueprint
+    """The model that is given the places of its tokens, or the same."""
+    reading: Reading | None
+    """How attention that it writes out is read; None: it is not."""
+
+    def beside(self, padding_token: int) -> _Look:
+        """Look at forwards of samples with this token in them, whose places are counted beside it."""
+        alone, placed = (replace(each, padding_token=padding_token) for each in (self.blueprint, self.placed))
+        return _Look(alone, placed, self.reading)
+
+    def alone(self, mode: Mode) -> Trace:
+        """Return a forward as one process runs it, and learn from it what masks say that ranks leave out."""
+        assert self.blueprint.sequence_length is not None, "it was asked for"
+        found = self.trace(self.blueprint, self.blueprint.sequence_length, mode)
+        if self.reading is not None:
+            if not self.reading.has_begun:
+                raise _NoSequenceError("it writes no attention out")
+            self.reading.causal = _kind(_without_masks(follow_tokens(found, ["tokens"]).calls)) == "causal"
+            self.reading.windows = self.reading.seen
+        return found
+
+    def leaves_out(self, alone: Trace) -> bool:
+        """Whether masks may have said who sees whom in a forward as one process runs it."""
+        return self.reading is not None or any(event.keywords.get("window") for event in alone.events)
+
+    def in_mode(self, alone: Trace, whole: Trace, shorter: Iterable[int], mode: Mode) -> _Found:
+        """See how tokens meet in a mode; `alone` is the forward as one process runs it, and `whole` that of ranks."""
+        calls = follow_tokens(alone, ["tokens"]).calls
+        kind = _kind(_without_masks(calls))
+        if self.placed is not self.blueprint and _computed(alone) != _computed(whole):
+            said = "from 0 on" if self.placed.padding_token is None else "as its forward seems to count them"
+            raise _NoSequenceError(f"it computes something else where it is given {_POSITIONS}, {said}")
+        if self.placed.padding_token is not None and not counts_alone(alone, whole):
+            raise _NoSequenceError(f"it does more with the padding token than counting its {_POSITIONS} beside it")
+        found = self._followed(whole, shorter, mode)
+        if self.reading is not None:  # what left out masks say stands in the calls of one process alone
+            fields = list(dict.fromkeys(self.placed.inputs.values()))
+            if calls != follow_tokens(whole, fields).calls or _computed(alone) != _computed(whole) or kind != found[0]:
+                raise _NoSequenceError("its attention depends on whether it makes masks")
+        return found
+
+    def _followed(self, whole: Trace, shorter: Iterable[int], mode: Mode) -> _Found:
+        """Follow a forward of whole samples beside some of fewer tokens, as ranks have: all must compute the same."""
+        fields = list(dict.fromkeys(self.placed.inputs.values()))
+        meetings: tuple[Meeting, ...] = ()
+        for tokens in sorted(shorter):
+            part = self.trace(self.placed, tokens, mode, without_masks=True)
+            if [_step(event) for event in whole.events] != [_step(event) for event in part.events]:
+                raise _NoSequenceError("what it computes depends on how many tokens it is given")
+            meetings, others = (
+                _checked(follow_tokens(one, fields, two)) for one, two in ((whole, part), (part, whole))
+            )
+            if meetings != others:
+                raise _NoSequenceError("what its tokens see depends on how many there are")
+        biased = any(meeting.biased for meeting in meetings)
+        if biased and (written := _written_buffers(whole)):
+            raise _NoSequenceError(f"it adds something to its scores, and writes into its buffer {written[0]}")
+        attending = tuple(dict.fromkeys(meeting.module for meeting in meetings))
+        return _kind(meetings), attending, biased, {} if self.reading is None else dict(self.reading.windows)
+
+    def without_masks(self, mode: Mode) -> Trace:
+        """Return a forward of whole samples that are given the places of their tokens, as ranks run it."""
+        assert self.placed.sequence_length is not None, "it was asked for"
+        try:
+            return self.trace(self.placed, self.placed.sequence_length, mode, without_masks=True)
+        except RecipeError as problem:
+            if self.reading is not None and self.reading.refused:
+                raise
+            raise _NoSequenceError(
+                "its forward does not run without a mask of who sees whom, which a rank would make of its own tokens"
+                " alone"
+            ) from problem
+
+    def trace(self, blueprint: Blueprint, length: int, mode: Mode, *, without_masks: bool = False) -> Trace:
+        """Return a forward of so many tokens."""
+        blueprint = replace(blueprint, example=token_example(length, blueprint.inputs.values()))
+        from weft.model.hf import count_places  # models of one's own may need nothing of transformers
+
+        module, reading = copy_on_meta(blueprint.module), self.reading
+        count_places(module)
+        _warn_of_nothing(module)
+        if without_masks:
+            _drop_masks(module, written=reading is not None)
+        fused = WHOLE_ATTENTION
+        if blueprint.stacks:
+            from weft.analysis._expert_calls import as_event, mix_by_token, stand_in_for_experts  # where there are any
+
+            stand_in_for_experts(module, blueprint.stacks)
+            fused = {**fused, mix_by_token: as_event}
+        replaced = _replaced_buffers(module)
+        if reading is not None:
+            reading.install(module, length, without_masks=without_masks)
+        blueprint = replace(blueprint, module=module)
+        values = None if reading is None else reading.squares
+        try:
+            found = trace(
+                blueprint, torch.float32, values, loss=False, fused=fused, reads=True, modes=(mode,),
+                constants=reading is not None,
+            )  # fmt: skip
+        finally:
+            if reading is not None:
+                reading.ended()
+        if replaced:  # what a forward writes into a buffer is followed
+            raise _NoSequenceError(f"its forward puts something else in the place of its buffer {replaced[0]}")
+        return found
+
+
+def _replaced_buffers(module: nn.Module) -> list[str]:
+    """Return what the names of the buffers will be that a forward has replaced."""
+    before: dict[str, torch.Tensor] = {}
+    names: list[str] = []
+
+    def enter(module: nn.Module, args: object) -> None:
+        before.update(module.named_buffers())
+
+    def leave(module: nn.Module, args: object, output: object) -> None:
+        names.extend(name for name, buffer in module.named_buffers() if before.get(name) is not buffer)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)
+    return names
+
+
+def _written_buffers(found: Trace) -> list[str]:
+    """Return the buffers that a forward writes into."""
+    changed = [event.inputs[0].storage for event in found.events if event.mutates and event.inputs]
+    return [name for storage in changed if (name := found.buffers.get(storage))]
+
+
+def _warn_of_nothing(module: nn.Module) -> None:
+    """Let models of transformers not look for padding to warn of, of which nothing else comes."""
+    for inner in module.modules():
+        if hasattr(inner, _WARNS):
+            setattr(inner, _WARNS, _nothing)
+
+
+def _nothing(*of: object) -> None:
+    """Warn of nothing."""
+
+
+def _checked(flow: TokenFlow) -> tuple[Meeting, ...]:
+    if flow.problem:
+        raise _NoSequenceError(f"its tokens meet outside of attention: {flow.problem}")
+    attending = {meeting.module for meeting in flow.meetings}
+    if len([call for call in flow.calls if call.module in attending]) > len(flow.meetings):
+        raise _NoSequenceError("a module attends between its tokens and between something else")
+    return _without_masks(flow.meetings)
+
+
+def _without_masks(meetings: tuple[Meeting, ...]) -> tuple[Meeting, ...]:
+    for meeting in meetings:
+        if meeting.masked:
+            raise _NoSequenceError(f"{meeting.module} gives attention a mask, or scores to add")
+        if meeting.dropped:
+            raise _NoSequenceError(f"{meeting.module} drops attention by a function")
+    return meetings
+
+
+def _kind(meetings: tuple[Meeting, ...]) -> AttentionKind:
+    kinds = {meeting.causal for meeting in meetings}
+    if not kinds:
+        raise _NoSequenceError("none of its attention of its tokens is a call of scaled_dot_product_attention")
+    if len(kinds) > 1:
+        raise _NoSequenceError("some of its attention is causal, and some sees every token")
+    return "causal" if kinds.pop() else "full"
+
+
+def _computed(found: Trace) -> Counter[tuple[object, ...]]:
+    """Operators on numbers that are no integers, with the numbers and places that they are given; layouts left out, and
+    what nothing comes of: masks of attention that is read."""
+    live = live_events(found)
+    return Counter(
+        (event.name, *_numbers(event), *event.reads)
+        for event in found.events
+        if event.index in live
+        and event.name not in LAYOUT
+        and any(value.dtype.is_floating_point for value in event.outputs)
+    )
+
+
+def _step(event: Event) -> tuple[object, ...]:
+    """What an operator does, whatever the sizes: layouts are told by their names alone."""
+    per_token = event.name not in LAYOUT and bool(event.inputs)
+    return (event.name, event.module, *(_numbers(event) if per_token else ()))
+
+
+def _numbers(event: Event) -> tuple[object, ...]:
+    given = (*event.arguments, *(event.keywords[name] for name in sorted(event.keywords)))
+    return tuple(number for number in given if isinstance(number, bool | int | float))

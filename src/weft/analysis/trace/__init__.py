@@ -1,0 +1,1 @@
+"""One forward of a model on the meta device, written down."""

@@ -1,4 +1,0 @@
-"""Blueprint: from a recipe to the model that trains, with a split table."""
-
-from weft.blueprint._build import build_blueprint as build_blueprint
-from weft.blueprint._build import look_for_blocks as look_for_blocks

@@ -1,7 +1,0 @@
-"""Collectives played out round by round, and their pictures: no rank of a training needs them."""
-
-from weft.collective.drawing._picture import draw_rounds as draw_rounds
-from weft.collective.drawing._rounds import Drawing as Drawing
-from weft.collective.drawing._rounds import Flight as Flight
-from weft.collective.drawing._rounds import drawing_lines as drawing_lines
-from weft.collective.drawing._rounds import play_out as play_out

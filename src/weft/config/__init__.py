@@ -1,0 +1,1 @@
+"""What a user writes: recipe, cluster and plan, as data."""

@@ -1,0 +1,37 @@
+"""Recipe: what to train."""
+
+from weft.config.recipe._adapter import AdapterRecipe as AdapterRecipe
+from weft.config.recipe._adapter import BaseKind as BaseKind
+from weft.config.recipe._hf_config import HF_KEYS as HF_KEYS
+from weft.config.recipe._hf_config import ROUTER_LOSS as ROUTER_LOSS
+from weft.config.recipe._hf_config import hf_config_file as hf_config_file
+from weft.config.recipe._hf_config import hf_size as hf_size
+from weft.config.recipe._hf_config import read_hf_config as read_hf_config
+from weft.config.recipe._learning_rate import decay_start as decay_start
+from weft.config.recipe._learning_rate import learning_rate as learning_rate
+from weft.config.recipe._learning_rate import peak_learning_rate as peak_learning_rate
+from weft.config.recipe._load import dump_recipe as dump_recipe
+from weft.config.recipe._load import load_recipe as load_recipe
+from weft.config.recipe._load import parse_recipe as parse_recipe
+from weft.config.recipe._parameter_groups import GroupSettings as GroupSettings
+from weft.config.recipe._parameter_groups import OptimizerGroup as OptimizerGroup
+from weft.config.recipe._parameter_groups import check_group_globs as check_group_globs
+from weft.config.recipe._parameter_groups import group_parameters as group_parameters
+from weft.config.recipe._parameter_groups import parameter_settings as parameter_settings
+from weft.config.recipe._recipe import COMPRESSIONS as COMPRESSIONS
+from weft.config.recipe._recipe import BatchRecipe as BatchRecipe
+from weft.config.recipe._recipe import DataRecipe as DataRecipe
+from weft.config.recipe._recipe import DataSource as DataSource
+from weft.config.recipe._recipe import ModelRecipe as ModelRecipe
+from weft.config.recipe._recipe import OptimizerRecipe as OptimizerRecipe
+from weft.config.recipe._recipe import ParameterGroup as ParameterGroup
+from weft.config.recipe._recipe import PermitRecipe as PermitRecipe
+from weft.config.recipe._recipe import Precision as Precision
+from weft.config.recipe._recipe import Recipe as Recipe
+from weft.config.recipe._recipe import RunRecipe as RunRecipe
+from weft.config.recipe._recipe import SplitKind as SplitKind
+from weft.config.recipe._shapes import ConvNetShape as ConvNetShape
+from weft.config.recipe._shapes import DecoderShape as DecoderShape
+from weft.config.recipe._shapes import EncoderShape as EncoderShape
+from weft.config.recipe._shapes import MlpShape as MlpShape
+from weft.config.recipe._shapes import ReferenceShape as ReferenceShape

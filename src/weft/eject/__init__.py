@@ -1,4 +1,0 @@
-"""Eject: one readable PyTorch script that trains a recipe under a plan without Weft.  Importable without torch."""
-
-from weft.eject._refuse import check_ejectable as check_ejectable
-from weft.eject._script import eject as eject

@@ -1,0 +1,1 @@
+"""Ways in from other systems and out to them."""

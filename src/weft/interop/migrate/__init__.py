@@ -1,0 +1,9 @@
+"""Migrate: configurations and scripts of other systems as those of Weft.  Importable without torch."""
+
+from weft.interop.migrate._keys import ForeignKey as ForeignKey
+from weft.interop.migrate._keys import Outcome as Outcome
+from weft.interop.migrate._keys import keys_of as keys_of
+from weft.interop.migrate._migration import Migration as Migration
+from weft.interop.migrate._read import read_config as read_config
+from weft.interop.migrate._read import read_settings as read_settings
+from weft.interop.migrate._read import read_table as read_table

@@ -1,9 +1,0 @@
-"""Migrate: configurations and scripts of other systems as those of Weft.  Importable without torch."""
-
-from weft.migrate._keys import ForeignKey as ForeignKey
-from weft.migrate._keys import Outcome as Outcome
-from weft.migrate._keys import keys_of as keys_of
-from weft.migrate._migration import Migration as Migration
-from weft.migrate._read import read_config as read_config
-from weft.migrate._read import read_settings as read_settings
-from weft.migrate._read import read_table as read_table

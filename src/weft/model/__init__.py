@@ -1,0 +1,37 @@
+"""Blueprints, losses, and the way from a recipe to a model; each kind of model is a module, loaded when it is built."""
+
+from weft.model._adopt import tables_of as tables_of
+from weft.model._blueprint import BATCH_NORMS as BATCH_NORMS
+from weft.model._blueprint import Batch as Batch
+from weft.model._blueprint import Blueprint as Blueprint
+from weft.model._blueprint import Initialiser as Initialiser
+from weft.model._blueprint import Loss as Loss
+from weft.model._blueprint import Routers as Routers
+from weft.model._blueprint import logits_of as logits_of
+from weft.model._blueprint import takes_statistics as takes_statistics
+from weft.model._build import build_model as build_model
+from weft.model._build import build_reference as build_reference
+from weft.model._examples import token_example as token_example
+from weft.model._localise import localised as localised
+from weft.model._localise import number_of as number_of
+from weft.model._localise import numbers_of as numbers_of
+from weft.model._localise import set_number as set_number
+from weft.model._losses import IGNORED as IGNORED
+from weft.model._losses import LazyLogits as LazyLogits
+from weft.model._losses import class_loss as class_loss
+from weft.model._losses import count_labels as count_labels
+from weft.model._losses import loss_by_name as loss_by_name
+from weft.model._losses import regression_loss as regression_loss
+from weft.model._losses import token_loss as token_loss
+from weft.model._patterns import require_matches as require_matches
+from weft.model._seeded import others_draw as others_draw
+from weft.model._seeded import seeded as seeded
+from weft.model.families import INHERITED as INHERITED
+from weft.model.families import Crossing as Crossing
+from weft.model.families import Cut as Cut
+from weft.model.families import CutTable as CutTable
+from weft.model.families import FoundCut as FoundCut
+from weft.model.families import Localise as Localise
+from weft.model.families import SampleField as SampleField
+from weft.model.families import SplitRule as SplitRule
+from weft.model.families import Tables as Tables

@@ -1,0 +1,258 @@
+"""Everything Weft must know of a model to split, cut and initialise it, beside the model itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from torch import Tensor, nn
+
+from weft.model.families import (
+    DROPPED_ATTENTION,
+    NO_VOCABULARY,
+    ONLY_SQUARES,
+    UNKNOWN_ATTENTION,
+    UNKNOWN_FEATURES,
+    SampleField,
+    Tables,
+)
+
+if TYPE_CHECKING:
+    from weft.model.description import Description
+    from weft.model.reference.mixture import Mixture
+    from weft.model.stacked import ExpertStack
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""Modules that take statistics over the samples of a batch."""
+Batch = Mapping[str, Tensor]
+"""Fields by name, each with samples along dim 0.  `sample_ids` (int64) is always there."""
+
+
+class Loss(Protocol):
+    """`loss(outputs, batch) -> (sum, count)`: both 0-d; `sum` differentiable, `count` a float that is not.
+
+    The engine divides the sum over all microbatches and ranks by the global count.  A loss that is no sum over samples
+    carries the attribute `per_sample = False`; a loss without the attribute is a sum over samples.  One that is also a
+    sum over tokens, each by its own outputs and the fields of the batch at its place, may say `per_token = True`.
+    Terms that are statistics over the batch stand beside it, as its attribute `auxiliary` (`weft.model.auxiliary`).
+    """
+
+    def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]: ...
+
+
+Initialiser = Callable[[str, nn.Module], None]
+"""`initialise(name, module)`: fill the module's own materialised CPU parameters and buffers (not those of its children)
+from the default generator, which the caller has seeded for this name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routers:
+    """The routers of a model's mixtures: modules that return (logits, weights of the choices, chosen experts, …)."""
+
+    names: tuple[str, ...]
+    """Modules, in forward order."""
+    num_experts: int
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    balance_rate: float = 0.0
+    """What `bias` changes by after each step, towards an even load."""
+    bias: str = "bias"
+    """Buffer of a router by which experts are chosen."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Blueprint(Tables):
+    """A model and its tables.  `module` is on the meta device when `initialise` is given, else really constructed."""
+
+    module: nn.Module
+    name: str = ""
+    """Kind of model, for messages: `decoder`, `llama`; empty: the class says it."""
+    inputs: Mapping[str, str]
+    """Keyword of the model's forward → field of the batch."""
+    beside: Callable[[str, Batch], Any] | None = None
+    """`beside(name, batch)`: what else of a batch a forward may be given by `inputs`; None: there is nothing else."""
+    casts_inputs: bool = True
+    """Whether floating fields are cast to what the model computes in; else it is given them as they are."""
+    position_input: str | None = None
+    """Keyword of the forward that takes each token's place in its sample, int64 (samples, tokens), in place of 0, 1, …
+    Empty: it needs none, for nothing in it depends on places.  None: it has none, and ranks cannot share a sequence."""
+    padding_token: int | None = None
+    """Token beside which places are counted, as RoBERTa does (`places_beside_padding`); None: they are 0, 1, …"""
+    attention: Literal["causal", "full"] | None = None
+    """How tokens see one another, where all of it is `scaled_dot_product_attention` of the tokens of a sample: those
+    before and itself, or all; of their document alone, where the batch has documents.  Nothing else in the forward may
+    mix tokens (no windows, biases, convolutions, sums or shifts along the sequence), or run again by itself
+    (`torch.utils.checkpoint`).  None: models of tokens alone are looked at (`weft.analysis`), others share none."""
+    attending: tuple[str, ...] = ()
+    """Modules that call it of the tokens, where looking has shown them."""
+    writes_attention: bool = False
+    """Whether some of these write it out in products and a softmax, which ranks then read (`weft.model.attention.written`)."""
+    biased: bool = False
+    """Whether some of these add to their scores what depends on places alone, which ranks make of whole samples."""
+    windows: Mapping[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
+    """Windows by masks that ranks leave out: module, and which of the attentions of one of its calls → tokens."""
+    has_known_forward: bool = False
+    """Whether it is a reference model, or of a family with a file, as it is: tensor ranks that form a grid rely on what
+    a forward does between layers, which tables do not show."""
+    no_features: str = UNKNOWN_FEATURES
+    """Why they cannot have parts of the features of another model, as looking at it shows; empty: they can."""
+    loss: Loss
+    initialise: Initialiser | None
+    task: Literal["causal_lm", "masked_lm", "classification", "other"] = "other"
+    vocabulary_size: int | None = None
+    hidden_size: int | None = None
+    """Width of the activation between two blocks, for messages."""
+    flops_per_sample: float = 0.0
+    """Forward and backward of one sample, attention counted without the causal half."""
+    block_costs: Sequence[float] = ()
+    """Relative forward cost of [stem, block 0, …, tail]; empty: cut by block count."""
+    example: Callable[[int], dict[str, Tensor]] | None = None
+    """`example(batch_size)`: a batch on the meta device, to find shapes."""
+    samples: Mapping[str, SampleField] = field(default_factory=dict[str, SampleField])
+    """What a sample looks like by field, with `labels`, so that some can be made up.  Empty: `example` says shapes."""
+    export: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
+    """Weights under the names and shapes that `transformers` loads; None: as they are."""
+    export_config: Mapping[str, Any] | None = None
+    """`config.json` beside exported weights."""
+    export_files: tuple[str, str] = ("config.json", "model.safetensors")
+    """Names of the files of `export_config` and of the weights; a model's adapters have others."""
+    sequence_length: int | None = None
+    """Tokens per sample; None where samples are no sequences."""
+    attention_heads: tuple[int, int] | None = None
+    """Heads of queries and of keys in every attention; None: they differ, or nothing says."""
+    no_shared_sequence: str = ""
+    """Why ranks cannot share a sequence, as its description says: a sentence without its end; empty: it does not."""
+    sometimes: Sequence[str] = ()
+    """Blocks that only some samples' forwards call, as far as looks have shown: none is gathered by itself."""
+    stacks: Mapping[str, ExpertStack] = field(default_factory=dict[str, "ExpertStack"])
+    """Modules of stacked experts that ranks can share out beside mixtures of Weft's own, and how they compute."""
+    no_experts: str = ""
+    """Why ranks cannot share out its experts: a sentence without its end; empty: they can, or nobody has looked."""
+    routers: Routers | None = None
+    """Modules whose load and entropy a report of a step has; None: none."""
+    keep_dtype: Sequence[str] = ()
+    """Globs over buffers that keep their dtype in bf16 and fp16 (tables that lose their meaning when rounded)."""
+
+    def keywords(self, batch: Batch) -> dict[str, Any]:
+        """Keywords of the model's forward; fields that the batch lacks are left out."""
+        found: dict[str, Any] = {}
+        for keyword, name in self.inputs.items():
+            if name in batch:
+                found[keyword] = batch[name]
+            elif self.beside is not None and (value := self.beside(name, batch)) is not None:
+                found[keyword] = value
+        return found
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether it has batch norms, also such as take no statistics now."""
+        return any(isinstance(module, BATCH_NORMS) for module in self.module.modules())
+
+    @property
+    def batch_norm(self) -> str:
+        """The first batch norm that takes the statistics of a batch, in the mode that it is in; empty: none does."""
+        found = self.module.named_modules()
+        return next((f"{name} ({type(each).__name__})".strip() for name, each in found if takes_statistics(each)), "")
+
+    @property
+    def mixtures(self) -> Mapping[str, Mixture]:
+        """Mixtures of experts by name, which ranks can share out."""
+        if "weft.model.reference.mixture" not in sys.modules:  # whoever made one has loaded it
+            return {}
+        from weft.model.reference.mixture import Mixture
+
+        return {name: module for name, module in self.module.named_modules() if isinstance(module, Mixture)}
+
+    @property
+    def experts(self) -> Mapping[str, int]:
+        """How many experts ranks can share out, by the module that holds them."""
+        own = {f"{name}.experts" if name else "experts": one.experts for name, one in self.mixtures.items()}
+        counted = {name: each.num_experts for name, each in own.items()}
+        return counted | {name: stack.num_experts for name, stack in self.stacks.items()}
+
+    @property
+    def per_sample_loss(self) -> bool:
+        """Whether the loss is a sum over samples."""
+        return getattr(self.loss, "per_sample", True)
+
+    @property
+    def no_pipeline(self) -> str:
+        """Why it gets no pipeline stages although it may be cut: a sentence without its end; empty: it does."""
+        terms = getattr(self.loss, "auxiliary", None)
+        if not terms:
+            return ""
+        from weft.model.profile import why_no_pipeline  # loaded where a loss has such terms
+
+        return why_no_pipeline(terms)
+
+    @property
+    def no_context(self) -> str:
+        """Why ranks cannot share a sequence, as far as tables say: a sentence without its end; empty: they can."""
+        if self.sequence_length is None:
+            return "its samples are no sequences"
+        if self.no_shared_sequence:
+            return self.no_shared_sequence
+        if self.position_input is None or self.attention is None:
+            return UNKNOWN_ATTENTION
+        from weft.model.attention.shared_sequence import find_problem  # loaded for models of which this much is known
+
+        return find_problem(self)
+
+    @property
+    def has_known_features(self) -> bool:
+        """Whether tables show all that its forward does with features, and no experts or attention had to be found."""
+        return self.has_known_forward and not self.stacks and self.attention is not None and not self.attending
+
+    @property
+    def no_grid(self) -> str:
+        """Why tensor ranks cannot form a grid, as far as tables say: a sentence without its end; empty: they can."""
+        if not self.has_known_features and self.no_features:
+            return self.no_features
+        if any(rule.kind == "expert" for rule in self.split) and not self.features.get("wholes"):
+            return "its router sees all features of a token"
+        if self.has_known_features and self.vocabulary_head is None:
+            return NO_VOCABULARY
+        from weft.model.attention.shared_sequence import find_problem  # loaded for models of which this much is known
+
+        return find_problem(self)
+
+    @property
+    def no_cube(self) -> str:
+        """Why they cannot form a cube where they form other grids: a sentence without its end; empty: they can."""
+        if not self.has_known_features:
+            return ONLY_SQUARES
+        dropouts = (name for name, each in self.module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0)
+        return DROPPED_ATTENTION if any(self.kind_of(name) == "heads" for name in dropouts) else self.no_context
+
+    @property
+    def no_gathering(self) -> str:
+        """Why data ranks cannot share the batch of a loss that is no sum over samples; empty: they can, or it is."""
+        if self.per_sample_loss:
+            return ""
+        from weft.techniques.data.find_whole_batch import find_whole_batch  # loaded for such losses
+
+        return find_whole_batch(self).reason
+
+    def described_by(self, description: Description) -> Blueprint:
+        """Take what a description of the model says: its name, its widths, its heads, and what its parts cost; return
+        itself."""
+        profile = description.profile
+        self.name, self.hidden_size = profile.name, profile.hidden_size
+        self.divisible = dict(profile.divisible)
+        self.no_shared_sequence, self.attention_heads = profile.no_context, profile.attention_heads
+        self.flops_per_sample, self.block_costs = description.flops_per_sample, description.block_costs
+        return self
+
+
+def takes_statistics(module: nn.Module) -> bool:
+    """Whether a module is a batch norm that normalises by the statistics of the batch, in the mode that it is in."""
+    return isinstance(module, BATCH_NORMS) and (module.training or module.running_mean is None)
+
+
+def logits_of(outputs: Any) -> Any:
+    """Return the logits of a plain model, a Hugging Face output, or a tuple."""
+    if hasattr(outputs, "logits"):
+        return outputs.logits
+    return outputs[0] if isinstance(outputs, tuple | list) else outputs

@@ -1,0 +1,1 @@
+"""Attention of models: masks, biases and dropout of its scores."""

@@ -1,0 +1,1 @@
+"""The reference models, written as on one device."""

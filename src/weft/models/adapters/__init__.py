@@ -1,4 +1,0 @@
-"""Adapters of the package `peft` in a model: only they are trained."""
-
-from weft.models.adapters._apply import apply_adapter as apply_adapter
-from weft.models.adapters._splits import whole_layers_note as whole_layers_note

@@ -1,0 +1,1 @@
+"""From recipe and cluster to a plan: prices, search and explanations."""

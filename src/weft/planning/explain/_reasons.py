@@ -1,0 +1,37 @@
+"""Why the best plan has the settings that it has: what the next best other value of each would cost."""
+
+from __future__ import annotations
+
+from weft.config.document import spell
+from weft.config.plan import plan_settings
+from weft.figures import spell_figure, spell_memory, spell_percent
+from weft.planning.search import SearchResult
+from weft.techniques.recompute.contract import RECOMPUTE_KEY
+
+
+def search_reasons(result: SearchResult) -> dict[str, str]:
+    """Return dotted key → why, for the best plan's settings of which the other plans found have other values."""
+    best = result.best[0] if result.best else None
+    if best is None or best.plan is None:
+        return {}
+    plan, reasons = best.plan, dict[str, str]()
+    for setting in plan_settings():
+        if not setting.knob.explained:
+            continue
+        value = setting.of(plan)
+        others = (each for each in result.best if each.plan is not None and setting.of(each.plan) != value)
+        other = next(others, None)
+        if other is not None and other.plan is not None:
+            more = 100 * (other.score / best.score - 1)
+            shown = _spelled(setting.of(other.plan))
+            reasons[setting.key] = f"the best plan found with {shown} is {spell_percent(more)} worse"
+    prediction = best.prediction
+    reasons["microbatch.per_step"] = f"keeps the global batch of {result.global_batch_size:,}"
+    if prediction.fits:
+        fullest = spell_figure(prediction.fullest.device / 2**30)
+        reasons.setdefault(RECOMPUTE_KEY, f"{fullest} of {spell_memory(prediction.device_bytes)} per rank")
+    return reasons
+
+
+def _spelled(value: object) -> str:
+    return "some of the blocks" if isinstance(value, tuple) else spell(value)

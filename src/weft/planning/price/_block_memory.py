@@ -1,0 +1,210 @@
+"""What one rank keeps of one microbatch in one block, and its share of the block's weights."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from weft.config.plan import Recompute
+from weft.model.profile import Block, Operator, Profile, last_of_experts
+from weft.planning.price._habits import MemoryHabits
+from weft.planning.price._layout import ELEMENT_BYTES, Layout, PricedPrecision
+from weft.planning.price._stack import Stack
+from weft.techniques.recompute.cost import waiting_bytes
+from weft.techniques.tensor.mesh_2d.shape import grid_shape, tesseract
+
+_EIGHT_BITS = ("fp8", "mxfp8")
+
+
+class BlockMemory(NamedTuple):
+    """One microbatch in one block on one rank."""
+
+    dense_parameters: float
+    """Elements of this rank's weights, experts left out."""
+    expert_parameters: float
+    kept_bytes: float
+    """Bytes that are kept from its forward to its backward."""
+    live_bytes: float
+    """Besides, during its backward: what is computed again, and gradients on their way."""
+
+
+class MemoryKey(NamedTuple):
+    """All that the memory of a block depends on, beside the block."""
+
+    samples: int
+    tensor: int
+    weight_parts: int
+    """Parts of a weight over the tensor axis; a 2.5-dimensional split copies each over its depth."""
+    sequence_parallel: bool
+    sample_parts: int
+    """Parts that a square of tensor ranks cuts the samples into; 1: they form none."""
+    context: int
+    expert: int
+    expert_tensor: int
+    """Parts of each expert over the tensor axis."""
+    precision: PricedPrecision
+
+
+def memory_key(layout: Layout) -> MemoryKey:
+    """Return what the memory of a layout's blocks depends on."""
+    grid = grid_shape(layout.tensor_scheme, layout.tensor)
+    return MemoryKey(
+        samples=layout.microbatch_size,
+        tensor=layout.tensor,
+        weight_parts=layout.tensor // (tesseract(layout.tensor)[0] if layout.tensor_scheme == "2.5d" else 1),
+        sequence_parallel=layout.tensor > 1 and (layout.sequence_parallel or layout.tensor_scheme != "1d"),
+        sample_parts=grid.sample_parts if grid is not None else 1,
+        context=layout.context,
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
+        precision=layout.precision,
+    )
+
+
+def activation_bytes(precision: PricedPrecision) -> int:
+    """Of one element of an activation."""
+    return ELEMENT_BYTES.get(precision, 2)
+
+
+class BlockMemories:
+    """Memory of blocks under one stack, kept by what it depends on."""
+
+    def __init__(self, profile: Profile, stack: Stack) -> None:
+        self._profile, self._stack = profile, stack
+        self._found: dict[tuple[int, MemoryKey, Recompute], BlockMemory] = {}
+
+    def memory(self, block: Block, key: MemoryKey, recompute: Recompute = "none") -> BlockMemory:
+        """Return what one microbatch keeps in a block of the profile."""
+        index = (id(block), key, recompute)
+        found = self._found.get(index)
+        if found is None:
+            found = self._found[index] = _memory(self._profile, self._stack, block, key, recompute)
+        return found
+
+
+def _memory(profile: Profile, stack: Stack, block: Block, key: MemoryKey, recompute: Recompute) -> BlockMemory:
+    tokens = key.samples * profile.sequence_length / key.context
+    kept = _Kept(stack, key, profile.sequence_length)
+    # Backward frees what it has used: the fullest moment is the operator with most before it and the widest gradients.
+    whole = fullest = 0.0
+    for operator in block.operators:
+        whole += kept.of(operator)
+        fullest = max(fullest, whole + kept.gradient(operator))
+    entry = kept.entry(block)
+    waiting = waiting_bytes(recompute, whole, kept.selected(block), entry)
+    live = max(0.0, fullest - waiting) + entry
+    dense = experts = 0.0
+    for operator in block.operators:
+        if operator.whole_on_rows and key.sample_parts > 1:
+            dense += operator.parameters
+        elif operator.split == "expert":
+            experts += operator.parameters / min(key.expert, max(1, operator.groups)) / key.expert_tensor
+        elif operator.split in ("replicate", "sequence"):
+            dense += operator.parameters
+        else:
+            dense += operator.parameters / key.weight_parts
+    return BlockMemory(dense, experts, tokens * waiting, tokens * live)
+
+
+class _Kept:
+    """Bytes per token of one rank."""
+
+    def __init__(self, stack: Stack, key: MemoryKey, length: int) -> None:
+        self._habits: MemoryHabits = stack.memory
+        self._flash, fused = stack.flash_attention, stack.fused_elementwise
+        self._fused_norms = fused if self._habits.fused_norms is None else self._habits.fused_norms
+        self._fused_activations = fused if self._habits.fused_activations is None else self._habits.fused_activations
+        self._key, self._length = key, length
+        self._element = activation_bytes(key.precision)
+        self._mask = 1 if self._habits.masks_in_bytes else self._element
+
+    def entry(self, block: Block) -> float:
+        """The activation that enters it."""
+        return block.entry_elements_per_token * self._element / self._sequence_share
+
+    def of(self, operator: Operator) -> float:
+        """What an operator keeps without recomputation."""
+        elements, fixed = operator.kept_elements_per_token, operator.kept_bytes_per_token
+        if not self._fused_activations:
+            elements += operator.unfused_elements_per_token
+        if not self._fused_norms:
+            fixed += operator.unfused_bytes_per_token
+        if operator.dropout and operator.kind == "elementwise":
+            fixed *= self._mask
+        size = elements * self._element + fixed
+        if self._habits.operands_in_fp8 and self._key.precision in _EIGHT_BITS and operator.kind == "elementwise":
+            # Of what norms and activations keep, the result is a matmul's input.
+            size -= (elements / 3 if operator.split in ("column", "expert") else elements / 2) * (self._element - 1)
+        if operator.kind == "attention":
+            size += self._scores(operator)
+            size += self._projection(operator) * self._element
+        if self._key.sample_parts > 1:
+            size += operator.gathered_elements_per_token * self._element
+        if self._gathers(operator):
+            # Of its input and its result, the norm's result stays gathered.
+            half = operator.kept_elements_per_token / 2 * self._element
+            return (size - half) / self._share(operator) + half
+        return size / self._share(operator)
+
+    def selected(self, block: Block) -> float:
+        """What `recompute = "selective"` keeps of a block."""
+        if self._habits.selective == "attention":
+            return sum(
+                self.of(operator) - self._scores(operator) / self._share(operator) * (operator.kind == "attention")
+                for operator in block.operators
+            )
+        results = 0.0
+        every = 2 if self._habits.selective == "alternate" else 1
+        summed = last_of_experts(block.operators) if self._key.expert_tensor > 1 else None
+        for operator in block.operators:
+            if operator.kind in ("matmul", "convolution"):
+                share = self._sequence_share if operator.split == "row" else self._share(operator)
+                if operator is summed and self._key.sample_parts == 1:  # a part of each sum, of all tokens
+                    share = 1
+                results += operator.rows_per_token * operator.n * self._element / share / every
+            elif operator.kind == "attention":
+                size = operator.heads * operator.value_head_size * self._element + operator.kept_bytes_per_token
+                results += (size + self._scores(operator)) / self._share(operator)
+        return self.entry(block) + results
+
+    def gradient(self, operator: Operator) -> float:
+        """The gradients of what an operator keeps, while its backward runs."""
+        size = operator.kept_elements_per_token * self._element
+        if operator.kind == "attention":
+            size += self._scores(operator) / 2
+        return size / self._share(operator)
+
+    def _projection(self, operator: Operator) -> float:
+        """Elements kept of the joint projection."""
+        if self._habits.kept_projection == "none":
+            return 0.0
+        values = operator.kv_heads * operator.value_head_size if self._habits.kept_projection == "all" else 0
+        return (operator.heads + operator.kv_heads) * operator.head_size + values
+
+    def _scores(self, operator: Operator) -> float:
+        if self._flash:
+            return 0.0
+        keys = min(self._length, operator.window or self._length)
+        each = self._habits.score_bytes * self._element / 2
+        if operator.dropout:
+            each += self._element + self._mask
+        return operator.heads * keys * each
+
+    def _gathers(self, operator: Operator) -> bool:
+        is_norm_before_matmul = operator.kind == "elementwise" and operator.split == "sequence"
+        return (
+            self._habits.keeps_gathered
+            and self._key.sequence_parallel
+            and is_norm_before_matmul
+            and operator.kept_elements_per_token > 0
+        )
+
+    @property
+    def _sequence_share(self) -> int:
+        return self._key.tensor if self._key.sequence_parallel else 1
+
+    def _share(self, operator: Operator) -> int:
+        if operator.whole_on_rows and self._key.sample_parts > 1:
+            return self._key.sample_parts
+        if operator.split == "replicate" or (operator.moves_experts_rows and self._key.expert_tensor > 1):
+            return 1
+        return self._sequence_share if operator.split == "sequence" else self._key.tensor

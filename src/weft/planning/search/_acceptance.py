@@ -1,0 +1,53 @@
+"""Which of the priced layouts a training takes: what a space says against a plan, and the plan of a layout."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from weft.config.plan import Plan
+from weft.errors import PlanError
+from weft.planning.price import Layout, Pricer
+from weft.planning.search._convert import Sections, plan_of
+from weft.planning.search._pins import with_given
+from weft.planning.search._space import Space
+
+
+class Acceptance:
+    """Asks a space what stands against the plans of layouts (`Space.refuses`), and counts what it hears."""
+
+    def __init__(self, pricer: Pricer, space: Space, global_batch_size: int, given: Plan | None = None) -> None:
+        self._pricer, self._space, self._batch, self._given = pricer, space, global_batch_size, given or Plan()
+        self._sections = Sections()
+        self.refused: Counter[str] = Counter()
+        """Refusal → layouts that were refused for it."""
+
+    def takes(self, layout: Layout, shares: Sequence[int] | None = None) -> bool:
+        """Whether a training takes the plan of a layout.  What no plan can say is taken where nobody asks."""
+        problem = self.problem(layout, shares)
+        if problem:
+            self.refused[problem] += 1
+        return not problem
+
+    def problem(self, layout: Layout, shares: Sequence[int] | None = None) -> str:
+        """What stands against the plan of a layout, with the change to make; empty: nothing."""
+        if self._space.refuses is None:
+            return ""
+        try:
+            return self._space.refuses(self._stated(layout, shares))
+        except PlanError as unsayable:
+            return str(unsayable)
+
+    def plan(self, layout: Layout, shares: Sequence[int] | None = None) -> Plan | None:
+        """The plan of a layout; None where no plan can say it."""
+        try:
+            return self._stated(layout, shares)
+        except PlanError:
+            return None
+
+    def _stated(self, layout: Layout, shares: Sequence[int] | None) -> Plan:
+        if layout.pipeline > 1:
+            layout = replace(layout, cuts=self._pricer.whole(layout).cuts(layout))  # the ones that were priced
+        plan = plan_of(layout, global_batch_size=self._batch, shares=shares, known=self._sections)
+        return with_given(plan, self._given)

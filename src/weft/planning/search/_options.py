@@ -1,0 +1,220 @@
+"""Splits × schedules × chunks, and the ways of sharding: what can be chosen once the axes have their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.config.plan import SPLIT_BACKWARD, ReduceEvery, Schedule, chunk_limits
+from weft.planning.search._bounds import Floats
+from weft.planning.search._space import Space, chunk_choices, divisors
+from weft.planning.search._splits import Bools, Ints, Splits, Table
+from weft.techniques.pipeline.cost import FOLDED, flights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(Table):
+    """Splits, once for every schedule and number of chunks that their pipeline allows."""
+
+    splits: Splits
+    schedule: Ints
+    """Position in `Space.schedules`."""
+    chunks: Ints
+    flight: Floats
+    """Microbatches whose activations wait on the first rank, counted in all of its blocks."""
+    last_flight: Floats
+    """The same, on the rank that has the head."""
+    joined_ends: Bools
+    """Whether one rank has embedding and head."""
+    is_plain: Bools
+    """Whether microbatches pass the ranks once, one after the other: 1F1B and GPipe."""
+    splits_backward: Bools
+    """Whether the schedule puts off the gradients of weights."""
+
+    def __len__(self) -> int:
+        return len(self.schedule)
+
+
+class OptionMaker:
+    """Makes options of splits of one model; keeps the schedules of each pipeline size."""
+
+    def __init__(self, space: Space, num_blocks: int) -> None:
+        self._space, self._num_blocks = space, num_blocks
+        self._schedules: dict[int, tuple[Ints, Ints]] = {}
+
+    def options(self, splits: Splits) -> tuple[Options, Ints]:
+        """Return every split once for every schedule and number of chunks, and which split each is."""
+        sizes, inverse = np.unique(splits.pipeline, return_inverse=True)
+        choices = [self._of_pipeline(int(size)) for size in sizes]
+        counts = np.array([len(schedule) for schedule, _ in choices], dtype=np.int64)
+        starts = np.cumsum(counts) - counts
+        each = counts[inverse]
+        row = np.repeat(np.arange(len(splits)), each)
+        place = starts[inverse][row] + np.arange(len(row)) - np.repeat(np.cumsum(each) - each, each)
+        schedule = np.concatenate([schedule for schedule, _ in choices])[place]
+        chunks = np.concatenate([chunks for _, chunks in choices])[place]
+        return self._with_flights(splits.take(row), schedule, chunks), row
+
+    def count(self, splits: Splits) -> int:
+        """Return how many options some splits have."""
+        sizes, counts = np.unique(splits.pipeline, return_counts=True)
+        return sum(len(self._of_pipeline(int(size))[0]) * int(n) for size, n in zip(sizes, counts, strict=True))
+
+    def _of_pipeline(self, pipeline: int) -> tuple[Ints, Ints]:
+        """Schedules (by position) and chunks of a pipeline of so many ranks."""
+        if pipeline not in self._schedules:
+            pairs: list[tuple[int, int]] = [(0, 1)] if pipeline == 1 else []
+            for index, name in enumerate(self._space.schedules if pipeline > 1 else ()):
+                found = chunk_choices(self._space, *chunk_limits(name), self._num_blocks // pipeline)
+                pairs += [(index, chunks) for chunks in found]
+            table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+            self._schedules[pipeline] = (table[:, 0], table[:, 1])
+        return self._schedules[pipeline]
+
+    def _with_flights(self, splits: Splits, schedule: Ints, chunks: Ints) -> Options:
+        p, m = splits.pipeline, splits.microbatches
+        flight, last, joined = np.ones(len(p)), np.ones(len(p)), p == 1
+        for index, name in enumerate(self._space.schedules):
+            here = (schedule == index) & (p > 1)
+            if here.any():
+                first, end = _in_flight(name, p[here], chunks[here], m[here])
+                flight[here], last[here] = first, end
+                joined[here] = name in FOLDED
+        plain, split = (np.zeros(len(self._space.schedules), dtype=np.bool_) for _ in range(2))
+        for index, name in enumerate(self._space.schedules):
+            plain[index], split[index] = name in ("1f1b", "gpipe"), name in SPLIT_BACKWARD
+        return Options(
+            splits=splits,
+            schedule=schedule,
+            chunks=chunks,
+            flight=flight,
+            last_flight=last,
+            joined_ends=joined,
+            is_plain=plain[schedule] | (p == 1),
+            splits_backward=split[schedule] & (p > 1),
+        )
+
+
+def _in_flight(name: Schedule, p: Ints, v: Ints, m: Ints) -> tuple[Floats, Floats]:
+    """Microbatches in flight on the first rank and on the head's, in all of a rank's blocks."""
+    first, least = flights(name, p, v, m, np.zeros_like(p))
+    if name in FOLDED:
+        mean = (first + least) / 2.0
+        return mean, mean
+    return first, flights(name, p, v, m, p - 1)[0]
+
+
+class Way(NamedTuple):
+    """A way of sharding."""
+
+    zero: int
+    every: ReduceEvery
+    """How often gradients are reduced."""
+    shard: Ints
+    """Ranks over which each row is sharded, at most; 0 where a row has no such choice."""
+    least: Ints
+    """And at least: of all divisors between them only bounds are known."""
+
+    def take(self, rows: Bools) -> Way:
+        return self._replace(shard=self.shard[rows], least=self.least[rows])
+
+
+def ways_of_sharding(space: Space, options: Options, islands: Sequence[int], *, accumulates: bool) -> list[Way]:
+    """Return ZeRO stages and shards with how often gradients are reduced, where that is a choice.
+
+    Args:
+        accumulates: whether the stack's pipelines keep whole gradients until the end of a step.
+        islands: devices of each tier of links: ZeRO-3's shards inside of them and across are told apart.
+    """
+    splits = options.splits
+    can = (splits.pipeline == 1) | (~options.splits_backward & ((options.chunks == 1) | ~splits.uneven))
+    found: list[Way] = []
+    rows: list[tuple[ReduceEvery, Bools]]
+    for zero, shard, least in _shardings(space, splits, islands, accumulates=accumulates):
+        if space.reductions is not None:
+            possible = np.zeros_like(can) if zero < 2 else (splits.pipeline == 1) if zero == 2 else can
+            rows: list[tuple[ReduceEvery, Bools]] = [
+                (every, possible | (every != "microbatch")) for every in space.reductions
+            ]
+        elif zero < 3:
+            rows = [("auto", np.ones_like(can))]
+        else:
+            several = (splits.microbatches > 1) | (splits.pipeline > 1)
+            is_choice = several & (shard * splits.context > 1)
+            rows = [
+                ("auto", ~is_choice),
+                ("step", is_choice),
+                ("microbatch", is_choice & can),
+            ]
+        found += [Way(zero, every, np.where(here, shard, 0), least) for every, here in rows]
+    return found
+
+
+def _shardings(
+    space: Space, splits: Splits, islands: Sequence[int], *, accumulates: bool
+) -> list[tuple[int, Ints, Ints]]:
+    """ZeRO stages with the ranks over which each row is sharded, at most (0 where a row has no such choice) and at
+    least.  Where nothing is shared out, over data ranks or the context, all stages are
+    one, of which the first above 0 is taken (Weft's default).  Experts borrow their ranks from those that shard."""
+    data, context, expert = splits.data, splits.context, splits.expert
+    alone, one = data * context == 1, np.ones_like(data)
+    usual = next((zero for zero in space.zeros if zero in (1, 2)), space.zeros[0])
+    if space.reductions == ("microbatch",):  # no choice of ZeRO-0 and 1, nor of ZeRO-2 in a pipeline
+        usual = np.where((splits.pipeline == 1) & (2 in space.zeros), 2, space.zeros[-1])
+    default = np.broadcast_to(usual, data.shape)
+    one_shard = space.shards is None or 1 in space.shards
+    found: list[tuple[int, Ints, Ints]] = []
+    for zero in space.zeros:
+        if zero < 3:
+            shard = np.where((expert > 1) & (zero > 0), data, one)
+            # A pipeline reduces gradients once per step, which leaves them whole: ZeRO-2 is ZeRO-1.
+            same = (zero == 2) & (1 in space.zeros) & (splits.pipeline > 1) & (accumulates and space.reductions is None)
+            found.append((zero, np.where((alone & (zero != default)) | same, 0, shard), shard))
+            continue
+        if one_shard:
+            # Data ranks keep copies, and weights are shared out over the context alone.
+            copies = ~alone & ((data == 1) | (space.replicas & (context > 1)))
+            found.append((3, np.where(copies | (alone & (default == 3)), 1, 0), one))
+        shards = _shards(space, data, islands if (expert == 1).all() else ())
+        found += [(3, np.where(data == 1, 0, most), least) for most, least in shards]
+    borrows = [np.maximum(shard, 1) * context % expert == 0 for _, shard, _ in found]
+    return [(zero, np.where(fits, shard, 0), least) for (zero, shard, least), fits in zip(found, borrows, strict=True)]
+
+
+def _shards(space: Space, data: Ints, islands: Sequence[int]) -> list[tuple[Ints, Ints]]:
+    """Ranks over which ZeRO-3 shards, at most and at least: those of the space; or all divisors of the data ranks, in
+    ranges that end where an island of the cluster does, or one by one where there are no islands."""
+    if space.shards is not None:
+        fixed = [np.where((data % shard == 0) & (space.replicas | (data == shard)), shard, 0) for shard in space.shards]
+        return [(shard, shard) for shard, size in zip(fixed, space.shards, strict=True) if size > 1]
+    if not space.replicas:
+        return [(data, data)]
+    if not islands:
+        return [(column, column) for column in _each_divisor(data)]
+    edges = sorted({1, *(size for island in islands for size in (island, 4 * island))})
+    found: list[tuple[Ints, Ints]] = []
+    for above, most in zip(edges, [*edges[1:], int(data.max(initial=1))], strict=True):
+        largest, least = _divisors_between(data, above, most)
+        found.append((largest, least))
+    return found
+
+
+def _each_divisor(data: Ints) -> Iterator[Ints]:
+    """The divisors of each number above 1, the first of all, then the second …; 0 where a number has no more."""
+    numbers, rows = np.unique(data, return_inverse=True)
+    each = [divisors(int(number))[1:] for number in numbers]
+    for place in range(max(map(len, each), default=0)):
+        yield np.array([found[place] if place < len(found) else 0 for found in each], dtype=np.int64)[rows]
+
+
+def _divisors_between(data: Ints, above: int, most: int) -> tuple[Ints, Ints]:
+    """The largest and the least divisor of each number above one limit and up to another; 0 where there is none."""
+    largest, least = np.zeros_like(data), np.zeros_like(data)
+    for number in np.unique(data):
+        inside = [n for n in divisors(int(number)) if above < n <= most]
+        if inside:
+            largest[data == number], least[data == number] = inside[-1], inside[0]
+    return largest, least

@@ -1,0 +1,164 @@
+"""All layouts of a group of splits, with the least that each may take; those that may fit and be among the best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from weft.config.plan import Recompute
+from weft.planning.price import Pricer
+from weft.planning.search._bounds import Floats
+from weft.planning.search._estimate import Estimates, RateTable, power_below
+from weft.planning.search._group import GroupCosts, Passes
+from weft.planning.search._options import OptionMaker, Options, Way, ways_of_sharding
+from weft.planning.search._pipelines import pipeline_seconds
+from weft.planning.search._rows import REDUCE_EVERY, Rows, levels_of
+from weft.planning.search._space import Offload, Space
+from weft.planning.search._splits import Bools, Ints, Splits
+from weft.planning.search._variants import has_even_islands
+
+_ROWS_AT_ONCE = 100_000
+"""Options and cases that are computed together: few enough that their columns stay small."""
+
+
+class Screen:
+    """Screens groups of splits of one model on one cluster."""
+
+    def __init__(self, pricer: Pricer, space: Space) -> None:
+        self._pricer, self._space = pricer, space
+        self._levels = levels_of(space)
+        self._usable = pricer.cluster.usable_memory_bytes
+        self._rates = RateTable(pricer, space)
+        self._choices = OptionMaker(space, len(pricer.profile.blocks))
+        self._parts_data = any(abs(order.index("replicate") - order.index("shard")) > 1 for order in space.orders or ())
+        even = has_even_islands(pricer.cluster)  # else shards are looked at one by one
+        self._islands = tuple(tier.devices for tier in pricer.cluster.links) if even else ()
+
+    def count(self, splits: Splits) -> int:
+        """Return how many layouts there are of some splits."""
+        return self._choices.count(splits) * len(self._levels) * len(self._space.offloads) * len(self._space.zeros)
+
+    def rows(self, costs: GroupCosts, splits: Splits, limit: Floats) -> list[Rows]:
+        """Return the layouts of a group that may fit and take less than `limit` seconds (of each split), with the least
+        that each may take.  A layout is there once for each case."""
+        options, row = self._choices.options(splits)
+        limit = limit[row]
+        farthest = int(costs.inside.max(initial=1))
+        found: list[Rows] = []
+        for cases, near, fastest in self._near(costs, options, limit):
+            some, here, below = costs.take(cases), options.take(near), limit[near]
+            for way in self._ways(here):
+                valid = (way.shard > 0) & self._is_case(some, here, way, farthest)
+                if valid.any():
+                    taken = (some.take(valid), here.take(valid), way.take(valid))
+                    found += self._sharded(*taken, below[valid], fastest[valid])
+        return found
+
+    def _ways(self, options: Options) -> list[Way]:
+        whole = self._pricer.stack.memory.accumulates_whole
+        return ways_of_sharding(self._space, options, self._islands, accumulates=whole)
+
+    def _is_case(self, costs: GroupCosts, options: Options, way: Way, farthest: int) -> Bools:
+        """Whether the figures of a row's case hold for it; where a given order puts other axes between the data ranks,
+        how many of them lie inside depends on the shards too, and all cases are taken."""
+        data = way.least if way.zero == 3 else options.splits.data
+        alike = np.minimum(power_below(data), farthest)
+        lent = np.gcd(way.shard, options.splits.expert)
+        return (self._parts_data | (costs.inside == 0) | (costs.inside == alike)) & (
+            (costs.lent == 0) | (costs.lent == lent)
+        )
+
+    def _near(self, costs: GroupCosts, options: Options, limit: Floats) -> Iterator[tuple[Ints, Ints, Floats]]:
+        """Yield cases and options whose pipelines alone, nothing computed again, are below the limit, with their
+        seconds; not too many at once."""
+        blocks, schedules = len(self._pricer.profile.blocks), self._space.schedules
+        passes, known = costs.passes[self._levels[0].light], dict[tuple[float, ...], tuple[Ints, Floats]]()
+        cases, rows, seconds, count = list[Ints](), list[Ints](), list[Floats](), 0
+        for case in range(len(costs.bases)):
+            hop, one = costs.hop[[case]], Passes(*(part[[case]] for part in passes))
+            key = (float(hop[0]), *(float(part[0]) for part in one))  # many cases differ in what is sent besides
+            if key not in known:
+                fastest = pipeline_seconds(schedules, blocks, hop, options, one, 0.0)
+                near = np.flatnonzero(fastest < limit)
+                known[key] = near, fastest[near]
+            near, fastest = known[key]
+            rows.append(near)
+            seconds.append(fastest)
+            cases.append(np.full(len(near), case, dtype=np.int64))
+            count += len(near)
+            if count > _ROWS_AT_ONCE or (count and case == len(costs.bases) - 1):
+                yield np.concatenate(cases), np.concatenate(rows), np.concatenate(seconds)
+                cases, rows, seconds, count = [], [], [], 0
+
+    def _sharded(self, costs: GroupCosts, options: Options, way: Way, limit: Floats, fastest: Floats) -> list[Rows]:
+        """Rows under one way of sharding, whose pipelines take `fastest` seconds with nothing computed again."""
+        first, offloads = costs.passes[self._levels[0].light], self._space.offloads
+        estimates = Estimates(self._pricer, self._space, costs, options, way, self._rates)
+        # More recomputation makes a step longer, and so does offloading, but for the optimizer's where a rank has
+        # little of it.  What is too slow without them stays so.
+        near = estimates.seconds(first, "none", *offloads, pipeline=fastest) < limit
+        if not near.any():
+            return []
+        costs, options, way, limit = costs.take(near), options.take(near), way.take(near), limit[near]
+        estimates = Estimates(self._pricer, self._space, costs, options, way, self._rates)
+        least = self._least(estimates, costs, len(options))
+        return self._table(costs, options, least < limit, way, least)
+
+    def _least(self, estimates: Estimates, costs: GroupCosts, count: int) -> Floats:
+        """The least seconds with what must be computed again or offloaded to fit; infinite where nothing fits."""
+        least = np.full(count, np.inf)
+        needs: dict[tuple[Recompute, Offload], Floats] = {}
+        fits_all, usual = False, self._space.usual_offload
+        for light, heavy in self._levels:
+            if light != heavy:
+                for offload in self._space.offloads:
+                    if (light, offload) in needs and (heavy, offload) in needs:
+                        least = np.minimum(least, self._mixed(estimates, costs, needs, light, heavy, offload))
+                continue
+            if fits_all and usual == "none":
+                continue  # a heavier level takes longer; but where activations must be offloaded, it moves less
+            for offload in self._space.offloads:
+                need = needs[light, offload] = estimates.device_bytes(costs.held[light], costs.passes[light], offload)
+                if offload == usual:
+                    fits_all = bool((need <= self._usable).all())
+                seconds = estimates.seconds(costs.passes[light], offload)
+                least = np.minimum(least, np.where(need <= self._usable, seconds, np.inf))
+        return least
+
+    def _mixed(
+        self,
+        estimates: Estimates,
+        costs: GroupCosts,
+        needs: dict[tuple[Recompute, Offload], Floats],
+        light: Recompute,
+        heavy: Recompute,
+        offload: Offload,
+    ) -> Floats:
+        """Seconds when only as many blocks are computed again as needed; infinite where that is of no use."""
+        lightly, heavily = needs[light, offload], needs[heavy, offload]
+        useful = (lightly > self._usable) & (heavily <= self._usable)
+        if not useful.any():
+            return np.full(len(useful), np.inf)
+        share = estimates.least_share(costs.held[light], costs.held[heavy], lightly, self._usable)
+        seconds = estimates.seconds(costs.passes[light], offload)
+        most = estimates.seconds(costs.passes[heavy], offload)
+        return np.where(useful, seconds + share * (most - seconds), np.inf)
+
+    def _table(self, costs: GroupCosts, options: Options, chosen: Bools, way: Way, seconds: Floats) -> list[Rows]:
+        if not chosen.any():
+            return []
+        taken, way, count = options.take(chosen), way.take(chosen), int(chosen.sum())
+        return [
+            Rows(
+                splits=taken.splits,
+                case=costs.case[chosen],
+                schedule=taken.schedule,
+                chunks=taken.chunks,
+                zero=np.full(count, way.zero, dtype=np.int64),
+                shard=way.shard,
+                least_shard=way.least,
+                every=np.full(count, REDUCE_EVERY.index(way.every), dtype=np.int64),
+                seconds=seconds[chosen],
+            )
+        ]

@@ -1,7 +1,0 @@
-"""Probe: measure a machine or a job's nodes, and describe them as a cluster; measure which collectives suit it."""
-
-from weft.probe._choices import measure_choices as measure_choices
-from weft.probe._choices import measure_choices_as_rank as measure_choices_as_rank
-from weft.probe._probe import BUDGET_SECONDS as BUDGET_SECONDS
-from weft.probe._probe import measure_as_rank as measure_as_rank
-from weft.probe._probe import probe as probe

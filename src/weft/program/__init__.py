@@ -1,7 +1,0 @@
-"""The program of a rank: all that it sends in a step, predicted from recipe, plan and an outline of the model."""
-
-from weft.program._compare import Traffic as Traffic
-from weft.program._compare import differences as differences
-from weft.program._program import RankProgram as RankProgram
-from weft.program._program import occasions_of as occasions_of
-from weft.program._program import program_of as program_of

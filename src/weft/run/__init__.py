@@ -1,0 +1,1 @@
+"""What runs a plan: data, engine, checkpoints, and the processes of the ranks."""

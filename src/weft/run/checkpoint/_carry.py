@@ -1,0 +1,134 @@
+"""State that belongs to a plan and not to the training: what compression owes and has learnt, and what replicas that
+step by themselves have each.
+
+A checkpoint may be loaded under a plan that compresses otherwise, over other ranks, or not at all, so such tensors may
+be missing or left over.  What gradients still owe to the weights, though, is part of the training: with r₁ … rₘ owed on
+m ranks, the coming sums contain Σ rᵢ.  On n ranks each takes Σ rᵢ / n, which keeps that sum and is the smallest share
+in which it can be held.  Replicas' own weights and optimizer states have no such sum: as many replicas as saved them
+take them up, and others start from what all share.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from weft.errors import CheckpointError
+from weft.run.checkpoint._peers import Peers
+from weft.run.checkpoint._read import StoredCheckpoint
+from weft.techniques.core import Piece
+
+logger = logging.getLogger(__name__)
+
+_COMPRESSION, _LOCAL = "compression/", "local/"
+_ADDEND = re.compile(r"(?P<name>.+)@(?P<index>\d+)-of-(?P<number>\d+)", re.ASCII)
+_REPLICA = re.compile(r"local/\d+-of-\d+/(?P<kind>\w+)/", re.ASCII)
+_LOST: Mapping[str, str] = {
+    "model": "what each replica has learnt since all were averaged",
+    "optimizer": "the optimizer states of all replicas but the first",
+    "momentum": "the outer momentum of local steps",
+}
+"""What it means when tensors of a kind find no place."""
+
+_Addends = Mapping[str, Sequence[str]]
+"""Name → stored names of its addends, by rank."""
+
+
+def is_of_plan(name: str) -> bool:
+    """Whether a checkpoint's tensor of this name belongs to a plan."""
+    return name.startswith((_COMPRESSION, _LOCAL))
+
+
+def carry_over(stored: StoredCheckpoint, pieces: Sequence[Piece], peers: Peers) -> None:
+    """Fill the pieces that belong to a plan with what the checkpoint has for them.  Call on every rank.
+
+    A rank's own tensor comes back bit for bit where as many ranks as before hold one, else as an equal part of the sum;
+    what is not there becomes zero, if it is an addend, and else stays as it is.  What nobody takes is lost,
+    which rank 0 warns of.
+
+    Raises:
+        CheckpointError: on every rank, when a tensor has another shape.
+    """
+    wanted = [piece for piece in pieces if is_of_plan(piece.name)]
+    addends = _addends(stored.runs)
+    problem = peers.first_problem(next(_wrong_shapes(stored, wanted, addends), None))
+    if problem is not None:
+        raise CheckpointError(f"{stored.folder} does not fit: {problem}")
+    _warn_of_lost(stored, wanted, addends, peers)
+    _warn_of_lost_replicas(stored, wanted, peers)
+    for piece in wanted:
+        if piece.stored_name in stored.runs:
+            stored.fill(piece.stored_name, [piece])
+        elif piece.addend is not None:
+            _fill_with_part(stored, piece, addends.get(piece.name, ()))
+
+
+def _addends(names: Iterable[str]) -> _Addends:
+    found: dict[str, list[tuple[int, str]]] = {}
+    for name in names:
+        if is_of_plan(name) and (match := _ADDEND.fullmatch(name)):
+            found.setdefault(match["name"], []).append((int(match["index"]), name))
+    return {name: [stored for _, stored in sorted(group)] for name, group in found.items()}
+
+
+def _wrong_shapes(stored: StoredCheckpoint, wanted: Sequence[Piece], addends: _Addends) -> Iterator[str]:
+    for piece in wanted:
+        names = addends.get(piece.name, ()) if piece.addend is not None else (piece.name,)
+        for name in names:
+            if name in stored.runs and stored.shape(name) != piece.shape:
+                yield f"{name} is {list(stored.shape(name))} there and {list(piece.shape)} here."
+
+
+def _warn_of_lost(stored: StoredCheckpoint, wanted: Sequence[Piece], addends: _Addends, peers: Peers) -> None:
+    if not addends:
+        return
+    mine = {piece.name for piece in wanted if piece.addend is not None}
+    names = sorted(addends)
+    untaken = peers.minimum([int(name not in mine) for name in names])
+    lost = [name for name, flag in zip(names, untaken, strict=True) if flag]
+    if lost and peers.rank == 0:
+        logger.warning(
+            "%s holds what compressed gradients still owed to %d parameters (%s …), and this plan does not compress"
+            " them with error feedback: it is dropped. To keep it, go on with the compression that saved it.",
+            stored.folder,
+            len(lost),
+            lost[0].rpartition("/")[2],
+        )
+
+
+def _warn_of_lost_replicas(stored: StoredCheckpoint, wanted: Sequence[Piece], peers: Peers) -> None:
+    names = sorted(name for name in stored.runs if name.startswith(_LOCAL))
+    if not names:
+        return
+    mine = {piece.name for piece in wanted}
+    untaken = peers.minimum([int(name not in mine) for name in names])
+    kinds = {_kind(name) for name, flag in zip(names, untaken, strict=True) if flag}
+    lost = [what for kind, what in _LOST.items() if kind in kinds]
+    if lost and peers.rank == 0:
+        logger.warning(
+            "%s holds %s, for which this plan has no place: dropped. To keep it, go on with the replicas and the"
+            " local_steps that saved it.",
+            stored.folder,
+            ", and ".join(lost),
+        )
+
+
+def _kind(name: str) -> str:
+    """`model` of `local/1-of-2/model/…`, `momentum` of `local/momentum/…`."""
+    found = _REPLICA.match(name)
+    return found["kind"] if found else name.split("/")[1]
+
+
+def _fill_with_part(stored: StoredCheckpoint, piece: Piece, names: Sequence[str]) -> None:
+    """An equal part of the sum of all addends, added up in rank order."""
+    assert piece.addend is not None
+    one = torch.empty_like(piece.tensor)
+    piece.tensor.zero_()
+    for name in names:
+        stored.fill(name, [replace(piece, tensor=one)])
+        piece.tensor.add_(one)
+    piece.tensor.div_(piece.addend[1])

@@ -1,0 +1,273 @@
+"""Saving and loading by all ranks of a job: all of them succeed, or none does and the previous checkpoint stays."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+
+from weft.config.document import JsonObject
+from weft.errors import CheckpointError, WeftError
+from weft.events import Owned
+from weft.run.checkpoint import _folder
+from weft.run.checkpoint._files import replace_text, write_text
+from weft.run.checkpoint._format import ADVICE, MANIFEST, Json, Manifest
+from weft.run.checkpoint._peers import Peers
+from weft.run.checkpoint._read import StoredCheckpoint
+from weft.run.checkpoint._write import check_ranks, write_rank
+from weft.techniques.core import Piece
+
+logger = logging.getLogger(__name__)
+
+Which = Literal["latest"] | Path
+Check = Callable[[JsonObject, int], object]
+"""Takes what a checkpoint's manifest holds beside the tensors, and its step; raises `CheckpointError`."""
+
+Wanted = Callable[[StoredCheckpoint], Sequence[Piece]]
+"""Takes a verified checkpoint, and returns what is to be filled from it."""
+
+
+class SaveError(CheckpointError):
+    """A save failed on some rank.  Every rank raises it with the same text, and nothing of the save remains."""
+
+    def __init__(self, message: str, *, step: int, training_can_continue: bool) -> None:
+        super().__init__(message)
+        self.step = step
+        self.training_can_continue = training_can_continue
+        """True when only the saving failed (disk full, not writable); False when the state itself is unsound."""
+
+
+class Checkpointer:
+    """Writes and reads the checkpoints in one folder.  `save` and `load` are called on every rank alike.
+
+    A checkpoint says nothing about the plan that wrote it, so any plan loads it; see `Piece`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        peers: Peers | None = None,
+        *,
+        keep: int = 2,
+        file_bytes: int = 1 << 30,
+        provenance: Mapping[str, str] | None = None,
+        owned: Owned | None = None,
+    ) -> None:
+        """Say where checkpoints lie.  Nothing is touched yet.
+
+        Args:
+            folder: made by the first save.
+            peers: the ranks that save and load together; by default this process alone.
+            keep: newest checkpoints to keep.
+            file_bytes: bytes of tensors in one file, at most.
+            provenance: written into each manifest: run, digests of recipe and plan, versions of the code.
+            owned: asked on rank 0 before a save begins and before it takes its name, whether the folder is still this
+                run's.  Then saves of an earlier run are added to only after one of them was loaded.
+        """
+        if keep < 1:
+            raise CheckpointError(f"keep = {keep} would remove every checkpoint. Keep at least 1.")
+        self.folder = folder
+        self.peers = peers if peers is not None else Peers()
+        self.keep = keep
+        self.file_bytes = file_bytes
+        self.provenance = {"torch": torch.__version__, **(provenance or {})}
+        self._owned = owned
+        self._goes_on = owned is None
+
+    def latest(self) -> Path | None:
+        """Return the newest checkpoint with a sound manifest as this rank sees the folder.  No other rank is asked."""
+        complete = _folder.complete_checkpoints(self.folder)
+        return complete[0].path if complete else None
+
+    def earlier(self) -> Path | None:
+        """Return the newest save of an earlier run, which this one has not loaded and would remove; None where it may
+        save.  No other rank is asked."""
+        return None if self._goes_on else self.latest()
+
+    def save(self, step: int, pieces: Sequence[Piece], state: Mapping[str, Json] | None = None) -> Path:
+        """Save all ranks' pieces and rank 0's `state`, then remove old checkpoints.  Call on every rank.
+
+        Args:
+            step: finished optimizer steps.
+            pieces: this rank's; each element of each tensor counts on exactly one rank.
+            state: what is no tensor (data cursor, randomness, schedule); must be JSON without NaN and infinity.
+
+        Raises:
+            SaveError: on every rank, when any of them could not write; the previous checkpoints are as they were.
+        """
+        token = f"{self.peers.share(secrets.randbits(61))[0]:016x}"
+        partial = _folder.partial_path(self.folder, step, token)
+        first = self.peers.rank == 0
+        try:
+            with self._together(step):
+                if first:
+                    self._check_owned()
+                    _folder.remove_leftovers(self.folder)
+                    _folder.create_partial(self.folder, step, token)
+            with self._together(step):
+                write_rank(partial, self.peers.rank, pieces, self.file_bytes)
+            with self._together(step):
+                if first:
+                    self._commit(partial, step, token, state or {})
+        except SaveError:
+            if first and partial.exists():
+                _folder.remove_partial(partial)
+            raise
+        self._goes_on = True
+        if first:
+            self._tidy(step, token)
+        return self.folder / _folder.step_name(step)
+
+    def load(self, which: Which, pieces: Sequence[Piece] | Wanted, *, check: Check | None = None) -> dict[str, Json]:
+        """Verify a checkpoint, fill the pieces from it and return the state saved with it.  Call on every rank.
+
+        Every file is verified before the first tensor changes, the ranks sharing the work.  A damaged "latest" is
+        warned about and the next older one is taken; a damaged checkpoint given by path is an error.
+
+        Args:
+            which: "latest", or the same path on every rank (of a checkpoint, or of a run).
+            pieces: everything this rank holds, whether it counts or not; or what returns that for a sound checkpoint.
+            check: looks at the state before anything changes; what it refuses counts as damaged.
+
+        Raises:
+            CheckpointError: on every rank: there is none, it is damaged, or it does not fit the pieces.
+        """
+        stored = self.open(which, check)
+        self.fill([(stored, pieces(stored) if callable(pieces) else pieces)])
+        self._goes_on = self._goes_on or stored.folder.resolve().parent == self.folder.resolve()
+        return dict(stored.manifest.state)
+
+    def open(self, which: Which, check: Check | None = None) -> StoredCheckpoint:
+        """Verify a checkpoint and return it; see `load`."""
+        return self._open_path(which, check) if isinstance(which, Path) else self._open_newest(check)
+
+    def fill(self, parts: Sequence[tuple[StoredCheckpoint, Sequence[Piece]]]) -> None:
+        """Fill pieces from (parts of) verified checkpoints: all of them, or none where one does not fit.
+
+        Raises:
+            CheckpointError: on every rank.
+        """
+        from weft.run.checkpoint._carry import carry_over  # loaded where a checkpoint is
+        from weft.run.checkpoint._match import match
+
+        wanted = [match(stored, pieces, self.peers) for stored, pieces in parts]
+        with torch.no_grad():
+            for (stored, pieces), by_name in zip(parts, wanted, strict=True):
+                for name, group in by_name.items():
+                    stored.fill(name, group)
+                    for piece in group:
+                        if piece.let_go is not None:
+                            piece.let_go()
+                carry_over(stored, pieces, self.peers)
+
+    def _check_owned(self) -> None:
+        """Refuse a folder that is another's, or holds what this run neither saved nor loaded."""
+        if self._owned is not None:
+            self._owned.check()
+        if (earlier := self.earlier()) is not None:
+            raise CheckpointError(
+                f"{self.folder} holds saves of an earlier run (the newest: {earlier.name}), and this run began anew: it"
+                " would remove them. Load one before the first step to go on with it, or give another folder."
+            )
+
+    def _commit(self, partial: Path, step: int, token: str, state: Mapping[str, Json]) -> None:
+        complete = _folder.complete_checkpoints(self.folder)
+        manifest = Manifest(
+            step=step,
+            sequence=max((one.manifest.sequence for one in complete), default=0) + 1,
+            token=token,
+            world=self.peers.world,
+            provenance=self.provenance,
+            state=state,
+            indexes=check_ranks(partial, self.peers.world),
+        )
+        write_text(partial / MANIFEST, manifest.to_text())
+        if self._owned is not None:
+            self._owned.check()
+        _folder.commit(self.folder, partial, step, token)
+
+    def _tidy(self, step: int, token: str) -> None:
+        """What may fail without the save being any less good."""
+        name = _folder.step_name(step)
+        try:  # written inside the checkpoint, so that a kill leaves nothing beside it
+            replace_text(self.folder / _folder.LATEST, name + "\n", self.folder / name / f"latest.{token}")
+        except OSError as error:
+            logger.warning("%s could not be written: %s", self.folder / _folder.LATEST, error)
+        _folder.remove_leftovers(self.folder)
+        _folder.remove_old(self.folder, self.keep, token)
+
+    @contextlib.contextmanager
+    def _together(self, step: int) -> Generator[None]:
+        """Let every rank finish its part, then raise on all of them if one failed.  A defect is re-raised as itself."""
+        problem, defect, sound = None, None, True
+        try:
+            yield
+        except OSError as error:
+            problem = self._no_room(error)
+        except WeftError as error:
+            problem, sound = str(error), False
+        except Exception as error:
+            problem, defect, sound = f"{type(error).__name__}: {error}", error, False
+        sound = self.peers.minimum([int(sound)])[0] == 1
+        problem = self.peers.first_problem(problem)
+        if problem is not None:
+            text = f"the checkpoint of step {step} was not saved: {problem} Earlier checkpoints are as they were."
+            raise SaveError(text, step=step, training_can_continue=sound) from defect
+
+    def _no_room(self, error: OSError) -> str:
+        where = error.filename or self.folder
+        free = _folder.free_bytes(self.folder)
+        return (
+            f"{error.strerror or error} ({where}; {free / 1e9:.2f} GB free). "
+            f"Make room, give another folder, or keep fewer than {self.keep} checkpoints."
+        )
+
+    def _open_path(self, path: Path, check: Check | None) -> StoredCheckpoint:
+        stored, problem = self._open_verified(path, check)
+        if stored is None:
+            raise CheckpointError(problem)
+        return stored
+
+    def _open_newest(self, check: Check | None) -> StoredCheckpoint:
+        """Open what rank 0 names, from the newest on, until all ranks find their share of it sound."""
+        found = _folder.complete_checkpoints(self.folder)
+        problems = list[str]()
+        for number in range(self.peers.share(len(found))[0]):
+            mine = found[number].manifest if self.peers.rank == 0 else None
+            token, step = self.peers.share(*((int(mine.token, 16), mine.step) if mine is not None else (0, 0)))
+            same = [one.path for one in found if (int(one.manifest.token, 16), one.manifest.step) == (token, step)]
+            stored, problem = self._open_verified(same[0] if same else None, check)
+            if stored is not None:
+                if problems and self.peers.rank == 0:
+                    logger.warning("loading %s instead, because %s", stored.folder, " ".join(problems))
+                return stored
+            problems.append(problem)
+        reason = " ".join(problems) or '"latest" was asked for and no save has finished there.'
+        raise CheckpointError(f"{self.folder} holds no checkpoint that can be loaded: {reason}")
+
+    def _open_verified(self, path: Path | None, check: Check | None) -> tuple[StoredCheckpoint | None, str]:
+        """Open on every rank, each verifying its share of the files.  Else returns None and the first problem."""
+        stored, problem = None, None
+        try:
+            if path is None:
+                raise CheckpointError(f"{self.folder} looks different from here than on rank 0. Is it a shared folder?")
+            stored = StoredCheckpoint(_folder.find_checkpoint(path))
+            if check is not None:
+                _check_state(stored, check)
+            stored.verify(self.peers.rank, self.peers.world)
+        except CheckpointError as error:
+            problem = str(error)
+        problem = self.peers.first_problem(problem)
+        return (None, problem) if problem is not None else (cast(StoredCheckpoint, stored), "")
+
+
+def _check_state(stored: StoredCheckpoint, check: Check) -> None:
+    """Let the state's owner look at it, and say the file in what it raises."""
+    path = stored.folder / MANIFEST
+    state = dict(stored.manifest.state)
+    check(JsonObject(path, CheckpointError, ADVICE, state, "state."), stored.manifest.step)

@@ -1,0 +1,179 @@
+"""The folder of a run's checkpoints: which are complete, which may go, and whose unfinished saves lie about.
+
+step-000120/                      complete: it has a manifest
+step-000120.partial-<token>/      a save under way, or one that died
+step-000120.replaced-<token>/     complete, and about to be removed: the same step was saved again
+step-000100.removing-<token>/     on its way out
+latest                            name of the newest; for people and scripts, Weft looks at the manifests
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.config.document import JsonObject, read_plain_file
+from weft.errors import CheckpointError
+from weft.process import machine_name, start_of
+from weft.run.checkpoint._files import sync_folder, write_text
+from weft.run.checkpoint._format import MANIFEST, Manifest, read_manifest
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+_OWNER = "owner.json"
+_COMPLETE = re.compile(r"step-\d{6,}(\.replaced-[0-9a-f]+)?", re.ASCII)
+_LEFTOVER = re.compile(r"step-\d{6,}\.(partial|removing|replaced)-[0-9a-f]+", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    path: Path
+    manifest: Manifest
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def complete_checkpoints(folder: Path) -> list[Complete]:
+    """Return the folders with a sound manifest, newest first.  Damaged manifests are warned about and left out."""
+    found = list[Complete]()
+    for path in _folders(folder, _COMPLETE):
+        if not (path / MANIFEST).exists():
+            continue
+        try:
+            found.append(Complete(path, _manifest_of(path)))
+        except CheckpointError as error:
+            logger.warning("checkpoint %s is passed over: %s", path.name, error)
+    return sorted(found, key=lambda one: (one.manifest.sequence, one.manifest.step), reverse=True)
+
+
+def _manifest_of(path: Path) -> Manifest:
+    """The manifest of a folder that a save has named."""
+    manifest = read_manifest(path)
+    if path.name.split(".")[0] != step_name(manifest.step):
+        raise CheckpointError(
+            f"{path / MANIFEST}: step is {manifest.step}, but should be that of its folder, {path.name}."
+            " It is damaged, or was not written by Weft: load an earlier checkpoint."
+        )
+    return manifest
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint that `path` means: itself, or the newest complete one in it or in its `checkpoints` folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / MANIFEST).exists():
+        return path
+    for folder in (path, path / "checkpoints"):
+        if found := complete_checkpoints(folder):
+            return found[0].path
+    what = "holds no complete checkpoint" if path.is_dir() else "does not exist"
+    what = "is a file" if path.is_file() else what
+    raise CheckpointError(f"{path} {what}. Give the folder of a run, or of one checkpoint (step-000120) in it.")
+
+
+def create_partial(folder: Path, step: int, token: str) -> Path:
+    """Make the folder that a save writes into, with a note of whose it is.  Raises `OSError`."""
+    partial = partial_path(folder, step, token)
+    partial.mkdir(parents=True)
+    owner = {"machine": machine_name(), "pid": os.getpid(), "started": start_of(os.getpid())}
+    write_text(partial / _OWNER, json.dumps(owner))
+    return partial
+
+
+def partial_path(folder: Path, step: int, token: str) -> Path:
+    return folder / f"{step_name(step)}.partial-{token}"
+
+
+def commit(folder: Path, partial: Path, step: int, token: str) -> Path:
+    """Turn a partial folder, manifest and all, into the checkpoint of its step.  Raises `OSError`.
+
+    At every moment at least one complete folder of the step exists if there was one before.
+    """
+    final = folder / step_name(step)
+    sync_folder(partial)
+    if final.exists():
+        final.rename(folder / f"{step_name(step)}.replaced-{token}")
+    partial.rename(final)
+    sync_folder(folder)
+    with contextlib.suppress(OSError):  # not before: a save that dies just short of its name must still have an owner
+        (final / _OWNER).unlink()
+    return final
+
+
+def remove_old(folder: Path, keep: int, token: str) -> None:
+    """Remove complete checkpoints but the newest `keep`; best effort."""
+    for one in complete_checkpoints(folder)[keep:]:
+        gone = folder / f"{step_name(one.manifest.step)}.removing-{token}{one.manifest.sequence:x}"
+        with _tolerated(f"old checkpoint {one.path.name} could not be removed"):
+            one.path.rename(gone)
+            shutil.rmtree(gone)
+
+
+def remove_partial(partial: Path) -> None:
+    """Remove an unfinished save; best effort, since a full or lost disk may refuse even that."""
+    with _tolerated(f"unfinished checkpoint {partial.name} could not be removed"):
+        shutil.rmtree(partial)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what dead saves of this machine left, and what was on its way out.
+
+    A partial folder whose process may still live (here, in another container, on another machine) is not touched.
+    """
+    for path in _folders(folder, _LEFTOVER):
+        kind = path.name.split(".")[1].split("-")[0]
+        successor = folder / path.name.split(".")[0] / MANIFEST
+        superseded = kind == "removing" or (kind == "replaced" and successor.exists())
+        if superseded or (kind == "partial" and _is_orphan(path)):
+            with _tolerated(f"{path.name} could not be removed"):
+                shutil.rmtree(path)
+
+
+def _folders(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            yield path
+
+
+def _is_orphan(partial: Path) -> bool:
+    """Whether the process that made a partial folder ran on this machine and is gone."""
+    if not any(partial.iterdir()):
+        return True  # died within the microseconds between making the folder and saying whose it is
+    path = partial / _OWNER
+    try:
+        owner = JsonObject.parse(
+            path, read_plain_file(path, CheckpointError, "", most_bytes=1 << 16), CheckpointError, ""
+        )
+        pid, machine = owner.count("pid", least=1, most=(1 << 31) - 1), owner.text("machine")
+    except CheckpointError:
+        return False
+    return machine == machine_name() and start_of(pid) != owner.values.get("started")
+
+
+@contextlib.contextmanager
+def _tolerated(what: str) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s: %s", what, error)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free space of the disk that holds a folder, or will."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,148 @@
+"""What one rank writes, and what the first rank checks before a save counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+from torch import Tensor
+
+from weft.errors import CheckpointError
+from weft.run.checkpoint._files import Entry, grouped, write_tensors, write_text
+from weft.run.checkpoint._format import (
+    DTYPE_NAMES,
+    RankIndex,
+    StoredFile,
+    StoredRun,
+    digest_of,
+    index_name,
+    parse_index,
+)
+from weft.techniques.core import Piece
+
+
+def write_rank(folder: Path, rank: int, pieces: Sequence[Piece], file_bytes: int) -> None:
+    """Write the runs of this rank that count, in files of at most `file_bytes` of tensors, and their index.
+
+    Raises:
+        OSError: the disk is full or not writable.
+    """
+    files: list[StoredFile] = []
+    runs: list[StoredRun] = []
+    for number, group in enumerate(grouped(_cut(pieces, file_bytes), lambda piece: piece.tensor.nbytes, file_bytes)):
+        name = f"rank-{rank:05d}-{number:04d}.safetensors"
+        entries = list[Entry]()
+        for piece in group:
+            run = _run_of(piece, name, {entry.key for entry in entries})
+            shape = run.local_shape if run.length == run.local_shape.numel() else (run.length,)
+            entries.append(Entry(run.key, shape, run.dtype, partial(_tensor_of, piece), piece.let_go))
+            runs.append(run)
+        files.append(write_tensors(folder / name, entries, {"format": "pt", "written_by": "weft"}))
+    write_text(folder / index_name(rank), RankIndex(files=tuple(files), runs=tuple(runs)).to_text())
+
+
+def check_ranks(folder: Path, world: int) -> tuple[StoredFile, ...]:
+    """Check that all ranks' files are there and hold every element of every tensor once; return the indexes' digests.
+
+    Raises:
+        CheckpointError: a file is missing or short, or the runs overlap or leave a gap.
+    """
+    stored = list[StoredFile]()
+    runs = list[StoredRun]()
+    for rank in range(world):
+        path = folder / index_name(rank)
+        content = path.read_bytes()
+        index = parse_index(path, content)
+        for file in index.files:
+            if (size := (folder / file.name).stat().st_size) != file.size_bytes:
+                raise CheckpointError(f"{folder / file.name} has {size:,} bytes; {file.size_bytes:,} were written.")
+        stored.append(StoredFile(name=path.name, size_bytes=len(content), digest=digest_of(content)))
+        runs.extend(index.runs)
+    runs_by_name(runs)
+    return tuple(stored)
+
+
+def runs_by_name(runs: Iterable[StoredRun]) -> dict[str, list[StoredRun]]:
+    """Group runs by tensor, checking that they hold every element once.
+
+    Raises:
+        CheckpointError: runs of one tensor disagree, overlap or leave a gap.
+    """
+    by_name: dict[str, list[StoredRun]] = {}
+    for run in runs:
+        by_name.setdefault(run.name, []).append(run)
+    for name, group in by_name.items():
+        _check_cover(name, group)
+    return by_name
+
+
+def _check_cover(name: str, runs: list[StoredRun]) -> None:
+    where = f"{_index_of(runs[0])}: {name}"
+    forms = {(run.shape, run.dtype, run.split.form) for run in runs}
+    if len(forms) > 1:
+        raise CheckpointError(
+            f"{where}: the ranks disagree on shape, dtype or split of it: {sorted(map(str, forms))[:3]}."
+        )
+    parts = runs[0].split.parts
+    size = math.prod(runs[0].local_shape)
+    runs.sort(key=lambda run: (run.split.index, run.start, run.length))
+    groups = {part: list(group) for part, group in groupby(runs, key=lambda run: run.split.index)}
+    if size and len(groups) < parts:
+        missing = next(part for part in range(parts) if part not in groups)
+        raise CheckpointError(f"{where} lacks {size:,} elements of part {missing} of {parts}: they count nowhere.")
+    for part, group in groups.items():
+        reached = 0
+        for run in group:
+            if run.start != reached:
+                what = "has a gap" if run.start > reached else "is written twice"
+                at = f"part {part} of {parts}, element {min(run.start, reached):,}"
+                raise CheckpointError(f"{where} {what} ({at}): its pieces do not count every element once.")
+            reached += run.length
+        if reached != size:
+            missing = f"{size - reached:,} elements of part {part} of {parts}"
+            raise CheckpointError(f"{where} lacks {missing}: they count nowhere.")
+
+
+def _index_of(run: StoredRun) -> str:
+    """Name of the index that a run stands in."""
+    return f"{run.file[: len(index_name(0)) - len('.json')]}.json"
+
+
+def _cut(pieces: Iterable[Piece], file_bytes: int) -> Iterator[Piece]:
+    """Yield the pieces that count, cut so that each fits into a file."""
+    for piece in pieces:
+        if not piece.counts or (not piece.tensor.numel() and piece.shape.numel()):
+            continue
+        if piece.tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{piece.name} has dtype {piece.tensor.dtype}, which a checkpoint cannot hold.")
+        longest = max(1, file_bytes // piece.tensor.element_size())
+        if piece.tensor.numel() <= longest:
+            yield piece
+            continue
+        for offset in range(0, piece.tensor.numel(), longest):
+            yield replace(piece, tensor=piece.tensor[offset : offset + longest], start=piece.start + offset)
+
+
+def _tensor_of(piece: Piece) -> Tensor:
+    return piece.tensor
+
+
+def _run_of(piece: Piece, file: str, taken: set[str]) -> StoredRun:
+    key, number = piece.stored_name, 1
+    while key in taken:
+        number += 1
+        key = f"{piece.stored_name}#{number}"
+    return StoredRun(
+        name=piece.stored_name,
+        shape=piece.shape,
+        dtype=piece.tensor.dtype,
+        split=piece.split,
+        start=piece.start,
+        length=piece.tensor.numel(),
+        file=file,
+        key=key,
+    )

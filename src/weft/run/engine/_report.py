@@ -1,0 +1,107 @@
+"""From steps to events, whoever owns the loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from weft.comm import peak_memory_bytes
+from weft.comm.telemetry import Recorder
+from weft.events import CollectiveEvent, MemoryEvent, MessageEvent, PhaseEvent, Run, StartEvent, StepEvent
+from weft.figures import spell_figure
+from weft.run.engine._throughput import ThroughputMeter, measure_peak_flops
+from weft.techniques.build import ParallelModel
+
+
+class StepReporter:
+    """Says on one rank how its loop goes: every step, from time to time what the last of them took, and what is none of
+    a step."""
+
+    def __init__(self, run: Run, recorder: Recorder, model: ParallelModel) -> None:
+        self._run = run
+        self._recorder = recorder
+        self._model = model
+        self._length = model.blueprint.sequence_length
+        self._meter = ThroughputMeter(flops_per_sample=model.blueprint.flops_per_sample, peak_flops=None)
+        self._since_report = 0
+        self._step = 0
+        self._mark = time.perf_counter()
+
+    def measure_peak(self) -> None:
+        """Measure the FLOP/s of matrix products of all ranks together, by all at once so that shared cores are shared:
+        what rates are held against.  Call on every rank."""
+        mesh = self._model.mesh
+        world = mesh["world"]
+        if world.group is not None:
+            dist.barrier(group=world.group)
+        own = measure_peak_flops(mesh.device, self._model.dtypes.compute)
+        peak = torch.tensor(own, dtype=torch.float64, device=mesh.device)
+        if world.group is not None:
+            dist.all_reduce(peak, group=world.group)
+        self._meter.peak_flops = float(peak)
+
+    def start(self, step: int, num_steps: int | None) -> None:
+        """The loop begins, or goes on from a save, after `step` steps; `num_steps` are all, where that is known."""
+        size, plan = self._model.mesh["world"].size, self._model.plan
+        self._run.emit(StartEvent(step=step, num_steps=num_steps, world_size=size, plan=plan.digest))
+        self.begin()
+
+    def begin(self) -> None:
+        """Time runs from now on.  Call it before a step where time has passed that was none of its own."""
+        self._mark = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[Callable[[], float]]:
+        """Time what is none of a step; yields how many seconds it has taken so far."""
+        started = time.perf_counter()
+        with self._recorder.span(name):
+            yield lambda: time.perf_counter() - started
+        self.begin()
+
+    def step(self, event: StepEvent, *, samples: int) -> None:
+        """A step of this global batch has been done, from data to update."""
+        now = time.perf_counter()
+        tokens = None if self._length is None else samples * self._length
+        self._meter.add(seconds=now - self._mark, samples=samples, tokens=tokens)
+        self._mark, self._step, self._since_report = now, event.step, self._since_report + 1
+        self._run.emit(event)
+
+    def report(self, remaining_steps: int | None = None) -> None:
+        """Say what the steps since the last report took; nothing where there were none."""
+        step, count = self._step, self._since_report
+        if count == 0:
+            return
+        self._since_report = 0
+        emit = self._run.emit
+        emit(PhaseEvent(step=step, num_steps=count, seconds=self._recorder.end_step()))
+        for axis, sums in self._recorder.collectives.end_step().items():
+            emit(
+                CollectiveEvent(
+                    step=step,
+                    num_steps=count,
+                    axis=axis,
+                    count=sums.count,
+                    num_bytes=sums.num_bytes,
+                    total_seconds=sums.total_ns / 1e9,
+                    exposed_seconds=sums.exposed_ns / 1e9,
+                )
+            )
+        emit(MemoryEvent(step=step, peak_bytes=peak_memory_bytes(self._model.mesh.device)))
+        measured = self._meter.peak_flops
+        rates = self._meter.read(step=step, num_steps=count, remaining_steps=remaining_steps)
+        self._tell_of_peak(measured)
+        emit(rates)
+
+    def _tell_of_peak(self, measured: float | None) -> None:
+        peak = self._meter.peak_flops
+        if measured and peak and peak > measured:
+            text = (
+                f"step {self._step}: training ran at {spell_figure(peak / measured)} times the peak that was measured"
+                f" at its start, while something else used the machine. The peak is {spell_figure(peak / 1e9)} GFLOP/s"
+                " from here on, what these steps reached; shares of it said before were too high."
+            )
+            self._run.emit(MessageEvent(text=text))

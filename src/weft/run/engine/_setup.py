@@ -1,0 +1,221 @@
+"""From a blueprint to everything one rank needs to step: model, optimizer, average, loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from weft.comm import Mesh
+from weft.comm.telemetry import Recorder
+from weft.config.document import JsonObject
+from weft.config.plan import Plan
+from weft.config.recipe import OptimizerGroup, Recipe, check_group_globs, group_parameters
+from weft.model import Blueprint
+from weft.run.checkpoint import Json, module_pieces
+from weft.run.engine._loss_scale import LossScale
+from weft.run.engine._step import Stepper
+from weft.run.engine.optimizers import ShardOptimizer, check_sparse_tables, create_optimizer
+from weft.techniques.build import ParallelModel, parallelize
+from weft.techniques.core import Piece, shard_pieces, sparse_tables
+from weft.techniques.randomness.draws import Draws
+
+if TYPE_CHECKING:
+    from weft.run.engine._average import WeightAverage
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingState:
+    """What changes while a recipe trains, on one rank; `pieces` and `state` are all of it."""
+
+    model: ParallelModel
+    optimizer: ShardOptimizer
+    average: WeightAverage | None
+    loss_scale: LossScale | None
+    stepper: Stepper
+
+    def pieces(self) -> list[Piece]:
+        """Every tensor that a checkpoint holds: masters, frozen parameters and buffers, optimizer states, averages, and
+        what belongs to a plan: what compression owes and has learnt, what replicas have for themselves."""
+        trained = master_pieces(self.model) + self.optimizer.pieces()
+        for technique in self.model.techniques:
+            trained = technique.pieces(trained)
+        pieces = unchanged_pieces(self.model) + trained + self.model.stores.pieces()
+        if self.average is not None:
+            pieces += self.average.pieces()
+        return pieces
+
+    def weights(self) -> list[Piece]:
+        """The model alone, of replicas that step by themselves as they agreed on it last: what an export holds.  Call
+        on every rank."""
+        trained = master_pieces(self.model)
+        for technique in self.model.techniques:
+            trained = technique.pieces(trained)
+        return unchanged_pieces(self.model) + [piece for piece in trained if piece.name.startswith("model/")]
+
+    def state(self) -> dict[str, Json]:
+        """What is no tensor.  Randomness needs no state: it is keyed by seed, step and sample."""
+        state: dict[str, Json] = {
+            "loss_scale": None if self.loss_scale is None else dict[str, Json](self.loss_scale.state())
+        }
+        state.update({each.saved_as: each.state() for each in self.model.techniques if each.saved_as})
+        return state
+
+    def check_state(self, state: JsonObject) -> None:
+        """Refuse what `state` cannot have returned, whatever the plan that saved it.  Raises `CheckpointError`."""
+        if state.values.get("loss_scale") is not None:
+            LossScale().check_state(state.object("loss_scale"))
+        for technique in self.model.techniques:
+            if technique.saved_as in state.values:
+                technique.check_state(state.object(technique.saved_as))
+
+    def restored(self, state: Mapping[str, Json]) -> None:
+        """Take over a loaded checkpoint after its pieces have been filled.  Call on every rank."""
+        saved = state.get("loss_scale")
+        if self.loss_scale is not None and isinstance(saved, Mapping):
+            self.loss_scale.load_state(saved)  # pyright: ignore[reportArgumentType]
+        self.model.stores.settle()  # what is published below may be on its way
+        for technique in self.model.techniques:
+            own = state.get(technique.saved_as)
+            technique.load_state(own if isinstance(own, Mapping) else {})
+        self.model.stores.publish()
+
+    @contextmanager
+    def evaluated(self) -> Generator[None]:
+        """Let the model have the weights that are evaluated: their moving average where there is one, and those that
+        replicas agreed on last where they step by themselves.  Enter and leave on every rank."""
+        self.model.stores.settle()  # what is swapped may be on its way
+        publish = self.model.stores.publish
+        with ExitStack() as stack:
+            for technique in self.model.techniques:
+                stack.enter_context(technique.evaluated(publish))
+            if self.average is not None:
+                stack.enter_context(self.average.swapped(publish))
+            yield
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ranks have taken steps that they have not agreed on yet (a round of local steps)."""
+        return any(technique.is_open for technique in self.model.techniques)
+
+    def finish(self) -> None:
+        """Agree on the steps taken: no more come, for now.  Call on every rank."""
+        self.model.stores.settle()
+        changed = [technique.finish() for technique in self.model.techniques]
+        if any(changed):
+            self.model.stores.publish()
+
+    def close(self) -> None:
+        """End what the training runs in the background; no steps follow.  Call it before process groups end."""
+        self.model.stores.close()
+        for technique in self.model.techniques:
+            technique.close()
+        self.model.mesh.watch(None)
+
+
+def master_pieces(model: ParallelModel) -> list[Piece]:
+    """Return this rank's masters, for saving and loading."""
+    shards = model.stores.shards
+    return list(shard_pieces("model", shards, [shard.master for shard in shards]))
+
+
+def unchanged_pieces(model: ParallelModel) -> list[Piece]:
+    """Return what no optimizer updates: parameters that are not trained, and buffers.  Call on every rank."""
+    model.stores.release()
+    trained = model.stores.names()
+    return [piece for part in model.parts for piece in module_pieces(part.module, part.layout, model.mesh, trained)]
+
+
+def begin_training(
+    recipe: Recipe,
+    model: ParallelModel,
+    optimizer: ShardOptimizer,
+    average: WeightAverage | None,
+    recorder: Recorder,
+    nominal_count: float | None = None,
+) -> TrainingState:
+    """Join a model and its optimizer with the stepper, and the loss scale that fp16 needs, whoever owns the loop.
+    `nominal_count` is about what the losses of a step count; by default the recipe's samples or tokens.
+
+    Call on every rank.
+    """
+    model.mesh.watch(recorder.collectives.add)
+    loss_scale = LossScale() if model.plan.compute.precision == "fp16" else None
+    stepper = Stepper(
+        runner=model.runner,
+        stores=model.stores,
+        optimizer=optimizer,
+        mesh=model.mesh,
+        seed=recipe.run.seed,
+        nominal_count=nominal_count or float(recipe.batch.global_batch_size * (model.blueprint.sequence_length or 1)),
+        max_gradient_norm=recipe.optimizer.max_grad_norm,
+        loss_scale=loss_scale,
+        average=average,
+        summing=model.summing,
+        techniques=model.techniques,
+        recorder=recorder,
+        buffers=changing_buffers(model),
+        routing=model.routing,
+    )
+    return TrainingState(model=model, optimizer=optimizer, average=average, loss_scale=loss_scale, stepper=stepper)
+
+
+def changing_buffers(model: ParallelModel) -> list[Tensor]:
+    """Return the buffers that are part of the model's state, which a forward in training may change."""
+    found: list[Tensor] = []
+    for part in model.parts:
+        saved = part.module.state_dict(keep_vars=True)
+        found += [buffer for name, buffer in part.module.named_buffers() if name in saved]
+    return found
+
+
+def create_training(
+    recipe: Recipe, plan: Plan, blueprint: Blueprint, mesh: Mesh, recorder: Recorder, folder: Path | None = None, *,
+    draws: Draws | None = None,
+) -> TrainingState:  # fmt: skip
+    """Build one rank's share of a training.  Call on every rank with equal arguments; the plan must have been checked.
+
+    `folder` is where the run keeps its files, if there is a run.  `draws` are what `draws_of` says of the same
+    blueprint and plan, where it was asked before: finding them takes several forwards.
+
+    Raises:
+        RecipeError: an optimizer setting that nothing reads, a group that matches no parameter.
+        PlanError: techniques that do not fit this model.
+    """
+    check_group_globs(recipe.optimizer, [n for n, p in blueprint.module.named_parameters() if p.requires_grad])
+    check_sparse_tables(recipe.optimizer, sparse_tables(blueprint.module))
+    groups: list[OptimizerGroup] = []
+
+    def group(shapes: Mapping[str, torch.Size]) -> dict[str, int]:
+        groups.extend(group_parameters(recipe.optimizer, shapes))
+        return {name: index for index, held in enumerate(groups) for name in held.names}
+
+    model = parallelize(
+        blueprint,
+        plan,
+        mesh,
+        seed=recipe.run.seed,
+        group_parameters=group,
+        cuts=recipe.optimizer.cuts,
+        momentum_decay=recipe.optimizer.betas[0] if recipe.optimizer.name == "adamw" else None,
+        gathers_ahead=True,
+        num_steps=recipe.run.steps,
+        folder=folder,
+        draws=draws,
+    )
+    shards = model.stores.shards
+    optimizer = create_optimizer(recipe.optimizer, shards, mesh, groups, plan.data_parallel.frozen_after)
+    decay = recipe.optimizer.average_decay
+    average = None
+    if decay is not None:
+        from weft.run.engine._average import WeightAverage  # loaded where a run keeps one
+
+        average = WeightAverage(shards, decay)
+    for technique in model.techniques:
+        technique.begin(shards)
+    return begin_training(recipe, model, optimizer, average, recorder)

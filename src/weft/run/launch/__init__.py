@@ -1,0 +1,10 @@
+"""Launch: start ranks on this machine, watch them, and end them all.  Importable without torch.
+
+Here is what ranks themselves need; what starts them is `weft.run.launch.launcher`.
+"""
+
+from weft.run.launch._distributed import Distributed as Distributed
+from weft.run.launch._distributed import initialise_distributed as initialise_distributed
+from weft.run.launch._failure_notice import RankFailure as RankFailure
+from weft.run.launch._rank_info import RankInfo as RankInfo
+from weft.run.launch._threads import threads_of_user as threads_of_user

@@ -1,0 +1,183 @@
+"""What a freshly forked rank does: take its place, run its function or script, and say how that ended."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from weft.errors import WeftError
+from weft.run.launch._echoes import is_echo
+from weft.run.launch._failure_notice import RankFailure, failure_pipe_path, notify_other_ranks
+from weft.run.launch._job import LaunchJob, RankOutcome
+from weft.run.launch._rank_info import FAILURE_PIPE_VARIABLE, RankInfo
+from weft.run.launch._threads import set_threads_of_job
+
+_TRACE_FRAMES = 4
+_OWN_FILES = ("<frozen runpy>", "<frozen importlib._bootstrap>", __file__)
+_CALL_FRAMES = ("_wrapped_call_impl", "_call_impl")
+"""Frames that torch puts between any two modules; they would push the user's line out."""
+
+
+def run_rank(job: LaunchJob, rank: int, folder: Path, port: int | None) -> int:
+    """Run one rank of `job` to its end and return its exit status.  `port` is where scripts meet."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _redirect(job, rank)
+    status, value, error = 0, None, None
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that came while this rank was being forked
+        _limit_threads(job)
+        value = _run(job, rank, folder, port)
+    except SystemExit as leave:
+        status = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+        error = leave if status else None
+        if isinstance(leave.code, str):
+            print(leave.code, file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        status, error = 130, interrupt
+    except BaseException as failure:  # whatever ends the rank is reported, and printed once by the launcher
+        status, error = 1, failure
+    try:
+        _outcome(rank, value, error, status).write(folder)
+    except (TypeError, ValueError) as failure:  # the function returned what JSON cannot hold
+        status, error = 1, failure
+        _outcome(rank, None, error, status).write(folder)
+    if error is not None and not is_echo(str(error)):
+        first_line = next(iter(str(error).splitlines()), "")
+        notify_other_ranks(
+            folder, job.num_processes, RankFailure(rank, f"stopped with {type(error).__name__}: {first_line}")
+        )
+    if error is not None and job.logs is not None:
+        traceback.print_exception(error)
+    _flush()
+    return status
+
+
+def _run(job: LaunchJob, rank: int, folder: Path, port: int | None) -> Any:
+    """Run the function or script, and close the sessions that it has left open."""
+    value = None
+    try:
+        if job.kind == "function":
+            value = _call(job, rank, folder)
+        elif job.kind == "cells":
+            from weft.run.launch._cells import run_pieces  # other ranks need none of it
+
+            _take_place(job, rank, folder, port)
+            value = run_pieces(job, folder / f"cells-{rank}")
+        else:
+            _run_script(job, rank, folder, port)
+    except BaseException as error:
+        _end_script(error)
+        raise
+    _end_script(None)
+    return value
+
+
+def _end_script(error: BaseException | None) -> None:
+    if "weft.run.launch.at_end" in sys.modules:  # whoever has opened something has loaded it
+        from weft.run.launch.at_end import end_script
+
+        end_script(error)
+
+
+def _redirect(job: LaunchJob, rank: int) -> None:
+    """Send what this rank prints to its own file; rank 0 of a function speaks to the person at the terminal."""
+    if job.logs is None or (job.kind == "function" and rank == 0):
+        return
+    path = Path(job.logs) / f"rank{rank}.out"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _limit_threads(job: LaunchJob) -> None:
+    """torch was imported before it was known how many there would be, unless the user's environment says so."""
+    if not job.threads_given:
+        from torch import set_num_threads
+
+        set_threads_of_job(job.threads_per_rank)
+        set_num_threads(job.threads_per_rank)
+
+
+def _call(job: LaunchJob, rank: int, folder: Path) -> Any:
+    pipe = str(failure_pipe_path(folder, rank))
+    rank_info = RankInfo(rank, job.num_processes, rank, job.num_processes, str(folder / "store"), pipe)
+    module, _, name = job.target.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    assert isinstance(job.arguments, dict)
+    return function(rank_info, **job.arguments)
+
+
+def _take_place(job: LaunchJob, rank: int, folder: Path, port: int | None) -> None:
+    """Say in the standard variables where this rank stands, as torchrun does."""
+    size = str(job.num_processes)
+    os.environ.update(
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        # The store is the launcher's and listens on loopback only; rank 0's own would listen on every interface.
+        | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+        | {FAILURE_PIPE_VARIABLE: str(failure_pipe_path(folder, rank))}
+    )
+
+
+def _run_script(job: LaunchJob, rank: int, folder: Path, port: int | None) -> None:
+    """Run a script that reads its place from the standard variables, as under torchrun."""
+    _take_place(job, rank, folder, port)
+    sys.argv = [job.target, *job.arguments]
+    if job.kind == "module":
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(job.target, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(job.target).resolve().parent))
+        runpy.run_path(job.target, run_name="__main__")
+
+
+def _outcome(rank: int, value: Any, error: BaseException | None, status: int) -> RankOutcome:
+    if error is None:
+        return RankOutcome(rank=rank, host=socket.gethostname(), when=time.monotonic(), value=value, status=status)
+    message = f"exit status {status}" if isinstance(error, SystemExit) else str(error)
+    family = isinstance(error, WeftError)
+    return RankOutcome(
+        rank=rank,
+        host=socket.gethostname(),
+        when=time.monotonic(),
+        error=type(error).__name__,
+        message=message,
+        trace=error.lines_of_user() if isinstance(error, WeftError) else _innermost(error.__traceback__),
+        family=family,
+        family_status=error.status if isinstance(error, WeftError) else 2,
+        status=status,
+    )
+
+
+def _innermost(trace: TracebackType | None) -> list[str]:
+    """The last calls of a traceback: the user's own line is nearly always among them."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if frame.filename not in _OWN_FILES and frame.name not in _CALL_FRAMES
+    ]
+    lines: list[str] = []
+    for frame in frames[-_TRACE_FRAMES:]:
+        lines.append(f"  {frame.filename}, line {frame.lineno}, in {frame.name}")
+        if frame.line:
+            lines.append(f"    {frame.line}")
+    return lines
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # closed, or nobody reads it any more
+            continue

@@ -1,0 +1,91 @@
+"""Where the ranks of a default group meet: a store of their own for each group, as many as a process may make.
+
+A store outlives the group that was formed at it: the launcher's, torchrun's, the file of launched ranks.  Another group
+at the same keys would read what the first has left there, such as a segment of memory that is gone.  So every rank
+counts, in the store itself, how often it has come, and ranks that have come equally often meet under that number.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from weft.errors import LaunchError
+from weft.run.launch._rank_info import RankInfo
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_AGAIN_SECONDS = 0.05
+
+
+def rendezvous_store(rank_info: RankInfo, timeout: timedelta) -> Store:
+    """Return a store that the ranks of one group use, all of which have come.  Call on every rank.
+
+    Raises:
+        CollectiveError: a rank has not come in time, or has died.
+        LaunchError: the environment names a place that cannot be.
+    """
+    import torch.distributed as dist
+
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        store = _store(rank_info, timeout)
+        try:
+            return _store_of_group(store, rank_info, timeout)
+        except dist.DistError:
+            # Without a launcher the store is rank 0's, and each of its groups has another: this was the one before.
+            if not _is_of_rank_0(rank_info) or rank_info.rank == 0 or time.monotonic() >= deadline:
+                raise
+            del store
+            time.sleep(_AGAIN_SECONDS)
+
+
+def _store_of_group(store: Store, rank_info: RankInfo, timeout: timedelta) -> Store:
+    """The part of the store for the group that this rank forms now."""
+    import torch.distributed as dist
+
+    from weft.comm import rendezvous
+
+    if rank_info.world_size == 1:
+        return store
+    number = store.add(f"weft/joined/{rank_info.rank}", 1)
+    earlier = dist.PrefixStore(f"weft/meeting/{number - 1}", store) if number > 1 else None
+    rendezvous(
+        dist.PrefixStore(f"weft/meeting/{number}", store),
+        rank=rank_info.rank,
+        num_ranks=rank_info.world_size,
+        seconds=timeout.total_seconds(),
+        earlier=earlier,
+    )
+    return dist.PrefixStore(f"weft/group/{number}", store)
+
+
+def _is_of_rank_0(rank_info: RankInfo) -> bool:
+    """Whether rank 0's own process has the store, and not whoever started the ranks."""
+    return rank_info.store is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+
+
+def _store(rank_info: RankInfo, timeout: timedelta) -> Store:
+    """The store of the job."""
+    import torch.distributed as dist
+
+    if rank_info.store is not None:
+        return dist.FileStore(rank_info.store)  # whoever started the ranks removes the file: a later group needs it
+    if rank_info.world_size == 1 and RankInfo.from_environment() is None:
+        return dist.HashStore()
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise LaunchError(f"MASTER_PORT = {port!r} in the environment is no port. Give a number from 1 to 65535.")
+    is_host = _is_of_rank_0(rank_info) and rank_info.rank == 0
+    return dist.TCPStore(
+        host,
+        int(port),
+        rank_info.world_size,
+        is_master=is_host,
+        timeout=timeout,
+        wait_for_workers=False,  # the roll call does, and names who is missing
+        multi_tenant=is_host,
+    )

@@ -1,0 +1,175 @@
+"""What each rank of `weft train` does.  Everything it needs lies in the run's folder: recipe, plan, prepared data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.analysis.blueprint import build_blueprint
+from weft.comm import Mesh
+from weft.comm.telemetry import Recorder
+from weft.config.document import plain
+from weft.config.plan import Plan, check_plan, load_plan
+from weft.config.recipe import Recipe, load_recipe
+from weft.errors import CollectiveError
+from weft.events import (
+    FolderToken,
+    LogSink,
+    MessageEvent,
+    MetricsSink,
+    OwnerSink,
+    Run,
+    RunFolder,
+    Sink,
+    TerminalSink,
+    WarningSink,
+    loggers_to,
+)
+from weft.run.checkpoint import Checkpointer, Peers
+from weft.run.data import PreparedData, data_shape, open_data
+from weft.run.engine import Trainer, TrainingOutcome, create_training
+from weft.run.launch import Distributed, RankInfo, initialise_distributed
+from weft.run.worker._facts import facts_of_blueprint
+
+if TYPE_CHECKING:
+    from weft.run.engine.proof import Prove
+
+
+def run_rank(
+    rank_info: RankInfo,
+    *,
+    folder: str,
+    owner: dict[str, Any],
+    prepared: str,
+    resume: str | None,
+    prove: Prove,
+    quiet: bool,
+) -> dict[str, Any] | None:
+    """Train on one rank and return rank 0's `TrainingOutcome`, as JSON.  `owner` is that of the folder, and `prepared`
+    is `PreparedData`, as JSON; `resume` names a checkpoint or a run, or is `latest` for this run's own newest."""
+    run = RunFolder.open(Path(folder))
+    recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
+    token = FolderToken.of_json(run.path, owner)
+    data = PreparedData.from_json(prepared)
+    outcome = train_rank(recipe, plan, run, rank_info, data, token=token, resume=resume, prove=prove, quiet=quiet)
+    return plain(outcome) if rank_info.rank == 0 else None
+
+
+@contextmanager
+def _own_groups() -> Generator[None]:
+    """Leave out of errors what a program is told that forms its groups itself: here Weft does."""
+    try:
+        yield
+    except CollectiveError as error:
+        raise CollectiveError(error.fault, status=error.status) from error
+
+
+@contextmanager
+def _events_of(folder: RunFolder, recipe: Recipe, rank: int, quiet: bool) -> Generator[Run]:
+    """What this rank says goes into its folder, and on rank 0 to the terminal; the error that it ends with, too."""
+    sinks: list[Sink] = [LogSink(folder.log(rank))]
+    if rank == 0:
+        sinks.append(WarningSink())
+    if rank == 0 and not quiet:
+        constant = recipe.optimizer.is_constant_rate
+        sinks.append(TerminalSink(sys.stdout, shows_learning_rate=not constant))
+    with Run(rank, sinks) as events, loggers_to(events, all_of_process=True):
+        if rank == 0:
+            events.attach(MetricsSink(folder.metrics))
+        try:
+            yield events
+        except Exception as error:
+            events.fail(error)
+            raise
+
+
+def train_rank(
+    recipe: Recipe,
+    plan: Plan,
+    run: RunFolder,
+    rank_info: RankInfo | None,
+    prepared: PreparedData,
+    *,
+    token: FolderToken | None,
+    resume: str | None,
+    prove: Prove = "never",
+    quiet: bool,
+) -> TrainingOutcome:
+    """Train on this rank.  Call on every rank of the plan's world; rank 0 has the token of the folder's owner."""
+    torch.set_num_threads(plan.compute.num_threads)
+    with ExitStack() as stack:
+        timeout_seconds = plan.compute.timeout_seconds
+        joining = initialise_distributed(
+            plan.compute.device, rank_info, backend=plan.compute.backend, timeout_seconds=timeout_seconds
+        )
+        distributed = stack.enter_context(joining)
+        if distributed.rank == 0:
+            distributed.rank_info.name_run_folder(run.path)
+        events = stack.enter_context(_events_of(run, recipe, distributed.rank, quiet))
+        if token is not None and distributed.rank == 0:
+            events.attach(OwnerSink(token))
+        training = training_of(recipe, plan, distributed, run, prepared, events, prove=prove, token=token)
+        with training as trainer, _own_groups():
+            if resume is not None:
+                trainer.resume(None if resume == "latest" else Path(resume))
+            return trainer.run()
+
+
+@contextmanager
+def training_of(
+    recipe: Recipe,
+    plan: Plan,
+    distributed: Distributed,
+    folder: RunFolder,
+    prepared: PreparedData,
+    events: Run,
+    *,
+    prove: Prove = "never",
+    token: FolderToken | None = None,
+) -> Generator[Trainer]:
+    """Build this rank's share of a training under a plan; at the end leave its groups and let go of the model.
+
+    Call on every rank alike.  The rank and its default group live on, so that another plan of the same world can
+    follow in the same process, from what this one has saved (`Trainer.resume`).  An error leaves all as it is: others
+    may be gone whose messages closing would wait for.
+    """
+    mesh = Mesh(plan.mesh, distributed.device, timeout_seconds=plan.compute.timeout_seconds)
+    blueprint = build_blueprint(recipe, plan)
+    blueprint.sometimes = prepared.branches
+    check_plan(plan, recipe, facts_of_blueprint(blueprint, recipe), distributed.world_size)
+    if prove != "never":
+        _prove(recipe, plan, mesh, folder, prepared, events, prove)
+    recorder = Recorder()
+    training = create_training(recipe, plan, blueprint, mesh, recorder, folder.path)
+    data = open_data(
+        recipe,
+        data_shape(blueprint, recipe),
+        microbatch=plan.microbatch,
+        data_ranks=plan.mesh.data,
+        data_index=mesh.data_index,
+        prepared=prepared,
+    )
+    provenance = {"recipe": recipe.digest, "plan": plan.digest, "run": folder.path.name}
+    checkpointer = Checkpointer(folder.checkpoints, Peers.of_group(mesh["world"]), provenance=provenance, owned=token)
+    try:
+        yield Trainer(recipe, training, data, mesh, recorder, checkpointer=checkpointer, run=events)
+    finally:
+        data.close()
+    training.close()
+    mesh.leave()
+
+
+def _prove(
+    recipe: Recipe, plan: Plan, mesh: Mesh, folder: RunFolder, prepared: PreparedData, events: Run, prove: Prove
+) -> None:
+    from weft.run.worker._proof import RecipeProof  # loaded where a run proves itself
+
+    proof = RecipeProof(recipe=recipe, plan=plan, mesh=mesh, prepared=prepared, prove=prove, folder=folder.path)
+    line = proof.run()
+    if mesh.rank == 0:
+        events.emit(MessageEvent(text=line, source=__name__))

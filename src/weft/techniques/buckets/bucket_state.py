@@ -1,0 +1,269 @@
+"""Gradient buckets: which parameters lie together in one flat storage, and which rank keeps which run of it.
+
+Torch's DDP copies gradients into buckets and ZeRO libraries copy them again into partitions.  Here the flat storage is
+the only one: parameters and gradients are views of it, a reduction runs on it in place, and a shard is a slice of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import InitVar, dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm import Collectives, GroupView, Mesh, Wait, nothing_to_wait_for
+from weft.errors import PlanError
+from weft.techniques.buckets.formation import BucketEntry, Cuts, FlatLayout, form_buckets
+from weft.techniques.core._layout import ParameterLayout
+from weft.techniques.core._shard import Segment, Shard
+
+if TYPE_CHECKING:
+    from weft.techniques.compression.codecs import CompressedReduction
+
+
+@dataclass(slots=True, kw_only=True)
+class BucketMember:
+    """One trainable parameter on its way into a bucket, with the groups that follow from its layout on a mesh.
+
+    Create them in the same order on all ranks of a stage.
+    """
+
+    mesh: InitVar[Mesh]
+    parameter: nn.Parameter
+    layout: ParameterLayout
+    part: int
+    """Index of the model part whose backward completes it."""
+    group: int
+    """Optimizer parameter group."""
+    tie: GroupView | None = None
+    """Ranks of other stages that hold the same parameter."""
+    reducing: GroupView = field(init=False)
+    """The ranks that sum its gradient."""
+    completing: tuple[GroupView, ...] = field(init=False)
+    """Groups over which that sum is summed once more, one after another."""
+    counts: bool = field(init=False)
+    """Whether norms and checkpoints count this rank's part among the copies outside of `reducing`."""
+
+    shape: torch.Size = field(init=False)
+    """Shape of what is stored: of a complex parameter, its real and imaginary parts along a last dimension."""
+
+    def __post_init__(self, mesh: Mesh) -> None:
+        self.shape = self.parameter.shape
+        if self.parameter.is_complex():
+            self.shape = torch.Size((*self.shape, 2))
+            self.layout = replace(self.layout, shape=torch.Size((*self.layout.shape, 2)))
+        self.reducing, self.completing = self.layout.reducing(mesh), self.layout.completing(mesh)
+        self.counts = self.layout.is_first_copy(mesh)
+
+    def stored(self, tensor: Tensor) -> Tensor:
+        """A tensor like the parameter, as it is stored."""
+        return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+    def seen(self, stored: Tensor) -> Tensor:
+        """A view of a storage, in the shape of what is stored, as the model sees it."""
+        return torch.view_as_complex(stored) if self.parameter.is_complex() else stored
+
+
+@dataclass(frozen=True, slots=True)
+class BucketKey:
+    """Parameters share a bucket only where everything that happens to it is the same for all of them."""
+
+    part: int
+    group: int
+    dtype: torch.dtype
+    counts: bool
+    reducing: GroupView
+    completing: tuple[GroupView, ...]
+    tie: str
+    """Name of the tied parameter, which has a bucket of its own so that all its holders cut it alike; else empty."""
+    compressed: bool = False
+    """Whether its reduction is compressed, which is never so for what ranks outside of it hold copies of."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Bucket(FlatLayout):
+    """Members at fixed offsets in one flat storage; `regions[r]` is what rank r of the reducing group keeps."""
+
+    key: BucketKey
+    members: list[BucketMember]
+
+    def view(self, flat: Tensor, position: int) -> Tensor:
+        """One member's view of a flat storage of this bucket."""
+        member, offset = self.members[position], self.offsets[position]
+        return flat[offset : offset + member.shape.numel()].view(member.shape)
+
+    def views(self, flat: Tensor) -> Iterable[tuple[BucketMember, Tensor]]:
+        """Each member with its view of a flat storage of this bucket."""
+        for position, member in enumerate(self.members):
+            yield member, self.view(flat, position)
+
+    def segments(self, start: int, stop: int) -> list[Segment]:
+        """The members' runs inside [start, stop) of the flat storage."""
+        found: list[Segment] = []
+        for member, offset in zip(self.members, self.offsets, strict=True):
+            first, last = max(start, offset), min(stop, offset + member.shape.numel())
+            if first < last:
+                found.append(
+                    Segment(
+                        layout=member.layout,
+                        local_shape=member.shape,
+                        offset=first - start,
+                        start=first - offset,
+                        length=last - first,
+                    )
+                )
+        return found
+
+    def cut_matrices(self) -> dict[str, int]:
+        """Matrices (two dimensions) of which several regions hold rows → their columns."""
+        found: dict[str, int] = {}
+        for member, offset in zip(self.members, self.offsets, strict=True):
+            end = offset + member.shape.numel()
+            if len(member.shape) == 2 and any(offset < stop < end for _, stop in self.regions):
+                found[member.layout.name] = member.shape[1]
+        return found
+
+
+def compose_buckets(
+    members: Sequence[BucketMember],
+    *,
+    sharded: bool,
+    cuts: Cuts,
+    limits: tuple[int, int],
+    compressed: Callable[[BucketMember], bool] | None = None,
+) -> list[Bucket]:
+    """Lay `members` into buckets in the order in which backward is expected to complete them (last registered first).
+
+    `limits` are the bytes at which the first bucket and the others are full (`form_buckets`).  With `sharded`, every
+    bucket is cut into one region per rank that reduces it: anywhere, or at parameter borders for optimizers that look
+    at whole tensors.  `compressed` says which members share a compressed bucket; by default none does.
+    """
+    entries = [
+        BucketEntry(
+            _key(member, compressed is not None and compressed(member)),
+            member.shape.numel(),
+            member.parameter.numel() * member.parameter.element_size(),
+        )
+        for member in members
+    ]
+    return [
+        Bucket(
+            key=formed.key,
+            members=[members[place] for place in formed.places],
+            offsets=formed.offsets,
+            num_elements=formed.num_elements,
+            regions=formed.regions,
+        )
+        for formed in form_buckets(
+            entries, ranks=lambda key: key.reducing.size if sharded else 1, cuts=cuts, limits=limits
+        )
+    ]
+
+
+def _key(member: BucketMember, compressed: bool) -> BucketKey:
+    return BucketKey(
+        part=member.part,
+        group=member.group,
+        dtype=member.parameter.dtype,
+        counts=member.counts,
+        reducing=member.reducing,
+        completing=member.completing,
+        tie=member.layout.name if member.tie is not None else "",
+        compressed=compressed,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveBucket:
+    """A bucket with its storages and where it stands in the step."""
+
+    bucket: Bucket
+    collectives: Collectives
+    """Collectives over the ranks that reduce it."""
+    weights: Tensor
+    master: Tensor
+    shard: Shard
+    gradients: Tensor | None = None
+    kept: Tensor | None
+    """ZeRO-2: this rank's region of the summed gradients, all that outlives backward."""
+    reduction: CompressedReduction | None
+    """None: gradients travel as they are."""
+    pending: set[int] = field(default_factory=set[int])
+    """Members whose last gradient of this round is still to come."""
+    used: set[int] = field(default_factory=set[int])
+    """Members that have had a gradient in this step."""
+    adopted: set[int] = field(default_factory=set[int])
+    """Members whose `.grad` is a view of `gradients`."""
+    lasting: Sequence[Tensor] = ()
+    """ZeRO-0 and 1: the members' gradients, views of `gradients` for good."""
+    wait: Wait = nothing_to_wait_for
+    launched: bool = False
+    settled: bool = False
+    arrival: Wait | None = None
+    """Wait for the gather under way, if there is one."""
+    away: Sequence[Tensor] = ()
+    """What the members' parameters will be again when it has ended."""
+
+    def advance(self) -> None:
+        """Start the second exchange of a compressed bucket: its first had the time that the next bucket took to
+        fill."""
+        if self.reduction is not None:
+            self.reduction.advance()
+
+    def keep_one_addend(self, region: tuple[int, int] | None) -> None:
+        """Let the reduced gradients count once in a sum to come: in the regions of the ranks that keep them; where all
+        do (None), on the first rank."""
+        if self.gradients is None or self.bucket.key.reducing.size == 1 or self.kept is not None:
+            return
+        if region is not None:
+            self.gradients[: region[0]].zero_()
+            self.gradients[region[1] :].zero_()
+        elif self.bucket.key.reducing.index:
+            self.gradients.zero_()
+
+    def send_away(self) -> None:
+        """Leave the members' parameters without elements until their weights arrive."""
+        self.away = [member.parameter.data for member in self.bucket.members]
+        nothing = self.weights[:0]
+        for member in self.bucket.members:
+            member.parameter.data = nothing
+
+
+class HearsOfGradients(Protocol):
+    """Owner of buckets."""
+
+    def on_gradient(self, index: int, position: int, parameter: Tensor) -> None:
+        """Autograd has added to the gradient of a bucket's member."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GradientHook:
+    """Tells the store of a gradient.  Weak, because autograd holds hooks where the garbage collector cannot see the
+    cycle: a strong one would keep the store, and through it the process groups, alive for ever."""
+
+    store: weakref.ref[HearsOfGradients]
+    index: int
+    position: int
+
+    def __call__(self, parameter: Tensor) -> None:
+        store = self.store()
+        if store is not None:
+            store.on_gradient(self.index, self.position, parameter)
+
+
+def check_alone(bucket: Bucket, position: int) -> None:
+    """Refuse a gradient that comes after its bucket was sent: the part of it that is late would be lost.
+
+    Raises:
+        PlanError: the bucket has gone to other ranks.
+    """
+    if bucket.key.reducing.group is not None:
+        raise PlanError(
+            f"{bucket.members[position].layout.name} gets its gradient in several parts in one backward, and the first"
+            " was taken for all of it and sent to other ranks. torch.utils.checkpoint(use_reentrant=True) does so for"
+            " a module that is called more than once: use use_reentrant=False."
+        )

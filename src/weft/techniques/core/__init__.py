@@ -1,0 +1,36 @@
+"""A model as ranks hold it under a plan: its composition, and what techniques (`weft.techniques`) are made of."""
+
+from weft.techniques.core._context import MicrobatchState as MicrobatchState
+from weft.techniques.core._context import StepContext as StepContext
+from weft.techniques.core._draw_net import Generators as Generators
+from weft.techniques.core._draw_net import without_draws as without_draws
+from weft.techniques.core._layout import ModelLayout as ModelLayout
+from weft.techniques.core._layout import NestedSplit as NestedSplit
+from weft.techniques.core._layout import ParameterLayout as ParameterLayout
+from weft.techniques.core._layout import Placement as Placement
+from weft.techniques.core._layout import Split as Split
+from weft.techniques.core._part import ModelPart as ModelPart
+from weft.techniques.core._part import fill_layout as fill_layout
+from weft.techniques.core._part import first_names as first_names
+from weft.techniques.core._part import is_own as is_own
+from weft.techniques.core._rows import SparseRows as SparseRows
+from weft.techniques.core._runner import LossTotals as LossTotals
+from weft.techniques.core._runner import Runner as Runner
+from weft.techniques.core._runner import SequentialRunner as SequentialRunner
+from weft.techniques.core._runner import StepObserver as StepObserver
+from weft.techniques.core._runner import compute_dtype_of as compute_dtype_of
+from weft.techniques.core._runner import evaluating as evaluating
+from weft.techniques.core._runner import microbatch_state as microbatch_state
+from weft.techniques.core._runner import model_inputs as model_inputs
+from weft.techniques.core._runner import move_batch as move_batch
+from weft.techniques.core._runner import take_microbatch as take_microbatch
+from weft.techniques.core._shard import Piece as Piece
+from weft.techniques.core._shard import Segment as Segment
+from weft.techniques.core._shard import Shard as Shard
+from weft.techniques.core._shard import exchange_masters as exchange_masters
+from weft.techniques.core._shard import first_element as first_element
+from weft.techniques.core._shard import present as present
+from weft.techniques.core._shard import shard_pieces as shard_pieces
+from weft.techniques.core._sparse_tables import sparse_tables as sparse_tables
+from weft.techniques.core._store import StoreSet as StoreSet
+from weft.techniques.core.materialise import materialise as materialise

@@ -1,0 +1,234 @@
+"""What every parameter and buffer of a rank is on each axis of the mesh, and which groups follow from that.
+
+Parameters stay plain local tensors while they train: the user's forward then runs unchanged on local shapes, a fused
+query-key-value can be cut block by block (which no DTensor placement says), and no dispatch stands in the hot path.
+The layout is kept beside them, by name, and is what buckets, ZeRO, clipping, optimizers and checkpoints read: they ask
+it for the group over which a gradient is summed, and never for an axis by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from weft.comm import GroupView, Mesh
+from weft.config.plan import AXES, BATCH_AXES, EXPERT_LENDERS, Axis
+from weft.techniques.core.grid import GridSplit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A cut over one axis: dimension `dim` is `blocks` equal blocks, each cut in `parts`; this rank has `index`."""
+
+    dim: int
+    parts: int
+    index: int
+    blocks: int = 1
+
+    def local_shape(self, shape: torch.Size) -> torch.Size:
+        sizes = list(shape)
+        sizes[self.dim] //= self.parts
+        return torch.Size(sizes)
+
+    def slice(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor, contiguous and with storage of its own."""
+        blocks = whole.chunk(self.blocks, self.dim)
+        return torch.cat([block.chunk(self.parts, self.dim)[self.index] for block in blocks], self.dim).contiguous()
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the whole tensor from the parts of all ranks, in rank order."""
+        per_rank = [part.chunk(self.blocks, self.dim) for part in parts]
+        return torch.cat([piece[block] for block in range(self.blocks) for piece in per_rank], self.dim).contiguous()
+
+
+Placement = Split | GridSplit | Literal["partial", "whole"]
+"""What a gradient is on an axis when backward has made it.  Split: each rank has its part of it, as of the weights;
+over a grid some ranks may have the same one.  `partial`: ranks hold the same weights, and the gradient is the sum of
+what they have.  `whole`: they hold the same of both."""
+
+
+@dataclass(frozen=True, slots=True)
+class NestedSplit:
+    """How a tensor is cut over several axes: first by the first of `cuts`, what comes of that by the second, and so on.
+    Without any it is whole.
+
+    Parts are numbered in that order, the last cut fastest.
+    """
+
+    cuts: tuple[Split, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.cuts)
+
+    @property
+    def parts(self) -> int:
+        """Number of parts of the whole tensor."""
+        number = 1
+        for cut in self.cuts:
+            number *= cut.parts
+        return number
+
+    @property
+    def index(self) -> int:
+        """Number of this rank's part."""
+        index = 0
+        for cut in self.cuts:
+            index = index * cut.parts + cut.index
+        return index
+
+    @property
+    def form(self) -> tuple[tuple[int, int, int], ...]:
+        """(dim, parts, blocks) of every cut: what the ranks that hold the other parts have, too."""
+        return tuple((cut.dim, cut.parts, cut.blocks) for cut in self.cuts)
+
+    @property
+    def numbers(self) -> list[int]:
+        """Dim, parts, index and blocks of one cut after another: what files hold."""
+        return [number for cut in self.cuts for number in (cut.dim, cut.parts, cut.index, cut.blocks)]
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> Self:
+        """Take up what `numbers` returned."""
+        fours = (numbers[at : at + 4] for at in range(0, len(numbers), 4))
+        return cls(
+            tuple(Split(dim=dim, parts=parts, index=index, blocks=blocks) for dim, parts, index, blocks in fours)
+        )
+
+    def local_shape(self, shape: torch.Size) -> torch.Size:
+        for cut in self.cuts:
+            shape = cut.local_shape(shape)
+        return shape
+
+    def slice(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor; the tensor itself where it is not cut."""
+        for cut in self.cuts:
+            whole = cut.slice(whole)
+        return whole
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the whole tensor from all parts by their number."""
+        for cut in reversed(self.cuts):
+            parts = [cut.join(parts[at : at + cut.parts]) for at in range(0, len(parts), cut.parts)]
+        return parts[0]
+
+    def without(self, dim: int) -> Self:
+        """How that is cut which has one number for all that stands along `dim`, and no such dimension."""
+        return type(self)(
+            tuple(
+                Split(dim=cut.dim - (cut.dim > dim), parts=cut.parts, index=cut.index, blocks=cut.blocks)
+                for cut in self.cuts
+                if cut.dim != dim
+            )
+        )
+
+    def is_first_along(self, dim: int) -> bool:
+        """Whether this rank has the first part of the cuts along `dim`."""
+        return all(cut.index == 0 for cut in self.cuts if cut.dim == dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterLayout:
+    """One parameter or buffer of this rank.
+
+    What is not said of an axis is what a model has that knows nothing of it: on `BATCH_AXES` ranks see other samples or
+    tokens, so gradients are partial; on `tensor` they compute the same.  Each pipeline stage holds its own parameters.
+    """
+
+    name: str
+    """Name in the whole, unsplit model; of a tied parameter, its first name."""
+    shape: torch.Size
+    """Whole shape."""
+    placements: Mapping[Axis, Placement] = field(default_factory=dict[Axis, Placement])
+    """Placement of the parameter and its gradient by axis; splits in the order in which they cut."""
+    tied: bool = False
+    """Shared between pipeline stages on different ranks: gradients are summed over them, and only one counts in
+    norms."""
+    counts: bool = True
+    """Whether, of the stages that hold a copy, this is the one that norms and checkpoints count."""
+    is_buffer: bool = False
+    inner: Split | None = None
+    """How ZeRO-3 has cut this rank's part, where that is no run of its elements."""
+
+    def placement(self, axis: Axis) -> Placement:
+        return self.placements.get(axis, "partial" if axis in BATCH_AXES else "whole")
+
+    @property
+    def split_axes(self) -> tuple[Axis, ...]:
+        """Axes that cut it, in their order."""
+        return tuple(axis for axis, placement in self.placements.items() if not isinstance(placement, str))
+
+    @property
+    def split(self) -> NestedSplit:
+        """How this rank's part is cut out of the whole tensor."""
+        cuts = [cut for placement in self.placements.values() for cut in _cuts(placement)]
+        return NestedSplit(tuple(cuts if self.inner is None else (*cuts, self.inner)))
+
+    def axes_along(self, dim: int) -> frozenset[Axis]:
+        """Axes that cut dimension `dim` (from 0)."""
+        return frozenset(a for a, each in self.placements.items() if any(cut.dim == dim for cut in _cuts(each)))
+
+    def reducing(self, mesh: Mesh) -> GroupView:
+        """The ranks that hold the same part and see other samples or tokens: its gradient is summed over them, and
+        ZeRO-1 and 2 cut gradients and optimizer states over them."""
+        return mesh.group_over(self._partial_of(BATCH_AXES), holding=self.split_axes)
+
+    def sharding(self, mesh: Mesh) -> GroupView:
+        """Those of them that ZeRO-3 cuts the weights over."""
+        return mesh.group_over(self._partial_of([*EXPERT_LENDERS]), holding=self.split_axes)
+
+    def replicating(self, mesh: Mesh) -> GroupView:
+        """Those of them that hold the same rows when it has."""
+        beside: list[Axis] = [axis for axis in BATCH_AXES if axis not in EXPERT_LENDERS]
+        return mesh.group_over(self._partial_of(beside), holding=self.split_axes)
+
+    def completing(self, mesh: Mesh) -> tuple[GroupView, ...]:
+        """Groups over which the reduced gradient is still only a part of the sum: their ranks see the same samples and
+        tokens, and each computes with some of them."""
+        others: list[Axis] = [a for a in AXES if a not in BATCH_AXES and self.placement(a) == "partial"]
+        views = [mesh.group_over((axis,)) for axis in others]
+        views += [grid.copies for grid in self._grids if grid.is_partial]
+        return tuple(view for view in views if view.group is not None)
+
+    def is_copied(self, mesh: Mesh) -> bool:
+        """Whether ranks outside of `reducing` hold the same part: other stages, or ranks of an axis that neither cuts
+        it nor sees other tokens."""
+        return self.tied or any(view.size > 1 for view in self._copying(mesh))
+
+    def is_first_copy(self, mesh: Mesh) -> bool:
+        """Whether norms and checkpoints count this rank's part among its copies outside of `reducing`."""
+        return self.counts and all(view.index == 0 for view in self._copying(mesh))
+
+    def _partial_of(self, axes: Sequence[Axis]) -> list[Axis]:
+        # What an axis cuts is held, but its ranks are asked for: of those that `expert` borrows, some hold the same.
+        return [axis for axis in axes if self.placement(axis) != "whole"]
+
+    @property
+    def _grids(self) -> list[GridSplit]:
+        return [placement for placement in self.placements.values() if isinstance(placement, GridSplit)]
+
+    def _copying(self, mesh: Mesh) -> list[GroupView]:
+        """Groups whose ranks hold the same part, and do not reduce it with one another."""
+        axes: list[Axis] = [axis for axis in BATCH_AXES if self.placement(axis) == "whole"]
+        if "tensor" not in self.split_axes:
+            axes.append("tensor")
+        return [*(mesh.group_over((axis,)) for axis in axes), *(grid.copies for grid in self._grids)]
+
+
+def _cuts(placement: Placement) -> tuple[Split, ...]:
+    if isinstance(placement, GridSplit):
+        return placement.cuts
+    return (placement,) if isinstance(placement, Split) else ()
+
+
+@dataclass(slots=True)
+class ModelLayout:
+    """Layouts by the name under which the tensor is found in the part."""
+
+    entries: dict[str, ParameterLayout] = field(default_factory=dict[str, ParameterLayout])
+
+    def __getitem__(self, name: str) -> ParameterLayout:
+        return self.entries[name]

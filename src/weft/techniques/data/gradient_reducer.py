@@ -1,0 +1,507 @@
+"""Data parallelism with ZeRO-0, 1 and 2 on Weft's own buckets.
+
+What is at rest per parameter, with Ψ parameters, N data ranks and AdamW (Rajbhandari et al., arXiv 1910.02054, §5):
+
+    stage   weights   gradients   masters and moments
+    0       all       all         all
+    1       all       all         1/N
+    2       all       1/N         1/N
+
+The N ranks of a parameter are those that, as its layout says, hold the same part of it and see other samples or tokens.
+
+Gradients accumulate straight into flat storages, which lie in the memory that ranks of one host share where the group
+has such: reductions then read them where they are.  A bucket is reduced as soon as backward has completed its last
+member in the step's last microbatch, while backward goes on; buckets start strictly in one order that all data ranks
+share, because a parameter that only some ranks used must not make their collectives cross.  After the first step that
+order is the one in which the first data rank's buckets became ready.
+
+Updated weights are gathered behind the next forward (`_ahead`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.comm import GroupView, Mesh, collectives_for, hold, new_flat, nothing_to_wait_for, start_all_reduce
+from weft.comm.shared_memory import shared_memory_group
+from weft.config.plan import BATCH_AXES
+from weft.techniques.buckets.bucket_state import (
+    Bucket,
+    BucketMember,
+    GradientHook,
+    LiveBucket,
+    check_alone,
+    compose_buckets,
+)
+from weft.techniques.buckets.contract import BucketSettings
+from weft.techniques.core._shard import Piece, Shard
+from weft.techniques.core.precision import NARROW, real_of
+from weft.techniques.data._ahead import await_needs, needs_of
+
+if TYPE_CHECKING:
+    from weft.techniques.compression.codecs import CodecSpec, CompressedReduction
+
+_IN_FLIGHT = 2
+"""ZeRO-2: reductions that may run while backward fills the next bucket; older ones are waited for and their storage
+freed."""
+
+
+class BucketStore:
+    """Gradients, weights and masters of all parameters that live in buckets.  Create on every rank with the same plan.
+
+    `zero`: 0, 1 or 2.  `compute_dtype` is what the model runs in; with bf16 and fp16 the masters are fp32 and the
+    weights are cast from them once per step.  `gradient_dtype` is what gradients accumulate and are summed in.
+    `reduce_rounds` is in how many of a step's last microbatches ZeRO-2 reduces (`weft.config.plan.reduction_rounds`), 1
+    otherwise.  `algorithm` is the plan's, of the reductions and gathers.  `compression` applies to what `compressible`
+    says.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[BucketMember],
+        mesh: Mesh,
+        *,
+        stage: Literal[0, 1, 2],
+        compute_dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
+        cuts: Literal["anywhere", "parameter"] = "anywhere",
+        bucket_limits: tuple[int, int] = BucketSettings().bucket_limits,
+        reduce_rounds: int = 1,
+        compression: CodecSpec | None = None,
+        algorithm: str = "auto",
+    ) -> None:
+        self._everyone = mesh.group_over(BATCH_AXES)
+        """All that reduce something with one another, and so must start reductions in one order."""
+        self._stage = stage
+        self._compute_dtype = compute_dtype
+        self._gradient_dtype = gradient_dtype
+        self._reduce_rounds = reduce_rounds
+        self._round = 0
+        self._armed: set[int] = set()
+        self._used_elsewhere: set[str] = set()
+        """Parameters of several stages that one of the others has used in this step."""
+        self._compression = compression
+        buckets = compose_buckets(
+            members,
+            sharded=stage > 0,
+            cuts=cuts,
+            limits=bucket_limits,
+            compressed=self._compressible(mesh),
+        )
+        views = dict.fromkeys(bucket.key.reducing for bucket in buckets)
+        self._collectives = {view: collectives_for(view, mesh.device, algorithm) for view in views}
+        self._live = [self._bring_to_life(bucket) for bucket in buckets]
+        self._order = list(range(len(self._live)))
+        self._gather_order = self._order
+        self._is_ahead = False
+        self._ready_order: list[int] | None = []
+        self._next = 0
+        self._handles = [
+            member.parameter.register_post_accumulate_grad_hook(GradientHook(weakref.ref(self), index, position))
+            for index, live in enumerate(self._live)
+            for position, member in enumerate(live.bucket.members)
+        ]
+        self.publish()
+
+    def gather_ahead(self, parts: Sequence[nn.Module], blocks: Sequence[str]) -> None:
+        """From now on let `publish` return while weights are on their way; forwards of `parts` wait for what they read.
+
+        `blocks` are the names of the parts' blocks, which must run as modules, and be the only ones to read their
+        weights, until the part's forward ends.  Not for blocks that are compiled: hooks do not go with that.
+        """
+        if self._stage == 0 or self._everyone.group is None:
+            return
+        bucket_of = {id(m.parameter): index for index, live in enumerate(self._live) for m in live.bucket.members}
+        needs = [needs_of(part, blocks, bucket_of) for part in parts]
+        for part, its_needs in zip(parts, needs, strict=True):
+            self._handles += await_needs(self, part, its_needs)
+        first = (index for its_needs in needs for need in its_needs for index in need.buckets)
+        self._gather_order = list(dict.fromkeys([*first, *self._order]))
+        self._is_ahead = True
+
+    # ── creation ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _bring_to_life(self, bucket: Bucket) -> LiveBucket:
+        """Move the members' weights into one storage and make them, and their gradients, views of it."""
+        device, compute_dtype = bucket.members[0].parameter.device, self._compute_dtype_of(bucket)
+        master_dtype = torch.promote_types(compute_dtype, torch.float32)
+        whole = torch.zeros(bucket.num_elements, dtype=master_dtype, device=device)
+        for member, view in bucket.views(whole):
+            view.copy_(member.stored(member.parameter.detach()))
+        reducing = bucket.key.reducing
+        start, stop = self._region(bucket)
+        if master_dtype == compute_dtype:
+            weights, master = whole, whole[start:stop]
+        else:
+            weights, master = whole.to(compute_dtype), whole[start:stop].clone()
+        gradient_dtype = self._gradient_dtype_of(bucket)
+        for member, view in bucket.views(weights):
+            member.parameter.data = seen = member.seen(view)
+            member.parameter.grad_dtype = gradient_dtype.to_complex() if seen.is_complex() else gradient_dtype
+        is_cut = self._stage > 0
+        shard = Shard(
+            master=master,
+            segments=bucket.segments(start, stop),
+            group=bucket.key.group,
+            counts=bucket.key.counts and (is_cut or reducing.index == 0),
+            cut_group=reducing if is_cut and reducing.size > 1 else None,
+            cut_matrices=bucket.cut_matrices() if is_cut else {},
+        )
+        if master_dtype != compute_dtype:
+            shard.weights = weights[start:stop]
+        shard.keeps_gradient = gradient_dtype == master_dtype
+        kept = torch.zeros(stop - start, dtype=gradient_dtype, device=device) if self._stage == 2 else None
+        live = LiveBucket(
+            bucket=bucket,
+            collectives=self._collectives[reducing],
+            weights=weights,
+            master=master,
+            shard=shard,
+            kept=kept,
+            reduction=self._create_reduction(bucket, weights),
+        )
+        if self._stage < 2:
+            self._attach_all(live)
+        return live
+
+    def _compute_dtype_of(self, bucket: Bucket) -> torch.dtype:
+        """In fp32 and fp64 what the model has in another dtype than the rest is trained in that."""
+        return self._compute_dtype if self._compute_dtype in NARROW else real_of(bucket.key.dtype)
+
+    def _gradient_dtype_of(self, bucket: Bucket) -> torch.dtype:
+        return self._gradient_dtype if self._compute_dtype in NARROW else real_of(bucket.key.dtype)
+
+    def _region(self, bucket: Bucket) -> tuple[int, int]:
+        """What this rank keeps of a bucket's storage."""
+        return bucket.regions[bucket.key.reducing.index if self._stage else 0]
+
+    def _compressible(self, mesh: Mesh) -> Callable[[BucketMember], bool] | None:
+        if self._compression is None:
+            return None
+        from weft.techniques.compression.reduction import compressible  # codecs are loaded where one is used
+
+        return compressible(self._compression, mesh)
+
+    def _create_reduction(self, bucket: Bucket, weights: Tensor) -> CompressedReduction | None:
+        if self._compression is None or not bucket.key.compressed:
+            return None
+        from weft.techniques.compression.codecs import CompressedReduction
+        from weft.techniques.compression.reduction import frame_of
+
+        like = torch.empty_like(weights, dtype=self._gradient_dtype_of(bucket))
+        frame = frame_of(bucket, sharded=self._stage > 0)
+        return CompressedReduction(self._compression, frame, like, bucket.key.reducing)
+
+    def _new_gradients(self, live: LiveBucket) -> Tensor:
+        bucket = live.bucket
+        dtype = self._gradient_dtype_of(bucket)
+        made = new_flat(bucket.num_elements, dtype, live.weights.device, bucket.key.reducing)
+        live.gradients = made.zero_()
+        return live.gradients
+
+    def _attach_all(self, live: LiveBucket) -> None:
+        """ZeRO-0 and 1: gradients are views of one storage for good, and autograd adds into it."""
+        live.lasting = [member.seen(view) for member, view in live.bucket.views(self._new_gradients(live))]
+        live.adopted = set(range(len(live.bucket.members)))
+        self._attach_again(live)
+
+    def _attach_again(self, live: LiveBucket) -> None:
+        """Whatever the loop has made of them since (`model.zero_grad()` sets gradients to None)."""
+        for member, view in zip(live.bucket.members, live.lasting, strict=True):
+            if member.parameter.grad is not view:
+                member.parameter.grad = view
+
+    def _adopt(self, live: LiveBucket, position: int) -> None:
+        """ZeRO-2: move a gradient that autograd has just made into the bucket's storage, which lives until it is
+        reduced."""
+        member = live.bucket.members[position]
+        parameter = member.parameter
+        if live.lasting and parameter.grad is not live.lasting[position] and parameter.grad is not None:
+            live.lasting[position].add_(parameter.grad)  # set to None in the middle of a step
+            parameter.grad = live.lasting[position]
+        if position in live.adopted or parameter.grad is None:
+            return
+        flat = live.gradients if live.gradients is not None else self._new_gradients(live)
+        view = member.seen(live.bucket.view(flat, position))
+        view.copy_(parameter.grad)
+        parameter.grad = view
+        live.adopted.add(position)
+
+    # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        return [live.shard for live in self._live]
+
+    def begin_step(self) -> None:
+        self._round = 0
+        self._used_elsewhere.clear()
+        self._armed.clear()
+        for live in self._live:
+            live.used.clear()
+            live.shard.gradient = None
+            if live.reduction is not None:
+                live.reduction.begin_step()
+            if live.kept is not None:
+                live.kept.zero_()
+                self._forget(live)  # also of a backward outside a step, which must not leak into this one
+            elif live.gradients is not None:
+                live.gradients.zero_()
+                self._attach_again(live)
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        self._next = 0
+        for live in self._live:
+            live.pending = set(range(len(live.bucket.members)))
+            live.launched = live.settled = False
+
+    def on_backward(self, part: int, remaining: int) -> None:
+        """Nothing to do: hooks tell which gradients are complete."""
+
+    def on_last_forward(self, part: int) -> None:
+        self._armed.add(part)
+
+    def on_microbatch(self, remaining: int) -> None:
+        """Before the backward of a microbatch with `remaining` more to come: ZeRO-2 reduces in each of the last
+        rounds."""
+        if self._stage != 2 or remaining >= self._reduce_rounds:
+            return
+        if self._round > 0:
+            self._complete_round()
+            self._begin_round()
+        self._round += 1
+        self._armed.update(live.bucket.key.part for live in self._live)
+
+    @property
+    def takes_back(self) -> bool:
+        return self._compression is None
+
+    def take_back(self) -> None:
+        self._armed.clear()
+        self._round = 0
+        if any(live.launched for live in self._live):
+            self._complete_round()
+            for live in self._live:
+                live.keep_one_addend(self._region(live.bucket) if self._stage else None)
+        self._begin_round()
+
+    def on_gradient(self, index: int, position: int, parameter: Tensor) -> None:
+        """Autograd has added to the gradient of a bucket's member."""
+        live = self._live[index]
+        live.used.add(position)
+        if not live.lasting or parameter.grad is not live.lasting[position]:
+            self._adopt(live, position)
+        if not self._armed or live.bucket.key.part not in self._armed:
+            return
+        if live.launched:
+            check_alone(live.bucket, position)
+            return
+        live.pending.discard(position)
+        if not live.pending:
+            if self._ready_order is not None and index not in self._ready_order:
+                self._ready_order.append(index)
+            self._launch_ready()
+
+    def on_last_backward(self, part: int) -> None:
+        """Count every member of the part as ready: those that had no gradient, and schedules that fire no hooks."""
+        self._armed.add(part)
+        for live in self._live:
+            if live.bucket.key.part == part:
+                live.pending.clear()
+        self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        while self._next < len(self._order):
+            live = self._live[self._order[self._next]]
+            if live.pending:
+                return
+            self._launch(live)
+            if self._next > 0:
+                self._live[self._order[self._next - 1]].advance()
+            self._next += 1
+            if self._stage == 2 and self._next > _IN_FLIGHT:
+                self._settle(self._live[self._order[self._next - 1 - _IN_FLIGHT]])
+
+    def _launch(self, live: LiveBucket) -> None:
+        if not live.lasting or len(live.used) < len(live.bucket.members):
+            for position in range(len(live.bucket.members)):
+                self._adopt(live, position)
+        flat = live.gradients if live.gradients is not None else self._new_gradients(live)
+        live.launched = True
+        if live.reduction is not None:
+            live.wait = live.reduction.start(flat)
+        elif self._stage == 0:
+            live.wait = live.collectives.start_all_reduce(flat)
+        else:
+            live.wait = live.collectives.start_reduce_scatter(flat, live.bucket.regions, even=live.bucket.even)
+
+    def _settle(self, live: LiveBucket) -> None:
+        """Wait for a bucket's reduction; under ZeRO-2 add this rank's region to what it keeps and free the rest."""
+        if live.settled:
+            return
+        assert live.launched, "a bucket was never reduced"
+        live.wait()
+        live.wait, live.settled = nothing_to_wait_for, True
+        if live.kept is None or live.gradients is None:
+            return
+        start, stop = self._region(live.bucket)
+        live.kept.add_(live.gradients[start:stop])
+        self._forget(live)
+
+    def _forget(self, live: LiveBucket) -> None:
+        """Drop the storage of all gradients of a bucket."""
+        live.gradients, live.lasting = None, ()
+        live.adopted.clear()
+        for member in live.bucket.members:
+            member.parameter.grad = None
+
+    def _complete_round(self) -> None:
+        for live in self._live:
+            live.pending.clear()
+        self._launch_ready()
+        for index in self._order:
+            self._settle(self._live[index])
+
+    def finish(self) -> None:
+        self.settle()  # of a part that computed nothing
+        self._complete_round()
+        for live in self._live:
+            if live.kept is not None:
+                live.shard.gradient = live.kept
+            else:
+                assert live.gradients is not None
+                start, stop = self._region(live.bucket)
+                live.shard.gradient = live.gradients[start:stop]
+        self._sum_over_model()
+        if self._armed:
+            self._agree_on_order()
+        self._armed.clear()  # a backward before the next step is no part of this one
+
+    def _sum_over_model(self) -> None:
+        """Sum what ranks that see the same tokens have of a gradient: other parts of the sum, copies of tied weights.
+
+        In an order that they share: that of the buckets inside a stage; that of the names over stages, which hold other
+        buckets and have other orders of readiness.
+        """
+        for live in self._live:
+            for view in live.bucket.key.completing:
+                assert live.shard.gradient is not None
+                start_all_reduce(live.shard.gradient, view)()
+        for live in sorted(self._live, key=lambda live: live.bucket.key.tie):
+            tie = live.bucket.members[0].tie
+            if tie is not None:
+                assert live.shard.gradient is not None
+                start_all_reduce(live.shard.gradient, tie)()
+                self._agree_on_use(live, tie)
+
+    def _agree_on_use(self, live: LiveBucket, tie: GroupView) -> None:
+        """Know of a shared parameter that only another stage used; unused is what no holder used."""
+        names = [member.layout.name for member in live.bucket.members]
+        unused = self.unused()
+        used = torch.tensor([float(name not in unused) for name in names], device=live.weights.device)
+        start_all_reduce(used, tie)()
+        self._used_elsewhere.update(name for name, users in zip(names, used.tolist(), strict=True) if users)
+
+    def _agree_on_order(self) -> None:
+        """Once, after the first step that was told its last backward: take the first rank's order of readiness for all
+        steps to come."""
+        if self._ready_order is None:
+            return
+        seen = self._ready_order + [index for index in self._order if index not in self._ready_order]
+        self._ready_order = None
+        if self._everyone.group is None or not seen:
+            self._order = seen
+            return
+        agreed = torch.tensor(seen, dtype=torch.int64, device=self._live[0].weights.device)
+        dist.broadcast(agreed, src=self._everyone.ranks[0], group=self._everyone.group)
+        self._order = [int(index) for index in agreed.tolist()]
+
+    # ── after the step ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def on_applied(self, skipped: Collection[str]) -> None:
+        for live in self._live:
+            if live.reduction is not None:
+                live.reduction.keep(skipped)
+
+    def pieces(self) -> list[Piece]:
+        if self._compression is None:
+            return []
+        from weft.techniques.compression.reduction import pieces_of_buckets
+
+        return pieces_of_buckets(self._live)
+
+    def publish(self) -> None:
+        self.settle()
+        for index in self._gather_order:
+            live = self._live[index]
+            live.shard.publish()
+            if self._stage > 0:
+                bucket = live.bucket
+                gather = live.collectives.start_all_gather(live.weights, bucket.regions, even=bucket.even)
+                live.arrival = hold(bucket.key.reducing.group, gather)
+                if self._is_ahead:
+                    live.send_away()
+        if not self._is_ahead:
+            self.settle()
+
+    def settle(self) -> None:
+        self.arrive(self._gather_order)
+
+    def arrive(self, indices: Iterable[int]) -> None:
+        """Return when the weights of these buckets are whole."""
+        for index in indices:
+            live = self._live[index]
+            if live.arrival is None:
+                continue
+            live.arrival()
+            live.arrival = None
+            for member, weights in zip(live.bucket.members, live.away, strict=bool(live.away)):
+                member.parameter.data = weights
+            live.away = ()
+
+    def release(self) -> None:
+        """Weights are always whole here, or will be."""
+        self.settle()
+
+    def names(self) -> frozenset[str]:
+        return frozenset(member.layout.name for live in self._live for member in live.bucket.members)
+
+    def unused(self) -> frozenset[str]:
+        if all(len(live.used) == len(live.bucket.members) for live in self._live):
+            return frozenset()
+        used = {live.bucket.members[position].layout.name for live in self._live for position in live.used}
+        return self.names() - used - self._used_elsewhere
+
+    def model_state_bytes(self) -> dict[str, int]:
+        def size(tensor: Tensor | None) -> int:
+            return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+        at_rest = [live.kept if self._stage == 2 else live.gradients for live in self._live]
+        return {
+            "parameters": sum(size(live.weights) for live in self._live),
+            "gradients": sum(size(tensor) for tensor in at_rest),
+            "masters": sum(size(live.master) for live in self._live if live.master.dtype != live.weights.dtype),
+            "residuals": sum(live.reduction.state_bytes() for live in self._live if live.reduction is not None),
+        }
+
+    def close(self) -> None:
+        """Take the hooks out of the model and end the thread of collectives by messages, if there is one.  Gradients in
+        memory that ranks share go, too: with the model they would keep the group's memory."""
+        try:
+            self.settle()
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            for collectives in self._collectives.values():
+                collectives.close()
+            for live in self._live:
+                if shared_memory_group(live.bucket.key.reducing.group) is not None:
+                    live.shard.gradient = None
+                    self._forget(live)

@@ -1,0 +1,163 @@
+"""What each of ATen's random operators returns, from keyed numbers instead of a generator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.techniques.randomness._noise import Numbers
+
+Arrange = Callable[[Tensor], Tensor]
+"""Brings numbers of shape (samples, …) into the shape of the draw."""
+
+
+def keyed_value(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Any:
+    """Return what `func` gives; None for an operator that is not known here."""
+    name = func.overloadpacket.__name__
+    schema = func._schema.arguments
+    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    given |= {argument.name: value for argument, value in zip(schema, args, strict=False)} | dict(kwargs)
+    special = _SPECIAL.get(name)
+    if special is not None:
+        return special(given, elements, arrange)
+    make = _MAKERS.get(name.removesuffix("_").removesuffix("_like").removesuffix("_functional"))
+    if make is None:
+        return None
+    in_place = name.endswith("_") and not name.endswith("__")
+    values = make(given, elements, arrange)
+    return _placed(given, values, args[0] if in_place else None, args)
+
+
+def _placed(given: Mapping[str, Any], values: Tensor, target: Tensor | None, args: Sequence[Any]) -> Tensor:
+    """In the place that the operator writes to, or in the dtype that it returns."""
+    target = given.get("out", target)
+    if isinstance(target, Tensor):
+        return target.copy_(values)
+    like = next((arg for arg in args if isinstance(arg, Tensor)), None)
+    asked = given.get("dtype")
+    dtype = asked if isinstance(asked, torch.dtype) else like.dtype if like is not None else None
+    if dtype is None:
+        dtype = torch.get_default_dtype() if values.is_floating_point() or values.dtype == torch.bool else values.dtype
+    return values.to(dtype)
+
+
+def _bernoulli(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+    p = given.get("p", given["self"])
+    if isinstance(p, Tensor):
+        return arrange(elements.uniform()) < p
+    return arrange(elements.kept(float(p)))
+
+
+def _uniform(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+    low, high = float(given.get("from", 0.0)), float(given.get("to", 1.0))
+    return arrange(elements.uniform()) * (high - low) + low
+
+
+def _normal(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+    mean, deviation = given.get("mean", 0.0), given.get("std", 1.0)
+    return arrange(elements.normal()) * deviation + mean
+
+
+def _log_normal(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+    return _normal(given, elements, arrange).exp()
+
+
+def _exponential(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+    smallest = 2.0**-54  # as torch's own, never 0: callers take logarithms
+    return arrange(elements.uniform()).neg_().log1p_().neg_().clamp_(min=smallest) / float(given.get("lambd", 1.0))
+
+
+def _cauchy(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+    turned = torch.tan(math.pi * (arrange(elements.uniform()) - 0.5))
+    return turned * float(given.get("sigma", 1.0)) + float(given.get("median", 0.0))
+
+
+def _geometric(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+    return (arrange(elements.uniform()).neg_().log1p_() / math.log1p(-float(given["p"]))).ceil_().clamp_(min=1)
+
+
+def _integers(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+    low, high = int(given.get("low", 0) or 0), int(given["high"])
+    return (arrange(elements.uniform()) * (high - low)).floor_().to(torch.int64) + low
+
+
+def _permutation(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+    return arrange(elements.uniform()).argsort()
+
+
+def _random(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+    dtype = given["self"].dtype
+    whole = {torch.float32: 1 << 24, torch.float16: 1 << 11, torch.bfloat16: 1 << 8, torch.bool: 2}
+    high = given.get("to")
+    if high is None:
+        high = whole.get(dtype, 1 << 53) if dtype.is_floating_point or dtype == torch.bool else torch.iinfo(dtype).max
+    low = int(given.get("from", 0) or 0)
+    return (arrange(elements.uniform()) * float(int(high) - low)).floor_().to(torch.int64) + low
+
+
+def _dropout(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> tuple[Tensor, Tensor]:
+    x, p = given.get("input", given.get("self")), float(given["p"])
+    assert isinstance(x, Tensor)
+    keep = arrange(elements.kept(1.0 - p))
+    scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
+    return torch.ops.aten.native_dropout_backward(x, keep.contiguous(), scale), keep
+
+
+def _leaky(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Any:
+    x, low, high = given["self"], float(given["lower"]), float(given["upper"])
+    slopes = (arrange(elements.uniform()) * (high - low) + low).to(x.dtype)
+    noise = torch.where(x <= 0, slopes, torch.ones_like(slopes))
+    given["noise"].copy_(noise)
+    return x * noise
+
+
+def _leaky_in_place(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Any:
+    return given["self"].copy_(_leaky(given, elements, arrange))
+
+
+def _leaky_functional(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Any:
+    noise = given["noise"].clone()
+    return _leaky({**given, "noise": noise}, elements, arrange), noise
+
+
+def _multinomial(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+    """Without replacement by a race of exponentials, with it by independent races (Efraimidis and Spirakis 2006)."""
+    weights, count = given["self"].double(), int(given["num_samples"])
+    if not given.get("replacement", False):
+        arrivals = _exponential({}, elements, arrange)
+        return (weights / arrivals).topk(count, dim=-1).indices
+    races: list[Tensor] = []
+    for number in range(count):
+        arrivals = arrange(elements.uniform(number + 1)).neg_().log1p_().neg_().clamp_(min=2.0**-54)
+        races.append((weights / arrivals).argmax(-1))
+    return torch.stack(races, -1)
+
+
+_MAKERS: Mapping[str, Callable[[Mapping[str, Any], Numbers, Arrange], Tensor]] = {
+    "bernoulli": _bernoulli,
+    "uniform": _uniform,
+    "rand": _uniform,
+    "normal": _normal,
+    "randn": _normal,
+    "log_normal": _log_normal,
+    "exponential": _exponential,
+    "cauchy": _cauchy,
+    "geometric": _geometric,
+    "randint": _integers,
+    "randperm": _permutation,
+    "random": _random,
+}
+_SPECIAL: Mapping[str, Callable[[Mapping[str, Any], Numbers, Arrange], Any]] = {
+    "native_dropout": _dropout,
+    "_fused_dropout": lambda given, elements, arrange: _dropout(
+        {**given, "p": 1.0 - float(given["p"])}, elements, arrange
+    ),
+    "rrelu_with_noise": _leaky,
+    "rrelu_with_noise_": _leaky_in_place,
+    "rrelu_with_noise_functional": _leaky_functional,
+    "multinomial": _multinomial,
+}

@@ -1,0 +1,1 @@
+"""Tensor ranks as a mesh of two or three dimensions."""

@@ -1,0 +1,1 @@
+"""What holds a plan to its word: comparison with one process, dry runs, predicted sends."""

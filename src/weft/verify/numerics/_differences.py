@@ -1,0 +1,76 @@
+"""Compare what two plans computed, tensor by tensor, as the law of the house says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.techniques.core import Piece
+
+TOLERANCES: Mapping[str, float] = {"fp64": 1e-10, "fp32": 1e-5}
+"""Largest ‖Δ‖ / max(‖g‖, 1e-6·‖G‖) of a tensor that counts as equal."""
+
+_FLOOR = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far one tensor is from the reference."""
+
+    name: str
+    relative: float
+
+    def __str__(self) -> str:
+        return f"{self.name} differs by {self.relative:.1e}"
+
+
+def assemble(ranks: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
+    """Put the pieces of all ranks together to whole tensors.
+
+    Every rank's copy is looked at, not only those that count: replicas that disagree give nan, and so does an element
+    that no rank holds.
+    """
+    locals_: dict[str, dict[int, Tensor]] = {}
+    shapes: dict[str, Piece] = {}
+    for pieces in ranks:
+        for piece in pieces:
+            shapes[piece.name] = piece
+            index, shape = piece.split.index, piece.split.local_shape(piece.shape)
+            parts_by_index = locals_.setdefault(piece.name, {})
+            if index not in parts_by_index:
+                parts_by_index[index] = torch.full((shape.numel(),), torch.nan, dtype=torch.float64)
+            run = parts_by_index[index][piece.start : piece.start + piece.tensor.numel()]
+            new = piece.tensor.detach().to("cpu", torch.float64)
+            missing = run.isnan()
+            scale = float(new.norm())
+            disagree = (~missing) & ((run - new).abs() > 1e-5 * scale)
+            run.copy_(torch.where(missing, new, torch.where(disagree, torch.nan, run)))
+    return {name: _join(shapes[name], parts_by_index) for name, parts_by_index in locals_.items()}
+
+
+def _join(piece: Piece, parts_by_index: Mapping[int, Tensor]) -> Tensor:
+    shape = piece.split.local_shape(piece.shape)
+    absent = torch.full(shape, torch.nan, dtype=torch.float64)
+    parts = [
+        parts_by_index[index].view(shape) if index in parts_by_index else absent for index in range(piece.split.parts)
+    ]
+    return piece.split.join(parts)
+
+
+def compare(reference: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> list[Difference]:
+    """Return the difference of every tensor, largest first; a missing, unexpected or non-finite one is infinite."""
+    whole = float(torch.sqrt(sum((tensor.double().square().sum() for tensor in reference.values()), torch.zeros(()))))
+    differences: list[Difference] = []
+    for name in reference.keys() | candidate.keys():
+        if name not in reference or name not in candidate or reference[name].shape != candidate[name].shape:
+            differences.append(Difference(name, float("inf")))
+            continue
+        expected = reference[name].double()
+        delta = float((expected - candidate[name].double()).norm())
+        scale = max(float(expected.norm()), _FLOOR * whole)
+        relative = delta / scale if scale else delta
+        differences.append(Difference(name, relative if relative == relative else float("inf")))
+    return sorted(differences, key=lambda difference: -difference.relative)

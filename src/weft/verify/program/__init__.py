@@ -1,0 +1,7 @@
+"""The program of a rank: all that it sends in a step, predicted from recipe, plan and an outline of the model."""
+
+from weft.verify.program._compare import Traffic as Traffic
+from weft.verify.program._compare import differences as differences
+from weft.verify.program._program import RankProgram as RankProgram
+from weft.verify.program._program import occasions_of as occasions_of
+from weft.verify.program._program import program_of as program_of

@@ -1,0 +1,71 @@
+"""What optimizers that look at whole parameters sum over the ranks that hold their parts (`weft.run.engine.optimizers`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from weft.techniques.core.send_trace import HeldParameter, ModelShare, RankSend, Shape
+
+_SUM_BYTES = 8
+"""Size of a sum over a whole parameter, fp64."""
+_KINDS: Mapping[str, int] = {"lamb": 2, "lars": 2, "adafactor": 1}
+"""Sums of each parameter: of weights and gradients; of Adafactor's updates."""
+
+
+def sends(
+    share: ModelShare, cut: Mapping[str, int], here: Sequence[tuple[HeldParameter, Shape]], rows_cut: str
+) -> Iterator[RankSend]:
+    """Yield what the optimizer sends in a step in which every parameter is used.
+
+    `cut`: axes over which ZeRO cuts parameters of this stage, with their ranks; `rows_cut` is the one over which it
+    cuts them anywhere between rows, if there is one.  `here`: what this rank holds of which parameter.
+    """
+    kinds = _KINDS.get(share.recipe.optimizer.name)
+    if kinds is None or not share.held:
+        return
+    axes = sorted(cut, key=lambda axis: cut[axis])
+    if share.recipe.optimizer.name == "adafactor":
+        kinds += share.recipe.optimizer.relative_step
+        matrices = [(held, shape) for held, shape in here if len(shape) >= 2]
+        yield from _statistics(share, matrices, rows_cut)
+    if any(held.is_split for held in share.held):
+        axes.append("tensor")
+    for axis in axes:
+        yield _sum(share, axis, kinds * len(share.held) * _SUM_BYTES, "of whole parameters")
+
+
+def _statistics(
+    share: ModelShare, matrices: Sequence[tuple[HeldParameter, Shape]], rows_cut: str
+) -> Iterator[RankSend]:
+    """Adafactor's sums over rows and columns that other ranks hold parts of, and the levels of the rows' sums."""
+    size = share.master_bytes
+    widths = [held.shape[-1] for held in share.held if len(held.shape) == 2 and held.shape[0] > 1 and rows_cut]
+    over_rows, over_columns, levels = 0, 0, 0
+    for held, shape in matrices:
+        split = held.parameter.split if held.is_split else None
+        if split is not None and split.dim == len(shape) - 1:
+            over_rows += math.prod(shape[:-1])
+        if split is not None and split.dim == len(shape) - 2:
+            over_columns += math.prod(shape[:-2]) * shape[-1]
+            levels += math.prod(shape[:-2])
+    for elements, columns, what in (
+        (over_rows + over_columns, sum(widths), "of squares by row and column"),
+        (levels, len(widths), "of squares by matrix"),
+    ):
+        if elements:
+            yield _sum(share, "tensor", elements * size, what)
+        if columns:
+            yield _sum(share, rows_cut, columns * size, what)
+
+
+def _sum(share: ModelShare, axis: str, size_bytes: int, what: str) -> RankSend:
+    name = share.recipe.optimizer.name
+    return RankSend(
+        operation="all_reduce",
+        axis=axis,
+        size_bytes=size_bytes,
+        phase="update",
+        technique=name,
+        reason=f"sums {what}, {name}",
+    )

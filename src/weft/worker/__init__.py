@@ -1,8 +1,0 @@
-"""What a rank of a training does.  It is handed a finished plan, and knows nothing of how plans are found."""
-
-from weft.worker._facts import facts_of_blueprint as facts_of_blueprint
-from weft.worker._run import run_rank as run_rank
-from weft.worker._run import train_rank as train_rank
-from weft.worker._run import training_of as training_of
-from weft.worker._teams import Team as Team
-from weft.worker._teams import teams_of as teams_of

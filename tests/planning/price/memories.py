@@ -1,0 +1,20 @@
+"""The memory of one layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.model.profile import Profile
+from weft.planning.price import WEFT, Layout, Memories, Stack, StageMemory
+
+
+def memory_of(
+    profile: Profile,
+    layout: Layout,
+    stack: Stack = WEFT,
+    *,
+    cuts: Sequence[int] | None = None,
+    on_accelerator: bool = True,
+) -> tuple[StageMemory, ...]:
+    """The memory of every pipeline rank."""
+    return Memories(profile, stack, on_accelerator=on_accelerator).of(layout, cuts)

@@ -1,0 +1,80 @@
+"""Stopping when asked, on all ranks at one step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import RankPool
+
+from weft.run.engine import StopRequest
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_remembered_and_handlers_are_put_back(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(number)
+    with StopRequest(announce=True) as stop:
+        assert stop.flag == 0.0
+        os.kill(os.getpid(), number)
+        assert stop.requested
+        assert stop.flag == 1.0
+        assert stop.reason == number.name
+        os.kill(os.getpid(), number)  # the same request, passed on by a launcher
+    assert signal.getsignal(number) is before
+    assert f"{number.name}: stopping after this step and saving" in capfd.readouterr().err
+
+
+def test_a_second_signal_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        later = time.monotonic() + 5
+        monkeypatch.setattr(time, "monotonic", lambda: later)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+
+
+def test_outside_the_main_thread_only_the_program_can_ask() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    seen = list[object]()
+
+    def run() -> None:
+        with StopRequest() as stop:
+            seen.append(signal.getsignal(signal.SIGINT))
+            stop.request()
+            seen.extend([stop.flag, stop.reason])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [before, 1.0, "the program asked to stop"]
+
+
+def steps_until_agreed(asked: int, at_step: int) -> tuple[int, str]:
+    """Train nothing, 50 times; one rank is asked to stop in the middle of a step."""
+    with StopRequest() as stop:
+        for step in range(1, 51):
+            if dist.get_rank() == asked and step == at_step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            sums = torch.tensor([1.0, stop.flag])  # as the engine's one all-reduce per step
+            dist.all_reduce(sums)
+            if sums[1] > 0:
+                return step, stop.reason
+    return 50, "nobody"
+
+
+def test_all_ranks_stop_at_one_step(ranks: RankPool) -> None:
+    results = ranks.run(3, steps_until_agreed, 1, 7)
+    assert [step for step, _ in results] == [7, 7, 7]
+    assert [reason for _, reason in results] == [
+        "another rank was asked to stop",
+        "SIGTERM",
+        "another rank was asked to stop",
+    ]

@@ -41,11 +41,12 @@ def contents(index: str) -> str:
 
 
 def add_contents(_: Any, name: str, source: list[str]) -> None:
-    """Tell Sphinx the order of the pages; of the Python API its index says it."""
+    """Tell Sphinx the order of the pages; the Python API and the lab notes have an index of their own."""
     if name == root_doc:
         source[0] += "\n" + contents(source[0])
-    if name == "docs/reference/python/index":
-        source[0] += "\n```{toctree}\n:hidden:\n\n" + "\n".join(_LINK.findall(source[0])) + "\n```\n"
+    if name in ("docs/reference/python/index", "docs/lab-notes/index"):
+        pages = [page for page in _LINK.findall(source[0]) if not page.startswith("..")]
+        source[0] += "\n```{toctree}\n:hidden:\n\n" + "\n".join(pages) + "\n```\n"
 
 
 def write_door(app: Any, exception: Exception | None) -> None:

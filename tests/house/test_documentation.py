@@ -32,9 +32,10 @@ from weft.errors import WeftError
 SHELL = {"git", "cd", "cp", "pip", "ls"}
 """Programs of which the pages say nothing that could go stale."""
 LAUNCHERS = {"python", "torchrun"}
-RECORDS = {"CHANGELOG.md", "lab-notes.md"}
+LAB_NOTES = ROOT / "docs" / "lab-notes"
+RECORDS = {ROOT / "CHANGELOG.md", *LAB_NOTES.glob("*.md")}
 """They say what was, and may name what has gone since."""
-SECTIONS = {"start", "guides", "concepts", "reference", "notebook", "pictures"}
+SECTIONS = {"start", "guides", "concepts", "reference", "notebook", "lab-notes", "pictures"}
 LANGUAGES = {"", "console", "json", "py", "python", "text", "toml"}
 
 
@@ -79,8 +80,8 @@ def test_the_extras_are_those_that_pip_knows() -> None:
 
 def test_every_page_is_in_the_index() -> None:
     """Who reads from the index on comes to every page; the site's table of contents is made of it."""
-    python = ROOT / "docs" / "reference" / "python" / "index.md"
-    listed = {(page.parent / target.partition("#")[0]).resolve() for page in (INDEX, python) for target in links(page)}
+    tables = (INDEX, ROOT / "docs" / "reference" / "python" / "index.md", LAB_NOTES / "index.md")
+    listed = {(page.parent / target.partition("#")[0]).resolve() for page in tables for target in links(page)}
     missing = [page for page in PAGES if page.is_relative_to(ROOT / "docs") and page not in listed | {INDEX}]
     assert not missing, f"add a line to docs/index.md: {missing}"
 
@@ -171,7 +172,7 @@ def settings(root: type[Plan | Recipe]) -> dict[str, set[str]]:
 
 def current_spans() -> list[tuple[str, str]]:
     """Page and text of all code in sentences, but for pages that say what was."""
-    pages = [page for page in PAGES if page.name not in RECORDS]
+    pages = [page for page in PAGES if page not in RECORDS]
     return [(page.name, span) for page in pages for span in code_spans(page)]
 
 

@@ -1,4 +1,4 @@
-"""Draw the house: packages on floors, each above all that it imports, into docs/architecture.md.
+"""Draws the packages of Weft on floors, each above all that it imports, into docs/architecture.md.
 
     python docs/floors.py
 
@@ -8,6 +8,7 @@ A test compares the page with what this would write, so the drawing cannot go st
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
@@ -76,56 +77,28 @@ def import_graph(files: Mapping[str, Path]) -> dict[str, set[str]]:
     }
 
 
-# ── rooms: packages, and below `techniques` what a technique says apart from what it does ────────────────────────────
+# ── wings: the packages of Weft ──────────────────────────────────────────────────────────────────────────────────────
+
+SETTINGS_ONLY = re.compile(r"weft\.(config|comm)(\..+)? -> weft\.techniques\..+\.(contract|schedules)")
+"""The one arrow up: a plan is made of the settings of techniques, each of which stands in its technique's folder."""
 
 
-PROGRAMS = "techniques' programs"
-"""What techniques say of a rank under a plan, so that it stands above plans, which are made of what else they say."""
+def wing_of(module: str) -> str:
+    """Return the package of Weft that a module belongs to; empty for the door of Weft itself."""
+    return module.split(".")[1] if "." in module else ""
 
 
-def room_of(module: str, loads_torch: frozenset[str], needs_plan: frozenset[str]) -> str:
-    """Return the room that a module belongs to; empty for the door of the whole package."""
-    parts = module.split(".")
-    if len(parts) == 1:
-        return ""
-    if parts[1] != "techniques":
-        return parts[1]
-    if module not in loads_torch:
-        if module not in needs_plan:
-            return "techniques"
-        return PROGRAMS if parts[-1].endswith("program") else "/".join(parts[1:])
-    folder = SOURCE.joinpath(*parts)  # a package's own door, or the file beside which it stands
-    return "/".join((parts if folder.is_dir() else parts[:-1])[1:])
-
-
-def dependents(graph: Mapping[str, set[str]], found: set[str]) -> frozenset[str]:
-    """Return the modules that these are needed by, and these."""
-    while more := {module for module, needs in graph.items() if needs & found} - found:
-        found = found | more
-    return frozenset(found)
-
-
-def room_graph() -> dict[str, set[str]]:
-    """Return room → the rooms that its files import from."""
-    files = source_files()
-    graph = import_graph(files)
-    with_torch = {
-        module
-        for module, path in files.items()
-        if any(source.partition(".")[0] == "torch" for source, _ in _imported(path))
-    }
-    loads_torch = dependents(graph, with_torch)
-    needs_plan = dependents(graph, {module for module in graph if module.startswith("weft.config.plan")})
-    rooms: dict[str, set[str]] = {}
-    for module, needs in graph.items():
-        room = room_of(module, loads_torch, needs_plan)
-        if room:
-            rooms.setdefault(room, set()).update(room_of(need, loads_torch, needs_plan) for need in needs)
-    return {room: needs - {room, ""} for room, needs in rooms.items()}
+def wing_graph() -> dict[str, set[str]]:
+    """Return wing → the wings that its files import from, but for `SETTINGS_ONLY`."""
+    wings: dict[str, set[str]] = {}
+    for module, needs in import_graph(source_files()).items():
+        counted = {wing_of(need) for need in needs if not SETTINGS_ONLY.fullmatch(f"{module} -> {need}")}
+        wings.setdefault(wing_of(module), set()).update(counted)
+    return {wing: needs - {wing, ""} for wing, needs in wings.items() if wing}
 
 
 def floors(graph: Mapping[str, set[str]]) -> dict[str, int]:
-    """Return room → floor: the lowest one above all that it imports; the ground is 1.
+    """Return package → floor: the lowest one above all that it imports; the ground is 1.
 
     Raises:
         ValueError: rooms that need one another have no floors.
@@ -155,27 +128,32 @@ def straight(graph: Mapping[str, set[str]]) -> dict[str, list[str]]:
 # ── the page ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def words_of(room: str) -> str:
-    """Return what a room says of itself: the first sentence of its docstring."""
-    if room == PROGRAMS:
-        return "What each lets a rank send in a step under a plan. No torch"
-    path = SOURCE / "weft" / room
+def words_of(path: Path) -> str:
+    """Return what a module or package says of itself: the first sentence of its docstring."""
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return " ".join(text.split("\n\n")[0].split()).rstrip(".")
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n\n")[0].split())
+    return re.split(r"(?<=[.])\s+(?=[A-Z])", text)[0].rstrip(".")
+
+
+def packages_of(wing: str) -> list[Path]:
+    """Return the folders in a wing that are packages."""
+    return sorted(path.parent for path in SOURCE.joinpath("weft", wing).glob("*/__init__.py"))
 
 
 def drawing() -> str:
-    """Return the floors as a text block, the top floor first."""
-    graph = room_graph()
+    """Return the floors as a text block, the top floor first: each wing, what it imports, and its packages."""
+    graph = wing_graph()
     placed, arrows = floors(graph), straight(graph)
-    lines = []
+    lines: list[str] = []
     for number in range(max(placed.values()), 0, -1):
-        for room in sorted(room for room, floor in placed.items() if floor == number):
-            needs = f"  ─► {', '.join(arrows[room])}" if arrows[room] else ""
-            head = f"{number:2d}  {room}{needs}"
-            lines += textwrap.wrap(head, 120, subsequent_indent=" " * 8)
-            lines += textwrap.wrap(words_of(room), 112, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        for wing in sorted(wing for wing, floor in placed.items() if floor == number):
+            needs = f"  ─► {', '.join(arrows[wing])}" if arrows[wing] else ""
+            lines += textwrap.wrap(f"{number:2d}  {wing}{needs}", 120, subsequent_indent=" " * 8)
+            lines += textwrap.wrap(words_of(SOURCE / "weft" / wing), 112, initial_indent=" " * 6)
+            for path in packages_of(wing):
+                lines += textwrap.wrap(
+                    f"{path.name:15} {words_of(path)}", 112, initial_indent=" " * 8, subsequent_indent=" " * 24
+                )
     return "\n".join(["```text", *lines, "```"])
 
 

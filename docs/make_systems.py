@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_DATA = Path(__file__).parents[1] / "src" / "weft" / "systems" / "data"
+_DATA = Path(__file__).parents[1] / "src" / "weft" / "interop" / "systems" / "data"
 
 
 def _plain(value: object) -> Any:

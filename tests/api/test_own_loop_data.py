@@ -98,7 +98,8 @@ def test_ranks_see_the_batches_of_one_process(ranks: RankPool, world: int) -> No
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-WORKERS = """
+WORKERS =
+"""
 import weft
 from own_loops import PLANS, Hands
 from test_own_loop_data import gone_through
@@ -114,7 +115,7 @@ assert all(one.equal(other) for one, other in zip(*found))
 
 def test_workers_read_what_the_loop_reads(tmp_path: Path) -> None:
     here = Path(__file__).parent
-    paths = f"import sys; sys.path[:0] = [{str(here)!r}, {str(here.parent)!r}]\n"
+    paths = f"import sys; sys.path[:0] = [{str(here)!r}, {str(here.parent / 'support')!r}]\n"
     (tmp_path / "workers.py").write_text(paths + WORKERS)
     assert launch_script(str(tmp_path / "workers.py"), [], num_processes=2) == 0
 

@@ -129,7 +129,8 @@ def test_autocast_of_the_loop(ranks: RankPool, name: str) -> None:
         close(found, expected, 1e-2)
 
 
-COMPILED = """
+COMPILED =
+"""
 import sys
 from functools import partial
 
@@ -152,7 +153,7 @@ close(session_loop(plan, run), plainly(run), 1e-5)
 def test_compiled_blocks(tmp_path: Path, name: str) -> None:
     """In processes of their own, in which Dynamo leaves what it likes."""
     here = Path(__file__).parent
-    paths = f"import sys; sys.path[:0] = [{str(here)!r}, {str(here.parent)!r}]\n"
+    paths = f"import sys; sys.path[:0] = [{str(here)!r}, {str(here.parent / 'support')!r}]\n"
     (tmp_path / "compiled.py").write_text(paths + COMPILED)
     ranks = MESHES[name][0].world_size
     assert launch_script(str(tmp_path / "compiled.py"), [name], num_processes=ranks) == 0

@@ -24,10 +24,11 @@ from weft.run.checkpoint import SaveError
 
 ROWS = torch.arange(64.0, dtype=torch.float64).view(16, 4) / 64
 
-HOLD = """
+HOLD =
+"""
 import sys, time
 sys.path[:0] = [{tests!r}]
-from entry.test_session_folders import train
+from test_session_folders import train
 train({folder!r}, 1, then=lambda: (print("saved", flush=True), time.sleep(120)))
 """
 
@@ -75,7 +76,7 @@ def content(folder: Path) -> dict[str, bytes]:
 @contextmanager
 def running(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A session in a process of its own that has saved, and goes on."""
-    tests = str(Path(__file__).parents[1])
+    tests = str(Path(__file__).parent)
     script = HOLD.format(tests=tests, folder=str(folder))
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:

@@ -1,6 +1,6 @@
 """The drawn battery: programs of modules, losses and loops, each in plain PyTorch and in sessions under six settings.
 
-    PYTHONPATH=src:tests:tests/battery .venv/bin/python tests/battery/run_battery.py 0 500 [--seconds 600] [--only NAME]
+    PYTHONPATH=src:tests/support:tests/battery .venv/bin/python tests/battery/run_battery.py 0 500
 
 Verdicts are kept in a file, and a second start goes on where the first was left.  A program is looked at with
 `python tests/battery/battery_programs.py SEED`.

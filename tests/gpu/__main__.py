@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS.parent / "src"), str(TESTS), str(TESTS / "gpu")]
+sys.path[:0] = [str(TESTS.parent / "src"), str(TESTS / "support"), str(TESTS / "gpu")]
 
 import gpu_suite  # noqa: E402
 import torch  # noqa: E402

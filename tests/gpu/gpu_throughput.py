@@ -1,7 +1,7 @@
 """Speed and memory of a Llama on one GPU: Weft beside a hand-written `fully_shard` loop, taken in turn in one process.
 
-`measure` runs on the one rank of a job that `weft.run.launch` starts, so that the process group is the one that training
-makes (Gloo and NCCL on CUDA).  Everything it returns is JSON.
+`measure` runs on the one rank of a job that `weft.run.launch` starts, so that the process group is the one that
+training makes (Gloo and NCCL on CUDA). Everything it returns is JSON.
 """
 
 from __future__ import annotations

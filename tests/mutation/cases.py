@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "parity")]
+sys.path[:0] = [str(TESTS / "support"), str(TESTS / "parity")]
 
 CASES = (
     "decoder-z0_m4x3",

@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1])]
+sys.path[:0] = [str(Path(__file__).parents[1] / "support")]
 
 import matrix  # noqa: E402 - the path of the pool comes first
 import torch  # noqa: E402

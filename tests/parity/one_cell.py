@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1])]
+sys.path[:0] = [str(Path(__file__).parents[1] / "support")]
 
 import matrix  # noqa: E402 - the path of the pool comes first
 from bits import differing  # noqa: E402

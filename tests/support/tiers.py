@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-TABLE = Path(__file__).with_name("slow.toml")
+TABLE = Path(__file__).parents[1] / "slow.toml"
 
 
 @dataclass(frozen=True)

@@ -107,8 +107,8 @@ def _slow_imports(recipe: Recipe) -> list[str]:
 
 
 Launch = Callable[[dict[str, Any], int, Callable[[], object]], object]
-"""Calls `weft.verify.numerics._check_rank:run_rank` with these arguments on so many ranks, and returns when they have ended; the last
-argument is called meanwhile."""
+"""Calls `weft.verify.numerics._check_rank:run_rank` with these arguments on so many ranks, and returns when they have
+ended; the last argument is called meanwhile."""
 
 
 def _fresh_processes(

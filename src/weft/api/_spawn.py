@@ -30,8 +30,8 @@ def spawn(
         processes: how many ranks.
         arguments: of the function, by name: what JSON can hold.
         threads_per_rank: OpenMP threads of each; by default the cores are shared out.
-        fork_server: process that forks the ranks, where several calls share one (`weft.run.launch.launcher.ForkServer`), so
-            that torch is imported once.
+        fork_server: process that forks the ranks, where several calls share one
+            (`weft.run.launch.launcher.ForkServer`), so that torch is imported once.
 
     Raises:
         LaunchError: the function uses an object that lives in this process alone; or a rank failed

@@ -103,9 +103,9 @@ def train(
             `auto` where that takes no longer than 10 s or 5 % of the run, and once for the same code, recipe, plan and
             versions; `always`; or `never`.
         quiet: print nothing.
-        fork_server: process that forks the ranks, where several runs share one (`weft.run.launch.launcher.ForkServer`); by
-            default one that ends with this call.  Under torchrun or `weft launch` the ranks are there already, and none
-            is needed.
+        fork_server: process that forks the ranks, where several runs share one
+            (`weft.run.launch.launcher.ForkServer`); by default one that ends with this call.  Under torchrun or
+            `weft launch` the ranks are there already, and none is needed.
 
     Raises:
         WeftError: what was wrong, of its own class; a rank's error is raised here as itself.

@@ -39,7 +39,8 @@ def choose_nothing(collective: Collective, size_bytes: int) -> None:
 
 
 class ChosenCollectives(Collectives):
-    """Starts collectives by what is chosen; `weft.comm.algorithms.stand_in` says what is done where an algorithm lacks one.
+    """Starts collectives by what is chosen; `weft.comm.algorithms.stand_in` says what is done where an algorithm lacks
+    one.
 
     The first collective by messages starts a thread, which `close` ends.
     """

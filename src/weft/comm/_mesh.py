@@ -1,7 +1,8 @@
 """The mesh of a plan as process groups: over any set of its axes.
 
-Everything that needs a group takes a `Mesh`; nobody reads the default group or an environment variable.  Which group a
-tensor needs follows from its placements (`weft.techniques.core.ParameterLayout`); only techniques speak of axes by name.
+Everything that needs a group takes a `Mesh`; nobody reads the default group or an environment variable. Which group a
+tensor needs follows from its placements (`weft.techniques.core.ParameterLayout`); only techniques speak of axes by
+name.
 """
 
 from __future__ import annotations

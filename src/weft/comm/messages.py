@@ -1,4 +1,5 @@
-"""Collectives by our own algorithms: any schedule of `weft.comm.algorithms`, carried by non-blocking messages of a group.
+"""Collectives by our own algorithms: any schedule of `weft.comm.algorithms`, carried by non-blocking messages of a
+group.
 
     messenger = Messenger(mesh["data"])
     messenger.run(gradient, "all_reduce", "ring")

@@ -4,8 +4,8 @@
     keep_table(table)                         # on one of them: what "measured" takes from then on
 
 The links are probed first, by a few messages between two ranks of a node and between the first ranks of two nodes.
-Formulas then say what every algorithm would take, and all but a few are pruned (`weft.comm.algorithms.shortlist`).  Those
-are timed in turn, so that a disturbance meets all of them, and count by their slowest rank.
+Formulas then say what every algorithm would take, and all but a few are pruned (`weft.comm.algorithms.shortlist`).
+Those are timed in turn, so that a disturbance meets all of them, and count by their slowest rank.
 """
 
 from __future__ import annotations

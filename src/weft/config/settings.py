@@ -18,7 +18,8 @@ class Knob:
     layout: str = ""
     """Its name in a flat layout (`weft.planning.price.Layout`), where that is another."""
     space: str = ""
-    """The values of a space (`weft.planning.search.Space`) that it is chosen from; empty: the search does not choose it."""
+    """The values of a space (`weft.planning.search.Space`) that it is chosen from; empty: the search does not choose
+    it."""
     asked: tuple[str, ...] = ()
     """Names by which `--why-not` knows it; empty: it cannot be asked for."""
     free: bool = False

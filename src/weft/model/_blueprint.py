@@ -88,7 +88,8 @@ class Blueprint(Tables):
     attending: tuple[str, ...] = ()
     """Modules that call it of the tokens, where looking has shown them."""
     writes_attention: bool = False
-    """Whether some of these write it out in products and a softmax, which ranks then read (`weft.model.attention.written`)."""
+    """Whether some of these write it out in products and a softmax, which ranks then read
+    (`weft.model.attention.written`)."""
     biased: bool = False
     """Whether some of these add to their scores what depends on places alone, which ranks make of whole samples."""
     windows: Mapping[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.layouts import ThreadRanks, one_piece
+from layouts import ThreadRanks, one_piece
 from pool import RankPool
 
 from weft.comm import GroupView

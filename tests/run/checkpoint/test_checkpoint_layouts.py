@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.layouts import Cut, ThreadRanks, one_piece, pieces_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import Cut, ThreadRanks, one_piece, pieces_of
 from pool import RankPool
 from safetensors.torch import load_file
 from torch import Tensor

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.layouts import Cut, ThreadRanks, one_piece, pieces_of
+from layouts import Cut, ThreadRanks, one_piece, pieces_of
 from safetensors.torch import load_file
 from torch import Tensor, nn
 

@@ -16,7 +16,8 @@ Config = Mapping[str, Any]
 
 
 class Family:
-    """A family of models of `transformers`: a file `weft/model/families/<model_type>.py` with an instance called `FAMILY`.
+    """A family of models of `transformers`: a file `weft/model/families/<model_type>.py` with an instance called
+    `FAMILY`.
 
     It says only what looking at a model does not tell, by names and numbers, without torch.  Everything else (sizes of
     layers, costs, profiles, facts, small forms for checks) follows from that or from the model that is built.  What the

@@ -1,7 +1,7 @@
 """Least time and memory of many layouts at once: what pricing says of equal stages, over arrays.
 
-The same costs of blocks and collectives as in `weft.planning.price`, with stages taken for equal (but for whole blocks), buckets
-that cost nothing to fill, and memory at the least that rounding may leave.
+The same costs of blocks and collectives as in `weft.planning.price`, with stages taken for equal (but for whole
+blocks), buckets that cost nothing to fill, and memory at the least that rounding may leave.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ _NO_SECONDS = 1e-30
 
 
 class StageBlocks(NamedTuple):
-    """Blocks of stages and ranks as `weft.config.plan.balanced_cuts` makes them, by row: exact where all blocks cost the same
-    and the stem less than one; else about as many."""
+    """Blocks of stages and ranks as `weft.config.plan.balanced_cuts` makes them, by row: exact where all blocks cost
+    the same and the stem less than one; else about as many."""
 
     first: Floats
     """Blocks of the first stage, and of any but the last at least."""

@@ -1,4 +1,5 @@
-"""What data ranks send for gradients and weights that lie in buckets, under ZeRO-0, 1 and 2 (`weft.techniques.data.gradient_reducer`)."""
+"""What data ranks send for gradients and weights that lie in buckets, under ZeRO-0, 1 and 2
+(`weft.techniques.data.gradient_reducer`)."""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ def sends(share: ModelShare, frame: Frame, axis: str, members: int, count: int, 
 
 
 def between_replicas(share: ModelShare, members: Sequence[HeldParameter]) -> Iterator[RankSend]:
-    """Yield the sums over copies of ZeRO-3's shards, made storage by storage (`weft.techniques.compression.replicas`)."""
+    """Yield the sums over copies of ZeRO-3's shards, made storage by storage
+    (`weft.techniques.compression.replicas`)."""
     from weft.techniques.zero.cuts import shard_shape  # where weights are cut
 
     here = [(held, rows) for held in members if (rows := shard_shape(share, held))[0]]

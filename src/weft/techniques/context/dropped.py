@@ -1,8 +1,8 @@
 """Which probabilities of attention are dropped, for any queries and keys of whole samples.
 
-`nn.Dropout` over (samples, heads, queries, keys) draws by sample, layer and element (`techniques/randomness/keyed_dropout.py`).  Ranks
-that share a sequence have some of its queries, and see the keys of one rank at a time: they draw of the same mask what
-they need of it.
+`nn.Dropout` over (samples, heads, queries, keys) draws by sample, layer and element
+(`techniques/randomness/keyed_dropout.py`). Ranks that share a sequence have some of its queries, and see the keys of
+one rank at a time: they draw of the same mask what they need of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What data ranks send under ZeRO-3: weights gathered unit by unit, gradients scattered (`weft.techniques.zero.sharded_weights`)."""
+"""What data ranks send under ZeRO-3: weights gathered unit by unit, gradients scattered
+(`weft.techniques.zero.sharded_weights`)."""
 
 from __future__ import annotations
 

@@ -266,10 +266,10 @@ class _Used:
 class FullyShardedStore:
     """The gradients that `fully_shard` reduces, as shards.
 
-    `members` are the parameters as they were before sharding, by the name they have in their part.  With `compression`,
+    `members` are the parameters as they were before sharding, by the name they have in their part. With `compression`,
     the sum over the replicate axis is made here, in storages of `storage_bytes`, and `apply_zero3` must leave it out.
-    `reduce_rounds` is in how many of a step's last microbatches gradients are reduced (`weft.config.plan.reduction_rounds`);
-    those of earlier ones stay whole until then.
+    `reduce_rounds` is in how many of a step's last microbatches gradients are reduced
+    (`weft.config.plan.reduction_rounds`); those of earlier ones stay whole until then.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""What optimizers that look at whole parameters sum over the ranks that hold their parts (`weft.run.engine.optimizers`)."""
+"""What optimizers that look at whole parameters sum over the ranks that hold their parts
+(`weft.run.engine.optimizers`)."""
 
 from __future__ import annotations
 

@@ -113,7 +113,8 @@ def _bare(known: _Known) -> str:
 
 
 class _Limits:
-    """How far a plan may be from plain PyTorch (as `weft.verify.numerics` judges one process in fp64 beside another)."""
+    """How far a plan may be from plain PyTorch (as `weft.verify.numerics` judges one process in fp64 beside
+    another)."""
 
     def __init__(
         self, known: Sequence[_Known], losses: Sequence[float], noise: Sequence[float], precision: str

@@ -98,8 +98,7 @@ def test_ranks_see_the_batches_of_one_process(ranks: RankPool, world: int) -> No
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-WORKERS =
-"""
+WORKERS = """
 import weft
 from own_loops import PLANS, Hands
 from test_own_loop_data import gone_through

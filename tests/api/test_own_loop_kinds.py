@@ -129,8 +129,7 @@ def test_autocast_of_the_loop(ranks: RankPool, name: str) -> None:
         close(found, expected, 1e-2)
 
 
-COMPILED =
-"""
+COMPILED = """
 import sys
 from functools import partial
 

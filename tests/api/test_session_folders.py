@@ -24,8 +24,7 @@ from weft.run.checkpoint import SaveError
 
 ROWS = torch.arange(64.0, dtype=torch.float64).view(16, 4) / 64
 
-HOLD =
-"""
+HOLD = """
 import sys, time
 sys.path[:0] = [{tests!r}]
 from test_session_folders import train

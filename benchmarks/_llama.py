@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.config.recipe import DecoderShape
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.model.reference.decoder import build_decoder
 from weft.techniques.core import ModelLayout, ParameterLayout, materialise
 

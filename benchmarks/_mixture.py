@@ -17,7 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from benchmarks._handwritten import adamw, step_of
 from benchmarks._llama import POOL, SEED, rank, samples_of, world_size
 from benchmarks._weft import LEARNING_RATE, shared_pool
-from weft.comm import Mesh, backend_for
+from weft.comm.device import backend_for
+from weft.comm.mesh import Mesh
 from weft.comm.shared_memory import register_shared_memory_backend
 from weft.comm.telemetry import Recorder
 from weft.config.plan import (
@@ -30,7 +31,8 @@ from weft.config.plan import (
     parse_plan,
 )
 from weft.config.recipe import BatchRecipe, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
-from weft.model import Blueprint, build_model
+from weft.model.blueprint import Blueprint
+from weft.model.build import build_model
 from weft.run.engine import create_training
 from weft.techniques.core import ModelLayout, ParameterLayout, materialise
 from weft.techniques.expert import exchange, runtime

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.comm import GroupView, Wait
 from weft.comm.algorithms import ALGORITHMS, BUILT_IN, Arrangement, defines, table_to_json
+from weft.comm.mesh import GroupView
+from weft.comm.reduce import Wait
 from weft.comm.selector import (
     ChosenCollectives,
     discover_nodes,

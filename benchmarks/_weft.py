@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks._llama import POOL, SEED, pool_of, samples_of, shape_of, world_size
-from weft.comm import Mesh, backend_for
+from weft.comm.device import backend_for
+from weft.comm.mesh import Mesh
 from weft.comm.shared_memory import register_shared_memory_backend
 from weft.comm.telemetry import Recorder
 from weft.config.plan import (

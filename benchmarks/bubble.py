@@ -22,9 +22,11 @@ from benchmarks._llama import rank, world_size
 from benchmarks._options import options_parser
 from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._statistics import summary
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import MeshPlan, PipelineParallelPlan, Plan, Schedule
-from weft.model import Batch, Blueprint, CutTable, token_loss
+from weft.model.blueprint import Batch, Blueprint
+from weft.model.families import CutTable
+from weft.model.losses import token_loss
 from weft.techniques.core import StepContext
 from weft.techniques.pipeline.cost import bubble_seconds
 from weft.techniques.pipeline.orders import Action, schedule_orders, simulate

@@ -20,7 +20,7 @@ import torch
 from benchmarks._options import options_parser
 from benchmarks._results import Goal, log, machine, versions, write_result
 from weft.analysis.blueprint import build_blueprint
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import Plan, parse_plan
 from weft.config.recipe import parse_recipe
 from weft.model.stored import Box, StoredTensor, stored_tensors

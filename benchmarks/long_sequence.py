@@ -22,7 +22,7 @@ from benchmarks._options import options_parser
 from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._statistics import spread
 from benchmarks._weft import LEARNING_RATE, create
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.comm.telemetry import CollectiveLog
 from weft.config.plan import (
     ComputePlan,

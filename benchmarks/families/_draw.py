@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from benchmarks.families._kinds import Family, families_of
 from benchmarks.families._samples import samples_of
 from benchmarks.families._small import SIZES, small_settings
-from weft.model import seeded
+from weft.model.seeding import seeded
 
 COUNTS: Mapping[str, int] = {
     "decoder": 15,

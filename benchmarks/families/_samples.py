@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.families._small import IMAGE, LENGTH
-from weft.model import class_loss, token_loss
+from weft.model.losses import class_loss, token_loss
 
 Loss = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, Tensor]]
 Fields = dict[str, tuple[tuple[int, ...], torch.dtype]]

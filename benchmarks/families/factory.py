@@ -10,7 +10,8 @@ from transformers import AutoConfig
 
 from benchmarks.families._draw import construct
 from benchmarks.families._samples import Samples, samples_of, with_image
-from weft.model import Blueprint, class_loss
+from weft.model.blueprint import Blueprint
+from weft.model.losses import class_loss
 
 
 def build(folder: str, auto: str) -> Blueprint:

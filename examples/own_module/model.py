@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.model import Blueprint, CutTable, SplitRule, token_loss
+from weft.model.blueprint import Blueprint
+from weft.model.families import CutTable, SplitRule
+from weft.model.losses import token_loss
 
 
 class Mixer(nn.Module):

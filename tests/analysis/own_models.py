@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.model import Batch, Blueprint, token_loss
+from weft.model.blueprint import Batch, Blueprint
+from weft.model.losses import token_loss
 
 VOCABULARY, LENGTH, WIDTH, HEADS = 48, 6, 16, 4
 

@@ -22,9 +22,11 @@ from weft.config.recipe import (
     RunRecipe,
 )
 from weft.errors import RecipeError
-from weft.model import Blueprint, build_reference, class_loss
+from weft.model.blueprint import Blueprint
+from weft.model.build import build_reference
 from weft.model.description import profile_of
 from weft.model.hf import build_hf
+from weft.model.losses import class_loss
 from weft.model.profile import Block, Operator, Profile
 
 SHAPES = {

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from weft.analysis import Proposal, find_cut, look, look_at_experts, propose_split
 from weft.config.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
-from weft.model import Blueprint, build_model, class_loss, token_example, token_loss
+from weft.model.blueprint import Blueprint
+from weft.model.build import build_model
+from weft.model.examples import token_example
+from weft.model.losses import class_loss, token_loss
 
 Step = Callable[[Tensor], Tensor]
 CHANNELS = 8

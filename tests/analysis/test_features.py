@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.analysis import look, look_at_features
-from weft.model import Blueprint, token_example, token_loss
+from weft.model.blueprint import Blueprint
+from weft.model.examples import token_example
+from weft.model.losses import token_loss
 
 VOCABULARY, LENGTH, WIDTH, HEADS = 48, 6, 16, 4
 

@@ -15,7 +15,9 @@ from weft.analysis.blueprint import build_blueprint
 from weft.config.plan import MeshPlan, MicrobatchPlan, Plan, check_plan
 from weft.config.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe, SplitKind
 from weft.errors import PlanError
-from weft.model import Blueprint, SplitRule, class_loss
+from weft.model.blueprint import Blueprint
+from weft.model.families import SplitRule
+from weft.model.losses import class_loss
 from weft.run.worker import facts_of_blueprint
 
 Step = Callable[["Pair", Tensor], Tensor]

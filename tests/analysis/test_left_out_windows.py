@@ -12,7 +12,10 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from weft.analysis import SharedSequence, find_shared_sequence
 from weft.config.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
-from weft.model import Blueprint, build_model, token_example, token_loss
+from weft.model.blueprint import Blueprint
+from weft.model.build import build_model
+from weft.model.examples import token_example
+from weft.model.losses import token_loss
 
 LENGTH, WIDTH, HEADS = 12, 8, 2
 SMALL = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": HEADS, "vocab_size": 32}

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.analysis import SharedSequence, find_shared_sequence
-from weft.model import Blueprint, token_example, token_loss
+from weft.model.blueprint import Blueprint
+from weft.model.examples import token_example
+from weft.model.losses import token_loss
 
 LENGTH, WIDTH, EXPERTS, FFN = 12, 8, 4, 6
 Routed = tuple[Tensor, Tensor]

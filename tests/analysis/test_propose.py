@@ -13,7 +13,9 @@ from pool import RankPool
 from weft.analysis import Proposal, propose_split
 from weft.config.plan import ComputePlan, MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
-from weft.model import Blueprint, SplitRule, build_model
+from weft.model.blueprint import Blueprint
+from weft.model.build import build_model
+from weft.model.families import SplitRule
 from weft.verify.numerics import TOLERANCES, Trial, assemble, compare, one_process, run_trial
 
 STEPS = 2

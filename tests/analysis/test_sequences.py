@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weft.analysis import SharedSequence, find_shared_sequence
-from weft.model import Blueprint, token_example, token_loss
+from weft.model.blueprint import Blueprint
+from weft.model.examples import token_example
+from weft.model.losses import token_loss
 
 LENGTH, WIDTH, HEADS = 12, 8, 2
 Step = Callable[["Model", Tensor], Tensor]

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.analysis import SharedSequence, find_shared_sequence
-from weft.model import Blueprint, token_example, token_loss
+from weft.model.blueprint import Blueprint
+from weft.model.examples import token_example
+from weft.model.losses import token_loss
 
 LENGTH, WIDTH, HEADS = 12, 8, 2
 Attend = Callable[["Attention", Tensor, Tensor, Tensor], Tensor]

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from weft.config.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
-from weft.model import CutTable
+from weft.model.families import CutTable
 
 __all__ = [
     "CUT",

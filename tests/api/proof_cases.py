@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from weft.config.plan import ComputePlan, DataParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan
-from weft.model import CutTable
+from weft.model.families import CutTable
 
 WIDTH, CLASSES, ROWS, BATCH = 8, 4, 48, 8
 CUT = CutTable(entry="stem", blocks=("blocks.0", "blocks.1"), tail=("head",))

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import weft
 from weft.config.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.errors import CheckpointError, DataError, RecipeError, WeftError
-from weft.model import CutTable
+from weft.model.families import CutTable
 
 BATCH = 12
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 import weft
 from weft.config.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.errors import DataError
-from weft.model import CutTable
+from weft.model.families import CutTable
 
 WORDS, CLASSES, ROWS, BUDGET = 17, 3, 41, 24
 LARGEST = 8

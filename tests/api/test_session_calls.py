@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import weft
 from weft.config.plan import ComputePlan, DataParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.errors import PlanError
-from weft.model import CutTable
+from weft.model.families import CutTable
 
 BATCH, WIDTH, P = 8, 12, 0.5
 

@@ -23,7 +23,7 @@ from weft.config.plan import (
     Plan,
 )
 from weft.errors import PlanError
-from weft.model import CutTable
+from weft.model.families import CutTable
 
 BATCH, WIDTH, TOKENS = 8, 8, 4
 

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from weft.config.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.errors import RecipeError
-from weft.model import CutTable
+from weft.model.families import CutTable
 
 STEPS = 4
 

@@ -14,7 +14,7 @@ from test_session_traps import BATCH, loss_fn, plan_for, prepared, session_of
 from torch import Tensor, nn
 
 from weft.config.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
-from weft.model import CutTable
+from weft.model.families import CutTable
 
 STEPS, FROZEN, THAWED = 8, 2, 5
 """Steps in all; some parameters are frozen after two, and thawed after five; others from the beginning, until then."""

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.errors import PlanError
-from weft.model import Batch, Blueprint
+from weft.model.blueprint import Batch, Blueprint
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.checkpoint.export import export_checkpoint
 from weft.run.data import rank_range

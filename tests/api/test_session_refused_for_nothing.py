@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import weft
 from weft.config.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.errors import PlanError, RecipeError
-from weft.model import CutTable
+from weft.model.families import CutTable
 
 BATCH, STEPS = 8, 3
 LENGTH, WIDTH = 5, 16

@@ -21,7 +21,7 @@ import weft
 from weft.config.document import JsonObject
 from weft.config.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.errors import CheckpointError, CollectiveError, DataError, PlanError, RecipeError
-from weft.model import CutTable
+from weft.model.families import CutTable
 
 BATCH, WIDTH, CLASSES = 12, 6, 3
 

@@ -28,7 +28,7 @@ from torch.utils.data import (
 import weft
 from weft.config.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.errors import CheckpointError, DataError, RecipeError
-from weft.model import CutTable
+from weft.model.families import CutTable
 
 BATCH = 8
 

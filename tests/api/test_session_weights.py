@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from weft.config.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
-from weft.model import CutTable
+from weft.model.families import CutTable
 
 
 def sizes_between_steps(zero: int, folder: str) -> set[bool]:

@@ -19,7 +19,7 @@ from battery_programs import Program, drawn
 from battery_runs import SETTINGS, Found, difference, play
 from pool import ECHOES, RankError, RankPool
 
-from weft.comm import forget_meshes
+from weft.comm.device import forget_meshes
 from weft.errors import CollectiveError, WeftError
 
 HANGS_SECONDS = 30.0

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import weft
 from weft.config.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
-from weft.model import CutTable
+from weft.model.families import CutTable
 
 STEPS = 4
 HELD_OUT = {"size": 10, "seed": 1}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm import all_gather_single, reduce_scatter_single
+from weft.comm.device import all_gather_single, reduce_scatter_single
 from weft.comm.shared_memory import shared_memory_group
 from weft.comm.shared_memory.group import SharedMemoryGroup
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from shared_memory_jobs import traces
 
-from weft.comm._rendezvous import Rendezvous
+from weft.comm.rendezvous import Rendezvous
 from weft.comm.shared_memory import register_shared_memory_backend, shared_memory_group
 from weft.comm.shared_memory._handshake import Handshake
 from weft.comm.shared_memory.engine import Engine, Manner

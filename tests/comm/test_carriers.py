@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 
-from weft.comm import GroupView, collectives_for
 from weft.comm.algorithms import find_table, keep_table
+from weft.comm.mesh import GroupView
 from weft.comm.messages import Messenger
+from weft.comm.pick import collectives_for
 from weft.comm.selector import measure_table
 from weft.comm.shared_memory import shared_memory_group
 from weft.errors import CollectiveError

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.techniques.compression.codecs import CodecSpec, CompressedReduction, Frame, ParameterSpan, SignSGD
 from weft.techniques.compression.codecs.randomk import drawn_places
 from weft.techniques.compression.wire import count_of

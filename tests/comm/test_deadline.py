@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 
-from weft.comm import BackendKind, GroupView, Mesh
+from weft.comm.device import BackendKind
+from weft.comm.mesh import GroupView, Mesh
 from weft.comm.messages import Messenger
 from weft.comm.selector import ChosenCollectives
 from weft.comm.shared_memory import shared_memory_group

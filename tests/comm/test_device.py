@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 
-from weft.comm import (
+from weft.comm.device import (
     all_gather_single,
     backend_for,
     device_for_rank,

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from pool import RankPool
 from torch import Tensor
 
-from weft.comm import GroupView
 from weft.comm.algorithms import ALGORITHMS, flat
+from weft.comm.mesh import GroupView
 from weft.comm.messages import Messenger
 from weft.errors import CollectiveError
 

@@ -16,8 +16,8 @@ from pool import RankPool
 from test_messages import CASES, TYPES, expected, region, values, world_view
 from torch import Tensor
 
-from weft.comm import GroupView
 from weft.comm.algorithms import ALGORITHMS, Arrangement, find_algorithm, flat
+from weft.comm.mesh import GroupView
 from weft.comm.messages import Messenger
 from weft.comm.watched_group import WATCHED_GLOO, WatchedGroup, register_watched_backend
 from weft.config.cluster import Collective

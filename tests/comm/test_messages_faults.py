@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from pool import RankError, RankPool, listening_ports
 
-from weft.comm import GroupView
 from weft.comm.algorithms import Arrangement, flat
+from weft.comm.mesh import GroupView
 from weft.comm.messages import Messenger
 from weft.comm.watched_group import WATCHED_GLOO, WatchedGroup, register_watched_backend
 from weft.errors import CollectiveError

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from pool import RankError, RankPool
 
-from weft.comm import GroupView
 from weft.comm._failure_table import FailureReport, FailureTable
+from weft.comm.mesh import GroupView
 from weft.comm.messages import Messenger
 from weft.errors import CollectiveError
 

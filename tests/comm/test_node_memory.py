@@ -23,11 +23,11 @@ from pool import RankError, RankPool
 from test_messages import TYPES, cases, expected, region, uneven, values, world_view
 from test_messages_missing import DEADLINE, PATIENT, SLACK
 
-from weft.comm import collectives_for
 from weft.comm._execute import PreparedCollective, execute
 from weft.comm._program import ElementStep
 from weft.comm.algorithms import Arrangement, build_schedule, flat
 from weft.comm.messages import Messenger
+from weft.comm.pick import collectives_for
 from weft.comm.selector import ChosenCollectives, NodeMemory, share_node_memory
 from weft.errors import CollectiveError
 

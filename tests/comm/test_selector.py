@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 
-from weft.comm import Collectives, GroupView, _choose, collectives_for
+from weft.comm import _choose
 from weft.comm._choose import drift_of
 from weft.comm._hosts import arrange_hosts
 from weft.comm.algorithms import (
@@ -33,6 +33,9 @@ from weft.comm.algorithms import (
     table_to_json,
     tables_of_others,
 )
+from weft.comm.flat import Collectives
+from weft.comm.mesh import GroupView
+from weft.comm.pick import collectives_for
 from weft.comm.selector import SIZES, ChosenCollectives, discover_nodes, measure_table, probe_links, share_table
 from weft.errors import CollectiveError, PlanError
 

@@ -25,7 +25,8 @@ from shared_memory_jobs import (
     traces,
 )
 
-from weft.comm import Mesh, start_all_gather, start_all_reduce, start_reduce_scatter
+from weft.comm.mesh import Mesh
+from weft.comm.reduce import start_all_gather, start_all_reduce, start_reduce_scatter
 from weft.comm.shared_memory import shared_memory_group
 from weft.config.plan import MeshPlan
 from weft.errors import CollectiveError

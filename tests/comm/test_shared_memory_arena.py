@@ -17,7 +17,8 @@ import torch.distributed as dist
 from pool import RankPool
 from shared_memory_jobs import data_of, everyones, reduced, same, traces
 
-from weft.comm import GroupView, new_flat
+from weft.comm.memory import new_flat
+from weft.comm.mesh import GroupView
 from weft.comm.shared_memory import _handshake, shared_memory_group
 from weft.comm.shared_memory._segment import create_segment
 from weft.comm.shared_memory.engine import REBUILD, Engine, load_library, prepare

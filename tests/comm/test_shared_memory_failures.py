@@ -22,7 +22,7 @@ from pool import RankError, RankPool
 from shared_memory_jobs import group, traces
 from torch import Tensor
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.comm.shared_memory import shared_memory_group
 from weft.config.plan import MeshPlan
 from weft.errors import CollectiveError

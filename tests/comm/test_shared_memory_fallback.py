@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 
-from weft.comm import runs_on_gloo
 from weft.comm._process import boot_id
+from weft.comm.device import runs_on_gloo
 from weft.comm.shared_memory import register_shared_memory_backend, shared_memory_group
 from weft.comm.shared_memory._segment import Unreachable, create_segment, open_segment
 

@@ -23,8 +23,7 @@ from pool import RankError, RankPool
 from shared_memory_jobs import data_of, group, same, traces
 from torch import Tensor
 
-from weft.comm import TraceEvent
-from weft.comm.watch import Watch
+from weft.comm.watch import TraceEvent, Watch
 from weft.errors import CollectiveError
 
 WEFT = "cpu:weft"

@@ -24,7 +24,7 @@ from shared_memory_phases import (
 )
 
 from weft.comm._process import Process
-from weft.comm._rendezvous import Rendezvous
+from weft.comm.rendezvous import Rendezvous
 from weft.errors import CollectiveError
 
 WEFT = "cpu:weft"

@@ -19,19 +19,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from weft.comm import (
-    Mesh,
-    TraceEvent,
-    all_gather_single,
-    hold,
-    reduce_scatter_single,
-    start_all_gather,
-    start_reduce_scatter,
-)
 from weft.comm.algorithms import parse_choices
+from weft.comm.device import all_gather_single, reduce_scatter_single
+from weft.comm.mesh import Mesh
+from weft.comm.reduce import start_all_gather, start_reduce_scatter
 from weft.comm.selector import ChosenCollectives
 from weft.comm.shared_memory import shared_memory_group
-from weft.comm.watched_group import WatchedGroup
+from weft.comm.watch import TraceEvent
+from weft.comm.watched_group import WatchedGroup, hold
 from weft.config.plan import MeshPlan
 from weft.errors import CollectiveError
 from weft.techniques.compression.codecs._exchange import start_all_to_all

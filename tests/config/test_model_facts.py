@@ -22,7 +22,8 @@ from weft.config.recipe import (
     RunRecipe,
 )
 from weft.errors import RecipeError
-from weft.model import Blueprint, build_model
+from weft.model.blueprint import Blueprint
+from weft.model.build import build_model
 from weft.model.description import facts_of, profile_of
 
 SIZES: dict[str, Any] = {

@@ -97,7 +97,7 @@ def test_the_export_loads_in_transformers_with_equal_logits(home: Path, trained:
 
     from weft.api import load_module
     from weft.config.recipe import load_recipe
-    from weft.model import build_model
+    from weft.model.build import build_model
 
     assert trained.status == 0, trained.text
     run = home / "runs" / "whole"

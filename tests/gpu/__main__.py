@@ -17,7 +17,7 @@ import gpu_suite  # noqa: E402
 import torch  # noqa: E402
 from gpu_report import Report  # noqa: E402
 
-from weft.comm import device_for_rank  # noqa: E402
+from weft.comm.device import device_for_rank  # noqa: E402
 
 
 def main() -> int:

@@ -15,7 +15,8 @@ import torch
 from pool import RankPool
 from torch import Tensor
 
-from weft.comm import Mesh, device_for_rank
+from weft.comm.device import device_for_rank
+from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.plan import (
     ComputePlan,
@@ -43,7 +44,7 @@ from weft.config.recipe import (
     Recipe,
     RunRecipe,
 )
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.model.description import facts_of
 from weft.run.engine import create_training
 from weft.verify.numerics import TOLERANCES, Trial, assemble, compare, one_process, run_trial

@@ -21,22 +21,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from weft.comm import (
-    GroupView,
-    Mesh,
-    all_gather_shards,
-    memory_bytes,
-    peak_memory_bytes,
-    reduce_scatter_shards,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-    synchronize,
-)
+from weft.comm.collectives import all_gather_shards, reduce_scatter_shards
+from weft.comm.device import memory_bytes, peak_memory_bytes, synchronize
+from weft.comm.mesh import GroupView, Mesh
+from weft.comm.reduce import start_all_gather, start_all_reduce, start_reduce_scatter
 from weft.comm.telemetry import Recorder
 from weft.config.plan import ComputePlan, DataParallelPlan, MemoryPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.model.description import profile_of
 from weft.model.reference.decoder import build_decoder
 from weft.planning.price import Layout, Memories

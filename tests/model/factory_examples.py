@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.config.recipe import MlpShape
-from weft.model import Blueprint, build_reference
+from weft.model.blueprint import Blueprint
+from weft.model.build import build_reference
 
 number = 3
 

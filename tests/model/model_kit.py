@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.config.recipe import ConvNetShape, DecoderShape, EncoderShape, MlpShape, ModelRecipe
-from weft.model import Blueprint, build_reference
+from weft.model.blueprint import Blueprint
+from weft.model.build import build_reference
 from weft.model.hf import build_hf
 from weft.techniques.core import ModelLayout, ParameterLayout, Split
 from weft.techniques.core.materialise import materialise

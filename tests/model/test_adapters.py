@@ -20,7 +20,7 @@ from weft.api import load_module
 from weft.config.plan import parse_plan
 from weft.config.recipe import AdapterRecipe, Recipe, parse_recipe
 from weft.errors import PlanError, RecipeError
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.verify.dry_run import rehearse_world
 
 peft: Any = pytest.importorskip("peft", reason="the package peft is not installed: `make setup` does")

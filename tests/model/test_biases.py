@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.model import Blueprint, token_example, token_loss
 from weft.model.attention.place_biases import Added, joined
 from weft.model.attention.sample_biases import BiasesOfRank, WholeBiases
+from weft.model.blueprint import Blueprint
+from weft.model.examples import token_example
+from weft.model.losses import token_loss
 
 WIDTH, HEADS = 8, 2
 

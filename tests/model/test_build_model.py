@@ -11,7 +11,8 @@ from model_kit import REFERENCES, hf_config, real
 
 from weft.config.recipe import BatchRecipe, DataRecipe, ModelRecipe, Recipe, RunRecipe
 from weft.errors import RecipeError
-from weft.model import build_model, class_loss, token_loss
+from weft.model.build import build_model
+from weft.model.losses import class_loss, token_loss
 
 
 def recipe(model: ModelRecipe, **data: Any) -> Recipe:

@@ -9,7 +9,7 @@ import torch
 from model_kit import build_family, real
 
 from weft.errors import RecipeError
-from weft.model import logits_of
+from weft.model.blueprint import logits_of
 from weft.model.reference.generate import generate, next_tokens
 
 PROMPT = torch.tensor([[1, 2, 3], [4, 5, 6]])

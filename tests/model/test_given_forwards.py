@@ -17,7 +17,8 @@ from weft.analysis import look, look_at_tokens, propose_split
 from weft.analysis.blueprint import build_blueprint
 from weft.config.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
 from weft.errors import RecipeError
-from weft.model import Blueprint, build_model
+from weft.model.blueprint import Blueprint
+from weft.model.build import build_model
 
 VOCABULARY, TOKENS = 64, 8
 
@@ -105,7 +106,7 @@ def build(change: str, head: str | None = None) -> Blueprint:
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     CHANGES[change](model)
-    from weft.model import token_loss
+    from weft.model.losses import token_loss
 
     return Blueprint(
         module=model, inputs={"input_ids": "tokens"}, loss=token_loss, initialise=None, vocabulary_size=VOCABULARY,

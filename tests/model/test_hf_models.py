@@ -15,7 +15,9 @@ from safetensors.torch import save_file
 from weft.analysis.blueprint import build_blueprint
 from weft.config.recipe import DecoderShape, ModelRecipe, parse_recipe
 from weft.errors import RecipeError
-from weft.model import Blueprint, FoundCut, build_reference, logits_of
+from weft.model.blueprint import Blueprint, logits_of
+from weft.model.build import build_reference
+from weft.model.families import FoundCut
 from weft.model.hf import build_hf
 from weft.verify.numerics import KeptWide
 

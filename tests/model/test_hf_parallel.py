@@ -10,7 +10,7 @@ import torch
 from model_kit import CPU, batch_of, build_family
 from torch import Tensor
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan
 from weft.techniques.build import parallelize
 from weft.techniques.core import ParameterLayout

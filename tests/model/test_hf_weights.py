@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import ModelRecipe
 from weft.errors import RecipeError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.model import Batch, Blueprint
+from weft.model.blueprint import Batch, Blueprint
 from weft.techniques.data.find_whole_batch import find_whole_batch
 
 

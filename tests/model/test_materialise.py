@@ -11,7 +11,8 @@ import torch
 from model_kit import CPU, HF_FAMILIES, REFERENCES, build_family, layout_by_hand, real, split_by_hand, stage_by_hand
 from torch import nn
 
-from weft.model import Blueprint, build_reference
+from weft.model.blueprint import Blueprint
+from weft.model.build import build_reference
 from weft.techniques.core import ModelLayout, materialise
 
 

@@ -13,7 +13,7 @@ from model_kit import real
 from weft.analysis import describe
 from weft.config.recipe import DecoderShape
 from weft.errors import RecipeError
-from weft.model import build_reference
+from weft.model.build import build_reference
 from weft.model.description import description_of_shape, shrink_shape
 
 SIZES: dict[str, Any] = {

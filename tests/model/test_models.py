@@ -12,7 +12,9 @@ from torch import Tensor
 
 from weft.config.recipe import DecoderShape, EncoderShape
 from weft.errors import RecipeError
-from weft.model import Blueprint, build_reference, class_loss, logits_of, loss_by_name, regression_loss, token_loss
+from weft.model.blueprint import Blueprint, logits_of
+from weft.model.build import build_reference
+from weft.model.losses import class_loss, loss_by_name, regression_loss, token_loss
 
 FAMILIES = (*REFERENCES, *HF_FAMILIES)
 

@@ -19,7 +19,7 @@ from weft.analysis.blueprint import build_blueprint
 from weft.api import load_module
 from weft.config.recipe import BaseKind
 from weft.errors import PlanError, RecipeError
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.model.quantised import QuantisedLinear
 
 peft: Any = pytest.importorskip("peft", reason="the package peft is not installed: `make setup` does")

@@ -16,7 +16,7 @@ from torch import Tensor
 from weft.config.plan import MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, DataRecipe, DataSource, ModelRecipe, Recipe, RunRecipe
 from weft.errors import DataError, RecipeError
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.model.hf import build_hf
 from weft.run.data import data_shape
 from weft.run.data.preparation import prepare_data

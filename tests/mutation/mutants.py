@@ -20,8 +20,8 @@ RULES = ("universal.rules", "python.rules")
 ROOMS = (
     "src/weft/techniques/core",
     *(f"src/weft/techniques/{name}" for name in ("tensor", "pipeline", "recompute", "fused_loss", "compute")),
-    "src/weft/comm/_reduce.py",
-    "src/weft/comm/_collectives.py",
+    "src/weft/comm/reduce.py",
+    "src/weft/comm/collectives.py",
     "src/weft/run/engine/_step.py",
 )
 """Where a mistake changes what a plan computes: the techniques as they run, the reductions, and the step that sums."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.verify.numerics import STEPS, run_trial
 
 _ROOMS = ("/weft/techniques/core/", "/weft/techniques/", "/weft/comm/", "/weft/run/engine/")

@@ -8,11 +8,11 @@ from contextlib import nullcontext
 import breakages
 import torch
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe, learning_rate
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.run.engine import create_training
 from weft.verify.numerics import TrialData
 

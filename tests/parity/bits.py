@@ -14,11 +14,11 @@ from parity_run import Matrix, with_precision, without_traces_of_compiling
 from pool import RankPool
 from torch import Tensor
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.comm.shared_memory import shared_memory_group
 from weft.config.plan import Plan, check_plan, check_runnable
 from weft.config.recipe import Recipe
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.model.description import facts_of
 from weft.techniques.core import Piece
 from weft.verify.numerics import Trial, run_trial

@@ -22,9 +22,12 @@ import wide_breakages
 import written_breakages
 from torch import Tensor, nn
 
-from weft.comm import Collectives, nothing_to_wait_for, shard_of
+from weft.comm.collectives import shard_of
+from weft.comm.flat import Collectives
+from weft.comm.reduce import nothing_to_wait_for
 from weft.config.recipe import Recipe
-from weft.model import Batch, Blueprint, build_model
+from weft.model.blueprint import Batch, Blueprint
+from weft.model.build import build_model
 from weft.run.engine import _step
 from weft.techniques.context import attention, partial, shares, ulysses
 from weft.techniques.context import runtime as context

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.techniques.core import Split
 from weft.techniques.randomness import keyed_dropout as randomness
 from weft.techniques.tensor import channels, cuts, layers

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from weft.analysis import look
 from weft.analysis.blueprint import look_for_blocks
-from weft.model import Blueprint, class_loss
+from weft.model.blueprint import Blueprint
+from weft.model.losses import class_loss
 
 CLASSES, IMAGE = 10, (3, 10, 10)
 

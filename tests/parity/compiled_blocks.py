@@ -22,7 +22,7 @@ from pool import RankPool  # noqa: E402
 
 from weft.config.plan import Plan  # noqa: E402
 from weft.config.recipe import Recipe  # noqa: E402
-from weft.model import build_model  # noqa: E402
+from weft.model.build import build_model  # noqa: E402
 from weft.verify.numerics import run_trial  # noqa: E402
 
 STEPS = 3

@@ -14,10 +14,10 @@ from compressed import ROWS, Memory, Row, no_memory, summed
 from parity_run import Result
 from torch import Tensor, nn
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe, learning_rate
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.run.engine import TrainingState
 from weft.techniques.compression.codecs import CodecSpec, Frame
 from weft.verify.numerics import Trial, TrialData, run_trial

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from weft.model import Batch, Blueprint, CutTable, SplitRule
+from weft.model.blueprint import Batch, Blueprint
+from weft.model.families import CutTable, SplitRule
 
 WIDTH, LENGTH = 8, 5
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from weft.config.recipe import DecoderShape
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.model.reference.decoder import SwiGLU, build_decoder
 from weft.model.reference.mixture import Experts, Mixture, Router
 

@@ -14,7 +14,7 @@ from cells import Cell, plan
 from weft.analysis.blueprint import build_blueprint
 from weft.config.plan import Plan
 from weft.config.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 
 LENGTH = 11
 _SIZES: dict[str, Any] = {

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from weft.analysis.blueprint import build_blueprint
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
-from weft.model import Batch, Blueprint, SplitRule
+from weft.model.blueprint import Batch, Blueprint
+from weft.model.families import SplitRule
 from weft.verify.numerics import Trial, run_trial
 
 FORMS = ("outside", "matmul", "einsum", "linear", "distances", "both ways")

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from weft.analysis.blueprint import look_for_blocks
 from weft.config.recipe import DecoderShape
-from weft.model import Batch, Blueprint, CutTable, FoundCut, Localise, SplitRule, token_example, token_loss
+from weft.model.blueprint import Batch, Blueprint
+from weft.model.examples import token_example
+from weft.model.families import CutTable, FoundCut, Localise, SplitRule
+from weft.model.losses import token_loss
 from weft.model.reference.decoder import build_decoder
 
 NUM_BLOCKS = 4

@@ -23,11 +23,12 @@ from weft.analysis import look, look_at_features, look_at_tokens
 from weft.analysis.blueprint import look_for_blocks
 from weft.config.plan import Plan, check_plan, check_runnable
 from weft.config.recipe import ModelRecipe, Recipe
-from weft.model import Blueprint, build_model
+from weft.model.blueprint import Blueprint
+from weft.model.build import build_model
 from weft.model.description import facts_of
 from weft.run.engine import TrainingState
-from weft.techniques.core.send_trace import Outline
 from weft.techniques.data.gradient_reducer import BucketStore
+from weft.techniques.send_trace import Outline
 from weft.techniques.tensor.mesh_2d.shape import ranks_alike
 from weft.verify.dry_run import outline_of
 from weft.verify.numerics import TOLERANCES, Trial, assemble, compare, one_process, run_trial

@@ -22,7 +22,7 @@ from predicted import unlike_predicted
 
 from weft.config.plan import Plan, check_plan, runnability
 from weft.config.recipe import COMPRESSIONS
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.model.description import facts_of
 from weft.techniques.compression.codecs import Frame
 from weft.verify.dry_run import outline_of

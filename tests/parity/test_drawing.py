@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from weft.config.plan import Plan
 from weft.config.recipe import ModelRecipe, Recipe
 from weft.errors import PlanError
-from weft.model import Batch, Blueprint
+from weft.model.blueprint import Batch, Blueprint
 from weft.verify.numerics import one_process
 
 STEPS = 2
@@ -224,7 +224,7 @@ def test_generators_are_left_as_they_were():
 @pytest.mark.parametrize("dim", [1, 2])
 def test_a_tensor_rank_draws_its_part_of_the_whole(dim: int):
     """Shards of an activation along heads or features, as the ranks of a tensor group hold them."""
-    from weft.comm import GroupView
+    from weft.comm.mesh import GroupView
     from weft.techniques.core import MicrobatchState, StepContext
     from weft.techniques.randomness._draw_trace import DrawLayout
     from weft.techniques.randomness._draw_trace import Draws as Found

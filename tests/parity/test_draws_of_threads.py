@@ -20,7 +20,7 @@ from test_drawing import ALONE, STEPS, recipe_of
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
 from weft.errors import PlanError
-from weft.model import seeded
+from weft.model.seeding import seeded
 from weft.techniques.core import StepContext, without_draws
 
 DRAWS: Mapping[str, Callable[[], object]] = {

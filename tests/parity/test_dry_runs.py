@@ -14,7 +14,8 @@ from cells import Cell
 from parity_run import with_precision
 
 from weft.config.recipe import ModelRecipe, Recipe
-from weft.model import Blueprint, build_model
+from weft.model.blueprint import Blueprint
+from weft.model.build import build_model
 from weft.verify.dry_run import outline_of, rehearse_world
 from weft.verify.program import occasions_of, program_of
 

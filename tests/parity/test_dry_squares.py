@@ -17,7 +17,7 @@ from test_dry_runs import check
 
 from weft.analysis.blueprint import build_blueprint
 from weft.config.recipe import ModelRecipe, Recipe
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 
 GROUPS = {"looked": looked_grids, "wide": wide_grids, "whole": whole_grids, "two_stacks": two_stacks}
 DRAWN = ("wide", "gemma2")

@@ -18,7 +18,7 @@ from pool import RankPool
 from weft.config.plan import check_plan
 from weft.config.recipe import ModelRecipe
 from weft.errors import PlanError
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.model.description import facts_of
 
 STEPS = 6

@@ -16,7 +16,7 @@ from pool import RankPool
 from torch import Tensor
 
 from weft.config.recipe import ModelRecipe, Recipe, learning_rate
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.verify.numerics import TrialData, assemble, compare, one_process
 
 TOLERANCE = 1e-12

@@ -13,7 +13,7 @@ from pool import RankPool
 from weft.config.plan import Plan, check_plan
 from weft.config.recipe import ModelRecipe, Recipe
 from weft.errors import PlanError
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.model.description import facts_of
 from weft.run.worker import facts_of_blueprint
 

@@ -14,7 +14,7 @@ from predicted import unlike_predicted
 
 from weft.config.plan import Plan
 from weft.config.recipe import ModelRecipe, Recipe
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.verify.dry_run import outline_of
 
 STEPS = 3

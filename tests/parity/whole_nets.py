@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from wide_nets import LENGTH, VOCABULARY, WIDTH, Attention, Norm
 
-from weft.model import Blueprint, token_example, token_loss
+from weft.model.blueprint import Blueprint
+from weft.model.examples import token_example
+from weft.model.losses import token_loss
 
 EXPERTS, TOP = 6, 2
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.techniques.core.grid import GridSplit
 from weft.techniques.fused_loss import vocabulary
 from weft.techniques.randomness import draws

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.model import Blueprint, token_example, token_loss
+from weft.model.blueprint import Blueprint
+from weft.model.examples import token_example
+from weft.model.losses import token_loss
 
 VOCABULARY, LENGTH, WIDTH, HEADS = 48, 6, 16, 4
 

@@ -301,7 +301,7 @@ def _call(job: _Job) -> Any:
     import torch
     import torch.distributed as dist
 
-    from weft.comm import forget_meshes
+    from weft.comm.device import forget_meshes
     from weft.comm.shared_memory import register_shared_memory_backend
 
     torch.set_num_threads(1)

@@ -16,7 +16,8 @@ from weft.analysis._split_kinds import SplitKinds
 from weft.analysis.trace._events import Event, Trace, Value
 from weft.analysis.trace._graph import Graph, WrittenAttention, kind_of, written_attentions
 from weft.analysis.trace._trace import LOSS, trace
-from weft.model import Blueprint, FoundCut
+from weft.model.blueprint import Blueprint
+from weft.model.families import FoundCut
 from weft.model.profile import Block, Operator, OperatorSplit, Profile
 
 

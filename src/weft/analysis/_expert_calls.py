@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
 from weft.analysis.trace._fused import FusedCall
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.model.stacked import ExpertStack, num_stacked, prove_stacks
 
 

@@ -22,7 +22,8 @@ from weft.analysis.trace._graph import MATMULS, Graph
 from weft.analysis.trace._modes import first_difference, trace_evaluation
 from weft.analysis.trace._trace import SAMPLES, trace
 from weft.errors import RecipeError
-from weft.model import Blueprint, Crossing, FoundCut
+from weft.model.blueprint import Blueprint
+from weft.model.families import Crossing, FoundCut
 from weft.model.meta_forward import copy_on_meta
 
 _INNER = -1

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from weft.analysis.trace._events import Trace
 from weft.analysis.trace._trace import Mode, trace
 from weft.errors import RecipeError
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.model.meta_forward import copy_on_meta
 
 

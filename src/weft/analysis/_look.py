@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.analysis.tensor_split._proposal import Proposal
 from weft.analysis.tensor_split._propose import propose_split
 from weft.errors import RecipeError
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.model.families import found_split_note
 
 _SHOWN = 2

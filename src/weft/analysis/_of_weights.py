@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from weft.analysis._holding import holding_of
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.model.profile import Block, Operator, Profile
 
 

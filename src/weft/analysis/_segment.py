@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from weft.analysis.trace._events import Event, Trace
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 
 STEM = -1
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from weft.analysis.trace._events import Event, Value
 from weft.analysis.trace._graph import Graph, WrittenAttention, kind_of
 from weft.config.recipe import SplitKind
-from weft.model import Blueprint, SplitRule
+from weft.model.blueprint import Blueprint
+from weft.model.families import SplitRule
 from weft.model.profile import OperatorSplit
 
 _CHANNELS: Mapping[SplitKind, OperatorSplit] = {"channel_out": "column", "channel_in": "row"}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from weft.model import Blueprint, FoundCut
+from weft.model.blueprint import Blueprint
+from weft.model.families import FoundCut
 from weft.model.meta_forward import glob_of
 from weft.techniques.pipeline.stages import stage_of
 

@@ -13,7 +13,8 @@ from torch import nn
 from weft.api._batch_shape import BatchShape
 from weft.config.recipe import SplitKind
 from weft.errors import CheckpointError, DataError, LaunchError, PlanError, RecipeError, did_you_mean
-from weft.model import CutTable, SplitRule, require_matches
+from weft.model.families import CutTable, SplitRule
+from weft.model.patterns import require_matches
 from weft.run.data.preparation import path_of
 
 _DEVICES = ("auto", "cpu", "cuda")

@@ -15,7 +15,7 @@ from weft.analysis.blueprint import build_blueprint
 from weft.config.cluster import Cluster, KnownMachine, known_machine
 from weft.config.recipe import Recipe
 from weft.errors import RecipeError
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.model.description import Description, description_of, store, stored
 from weft.model.families import Tables
 from weft.run.launch import RankInfo

@@ -19,7 +19,7 @@ from weft.api._batch_shape import FILLER, BatchShape, taken_apart
 from weft.api._user_batches import UserBatch, fields_of
 from weft.config.plan import Plan
 from weft.errors import DataError
-from weft.model import Batch, Blueprint
+from weft.model.blueprint import Batch, Blueprint
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch import nn
 
 from weft.api._trials_of_batch import Trials, is_costly
 from weft.config.plan import Plan
-from weft.model import Batch
+from weft.model.blueprint import Batch
 
 _MOST_SAMPLES = 32
 _NAMED = 3

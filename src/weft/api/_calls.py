@@ -27,7 +27,8 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.api._agreement import differs, gather_texts
 from weft.api._words import words_of_session
-from weft.comm import Mesh, release_groups
+from weft.comm.mesh import Mesh
+from weft.comm.release import release_groups
 from weft.errors import CheckpointError, CollectiveError, RecipeError, WeftError
 
 _LOOK_SECONDS = 0.25

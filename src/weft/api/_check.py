@@ -201,7 +201,7 @@ def _fitting(small: SmallCase) -> ModelFacts:
         what = small.recipe.model.factory or type(blueprint.module).__name__
         raise RecipeError(
             f"{what} cannot be checked: nothing says what its samples look like. Let a factory return a"
-            " weft.model.Blueprint whose `example` gives a batch."
+            " weft.model.blueprint.Blueprint whose `example` gives a batch."
         )
     facts = facts_of_blueprint(blueprint, small.recipe)
     check_plan(small.plan, small.recipe, facts)

@@ -14,11 +14,11 @@ from weft.api._batch_shares import gathers_samples, unequal
 from weft.api._outputs import GatheredOutputs, Select
 from weft.api._user_batches import UserBatch, digest_of
 from weft.api._user_loss import LossOfUser
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
 from weft.errors import DataError, PlanError
-from weft.model import BATCH_NORMS, Blueprint
+from weft.model.blueprint import BATCH_NORMS, Blueprint
 from weft.run.data import rank_range
 from weft.techniques.core import Runner
 

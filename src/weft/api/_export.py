@@ -16,7 +16,8 @@ from weft.config.recipe import Recipe, load_recipe
 from weft.config.recipe.hf_folder import read_hf_processors
 from weft.errors import CheckpointError, LaunchError
 from weft.events import RunFolder
-from weft.model import Blueprint, build_model
+from weft.model.blueprint import Blueprint
+from weft.model.build import build_model
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.checkpoint.export import export_checkpoint
 from weft.run.data.preparation import path_of

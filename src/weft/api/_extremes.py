@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from weft.api._trials_of_batch import Seen, Trials
 from weft.api._user_loss import LossOfUser
-from weft.model import Batch
+from weft.model.blueprint import Batch
 from weft.model.meta_forward.copied_calls import copied_call
 
 _DESCENTS = 12

@@ -22,7 +22,7 @@ from weft.api._trial_copies import LOSS
 from weft.api._trials_of_batch import is_costly, part_of, trials_of
 from weft.api._user_batches import UserBatch
 from weft.config.plan import MeshPlan, ModelFacts, Plan
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from torch import nn
 from weft.config.plan import Plan, check_plan
 from weft.config.recipe import Recipe
 from weft.errors import PlanError, RecipeError
-from weft.model import BATCH_NORMS, Blueprint, takes_statistics
+from weft.model.blueprint import BATCH_NORMS, Blueprint, takes_statistics
 from weft.run.worker import facts_of_blueprint
 
 

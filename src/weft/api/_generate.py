@@ -11,7 +11,8 @@ from torch import nn
 from weft.config.recipe import load_recipe
 from weft.errors import LaunchError, RecipeError
 from weft.events import RunFolder
-from weft.model import Blueprint, build_model
+from weft.model.blueprint import Blueprint
+from weft.model.build import build_model
 from weft.model.reference.generate import generate as continue_tokens
 from weft.run.checkpoint.export import read_tensors
 from weft.run.data.preparation import load_tokenizer, path_of, separator_of

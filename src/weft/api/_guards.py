@@ -21,7 +21,7 @@ from weft.config.plan import Plan
 from weft.config.recipe import Recipe
 from weft.errors import PlanError, RecipeError
 from weft.events import StepEvent
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.techniques.build import ParallelModel
 
 

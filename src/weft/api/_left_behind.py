@@ -18,7 +18,7 @@ from weft.api._trial_copies import LOSS, Kept, TrialCopy, is_alike, is_same
 from weft.api._trials_of_batch import Trials, changed
 from weft.config.plan import Plan
 from weft.errors import PlanError
-from weft.model import Batch
+from weft.model.blueprint import Batch
 from weft.techniques.randomness.draws import is_alone
 
 _AGAIN = 3

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.api._batch_shape import ROWS
 from weft.errors import PlanError
-from weft.model import others_draw
+from weft.model.seeding import others_draw
 from weft.techniques.core import Generators
 
 _ELSEWHERE = (

@@ -23,7 +23,7 @@ from weft.api._plain_saves import PlainSaves
 from weft.api._saves import Saves
 from weft.api._shared_optimizer import SharedOptimizer
 from weft.api._stateful import StatesBeside
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.document import JsonObject
 from weft.errors import CheckpointError, RecipeError
 from weft.run.checkpoint import Checkpointer, Json, Peers, StoredCheckpoint

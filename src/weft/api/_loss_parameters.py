@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from weft.api._agreement import check_same_facts
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import Plan
 from weft.errors import RecipeError
 from weft.events import StepEvent

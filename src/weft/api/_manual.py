@@ -18,7 +18,7 @@ from weft.api._guards import Guard, LeftGradients
 from weft.config.plan import Plan
 from weft.errors import DataError, PlanError, RecipeError
 from weft.events import StepEvent
-from weft.model import Batch
+from weft.model.blueprint import Batch
 from weft.run.engine import Stepper
 from weft.techniques.build import ParallelModel
 from weft.techniques.core import LossTotals, take_microbatch, without_draws

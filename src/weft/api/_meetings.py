@@ -25,7 +25,7 @@ from weft.api._trials_of_batch import Seen, Trials, difference, is_costly, mean_
 from weft.api._user_loss import LossOfUser
 from weft.config.plan import Plan
 from weft.errors import PlanError
-from weft.model import Batch
+from weft.model.blueprint import Batch
 from weft.techniques.data.find_whole_batch import GatheredBatch, Gathering, WholeBatch, find_whole_batch, gathered
 from weft.techniques.randomness.draws import is_alone
 

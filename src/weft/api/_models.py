@@ -26,11 +26,11 @@ from weft.api._rounds import RoundsOfSession
 from weft.api._user_batches import UserBatch
 from weft.api._user_loss import LossOfUser
 from weft.api._user_optimizer import group_indices
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import MeshPlan, Plan
 from weft.config.recipe import Recipe
 from weft.errors import RecipeError
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

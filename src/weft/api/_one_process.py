@@ -11,7 +11,7 @@ import torch
 from weft.analysis.blueprint import build_blueprint
 from weft.config.plan import Plan
 from weft.config.recipe import Precision
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.run.engine import TrainingState
 from weft.verify.numerics import (
     EXACT,

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from weft.api._agreement import gather_texts
 from weft.api._batch_shape import samples_in
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.errors import DataError, RecipeError
-from weft.model import logits_of
+from weft.model.blueprint import logits_of
 
 Select = Callable[[Any, Any], Any]
 """`select(outputs, batch)` of a microbatch: a tensor with samples along dim 0, or a tuple or dictionary of such."""

@@ -35,7 +35,7 @@ from weft.api._shared_optimizer import SharedOptimizer
 from weft.api._shared_rows import SharedRows
 from weft.api._sum_losses import warn_of_sum
 from weft.api._user_loss import LossOfUser
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import MeshPlan, MicrobatchPlan, Plan
 from weft.errors import DataError, PlanError, RecipeError
 from weft.model.hooks import refuse_given

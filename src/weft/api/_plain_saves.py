@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from weft.api._agreement import gather_texts
 from weft.api._kept_states import KeptStates
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.config.document import JsonObject
 from weft.errors import CheckpointError
 from weft.run.checkpoint import Json, StoredCheckpoint

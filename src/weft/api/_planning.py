@@ -19,7 +19,9 @@ from weft.api._user_batches import UserBatch, infer_inputs, shape_of
 from weft.api._user_loss import LossOfUser
 from weft.config.plan import Plan, check_plan, check_runnable, complete_plan, describe_plan
 from weft.config.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Recipe, RunRecipe
-from weft.model import Blueprint, CutTable, SplitRule, tables_of
+from weft.model.adopt import tables_of
+from weft.model.blueprint import Blueprint
+from weft.model.families import CutTable, SplitRule
 from weft.planning.search import choose_plan
 from weft.run.launch import RankInfo, threads_of_user
 from weft.run.worker import facts_of_blueprint

@@ -16,12 +16,13 @@ from weft.api._batch_shape import BatchShape, taken_apart
 from weft.api._guards import Guard
 from weft.api._user_batches import BatchStream, UserBatch, fields_of
 from weft.api._user_loss import LossOfUser
-from weft.comm import Mesh, forget_peak_memory
+from weft.comm.device import forget_peak_memory
+from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.plan import MicrobatchPlan, Plan
 from weft.config.recipe import Recipe
 from weft.errors import PlanError, RecipeError
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.run.engine import TrainingState
 from weft.run.engine.proof import (
     KeptProof,

@@ -14,7 +14,7 @@ from weft.api._trials_of_batch import Trials, is_costly, part_of, trials_of
 from weft.config.plan import MicrobatchPlan, Plan
 from weft.config.recipe import Recipe
 from weft.errors import PlanError
-from weft.model import Batch, Blueprint
+from weft.model.blueprint import Batch, Blueprint
 from weft.run.data import PreparedData, data_shape, open_data
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import weft.errors
 from weft.api._agreement import gather_texts
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import Plan, dump_plan
 from weft.errors import LaunchError, WeftError
 from weft.events import (

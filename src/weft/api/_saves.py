@@ -13,7 +13,7 @@ import torch
 from weft.api._agreement import check_same_facts, gather_texts
 from weft.api._attached import Attached
 from weft.api._user_optimizer import UserOptimizer, settings_of
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.document import JsonObject
 from weft.errors import CheckpointError
 from weft.run.checkpoint import Checkpointer, Json, StoredCheckpoint

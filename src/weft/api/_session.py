@@ -25,9 +25,9 @@ from weft.api._state import TrainState
 from weft.api._together import Together
 from weft.api._user_batches import UserBatch
 from weft.api._with_loss import Split, WithLoss
-from weft.comm import group_store
+from weft.comm.device import group_store
 from weft.config.plan import MeshPlan
-from weft.model import CutTable
+from weft.model.families import CutTable
 from weft.run.engine.proof import Prove
 from weft.run.launch import Distributed, RankFailure
 from weft.run.launch.at_end import at_end

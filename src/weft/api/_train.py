@@ -24,7 +24,7 @@ from weft.api._proof import check_prove
 from weft.api._recipe_looks import branches_by_first_looks, refuse_by_first_looks
 from weft.api._recording import create_folder, folder_of_rank_0, run_name
 from weft.api._trials import decide_by_trials
-from weft.comm import backend_for, device_for_rank
+from weft.comm.device import backend_for, device_for_rank
 from weft.config.cluster import Cluster
 from weft.config.document import typed
 from weft.config.plan import (
@@ -41,7 +41,7 @@ from weft.config.recipe import Recipe, check_group_globs, dump_recipe, load_reci
 from weft.errors import CheckpointError, LaunchError, PlanError, RecipeError, WeftError
 from weft.events import RunFolder, format_duration, format_loss
 from weft.events.folder_lock import FolderLock
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.planning.search import choose_plan
 from weft.run.checkpoint.export import export_checkpoint
 from weft.run.data import PreparedData, data_shape

@@ -20,7 +20,7 @@ from weft.api._trial_copies import Kept, TrialCopy
 from weft.api._user_batches import UserBatch
 from weft.api._user_loss import LossOfUser
 from weft.config.plan import Plan
-from weft.model import Batch, Blueprint
+from weft.model.blueprint import Batch, Blueprint
 from weft.model.positions import call_model
 from weft.techniques.core import compute_dtype_of, model_inputs
 

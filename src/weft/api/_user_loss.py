@@ -14,8 +14,8 @@ from torch import Tensor
 
 from weft.api._batch_shape import FILLER, BatchShape, taken_apart
 from weft.errors import RecipeError
-from weft.model import Batch
 from weft.model.auxiliary import AuxiliaryLoss, auxiliary_of
+from weft.model.blueprint import Batch
 from weft.techniques.data.find_whole_batch import GatheredBatch
 
 

@@ -23,7 +23,8 @@ from weft.api._state import TrainState
 from weft.api._user_batches import BatchStream, UserBatch, shape_of, without_labels
 from weft.api._user_loss import LossOfUser
 from weft.config.recipe import Recipe
-from weft.model import Blueprint, CutTable, SplitRule
+from weft.model.blueprint import Blueprint
+from weft.model.families import CutTable, SplitRule
 from weft.model.hooks import refuse_given
 from weft.run.engine.proof import Prove
 

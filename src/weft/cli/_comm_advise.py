@@ -67,7 +67,7 @@ def advise(
     """
     import torch
 
-    from weft.comm import device_for_rank
+    from weft.comm.device import device_for_rank
     from weft.techniques.compression.codecs import Exchange
     from weft.techniques.compression.codecs import advise as advise_codecs
 

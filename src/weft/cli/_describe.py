@@ -13,7 +13,7 @@ from weft.figures import spell_figure
 if TYPE_CHECKING:
     from weft.analysis import ForwardDescription, Proposal
     from weft.config.recipe import Recipe
-    from weft.model import Blueprint
+    from weft.model.blueprint import Blueprint
     from weft.model.profile import Block, Operator, Profile
 
 
@@ -58,7 +58,7 @@ def _page(recipe: Recipe, *, json: bool) -> str:
     from weft.analysis import examine, propose_split, stage_lines
     from weft.analysis.blueprint import build_blueprint
     from weft.errors import RecipeError
-    from weft.model import build_model
+    from weft.model.build import build_model
 
     blueprint = build_blueprint(recipe)
     samples = _sample_lines(blueprint, recipe)

@@ -11,7 +11,7 @@ from weft.errors import PlanError, RecipeError
 if TYPE_CHECKING:
     from weft.config.plan import Plan
     from weft.config.recipe import Recipe
-    from weft.model import Blueprint
+    from weft.model.blueprint import Blueprint
 
 
 def eject_script(recipe: Recipe, plan: Plan, target: Path) -> None:
@@ -27,7 +27,7 @@ def eject_script(recipe: Recipe, plan: Plan, target: Path) -> None:
     if target.suffix != ".py":
         better = target.with_suffix(".py") if target.name else target / "train.py"
         raise PlanError(f"--eject {target}: a script's name ends in .py. Use {better}.")
-    from weft.model import build_model
+    from weft.model.build import build_model
 
     blueprint = build_model(recipe)
     _check_factory(recipe, blueprint)

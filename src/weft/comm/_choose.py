@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.comm._chosen import ChosenCollectives
-from weft.comm._device import backend_of
 from weft.comm._hosts import discover_nodes
-from weft.comm._mesh import GroupView
 from weft.comm._node import NodeMemory, share_node_memory
 from weft.comm._share import share_table
 from weft.comm.algorithms import Arrangement, ChoiceTable, TableRow, find_table, parse_choices, tables_of_others
+from weft.comm.device import backend_of
+from weft.comm.mesh import GroupView
 from weft.comm.selector import seconds_of
 from weft.errors import PlanError
 from weft.figures import spell_figure

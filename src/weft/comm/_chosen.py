@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from weft.comm._device import all_gather_single, backend_of
-from weft.comm._flat import Collectives
-from weft.comm._mesh import GroupView
 from weft.comm._node import NodeMemory
-from weft.comm._reduce import (
+from weft.comm.algorithms import BUILT_IN, Arrangement, defines
+from weft.comm.device import all_gather_single, backend_of
+from weft.comm.flat import Collectives
+from weft.comm.mesh import GroupView
+from weft.comm.messages import Messenger
+from weft.comm.reduce import (
     Wait,
     WorksDone,
     nothing_to_wait_for,
@@ -24,8 +26,6 @@ from weft.comm._reduce import (
     start_handing_out,
     traced_as,
 )
-from weft.comm.algorithms import BUILT_IN, Arrangement, defines
-from weft.comm.messages import Messenger
 
 if TYPE_CHECKING:
     from weft.config.cluster import Collective

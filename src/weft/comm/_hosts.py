@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from weft.comm._collectives import all_gather
-from weft.comm._mesh import GroupView
 from weft.comm._process import boot_id
 from weft.comm.algorithms import Arrangement, near_square
+from weft.comm.collectives import all_gather
+from weft.comm.mesh import GroupView
 
 _BITS = 62
 

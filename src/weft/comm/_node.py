@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm._collectives import all_gather
-from weft.comm._device import group_store
 from weft.comm._hosts import kernel_number
-from weft.comm._mesh import GroupView
 from weft.comm._program import Combine, NodeCall
 from weft.comm.algorithms import Arrangement
+from weft.comm.collectives import all_gather
+from weft.comm.device import group_store
+from weft.comm.mesh import GroupView
 from weft.comm.shared_memory._call import DTYPES, Call, Kind, Region
 from weft.comm.shared_memory._handshake import Handshake
 from weft.comm.shared_memory.engine import Engine

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from weft.comm._mesh import GroupView
 from weft.comm.algorithms import ChoiceTable, table_from_json, table_to_json
+from weft.comm.mesh import GroupView
 
 
 def share_table(mine: ChoiceTable | None, view: GroupView) -> ChoiceTable | None:

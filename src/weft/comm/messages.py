@@ -29,14 +29,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm._device import group_store
 from weft.comm._execute import Channel, PreparedCollective, execute
 from weft.comm._failure_table import FailureTable
-from weft.comm._mesh import GroupView
 from weft.comm._node import NodeMemory
 from weft.comm._program import Combine, Program, combiner, prepare
-from weft.comm._reduce import Wait, nothing_to_wait_for
 from weft.comm.algorithms import Arrangement, build_schedule
+from weft.comm.device import group_store
+from weft.comm.mesh import GroupView
+from weft.comm.reduce import Wait, nothing_to_wait_for
 from weft.comm.shared_memory import shared_memory_group
 from weft.comm.watch import TraceEvent, num_bytes
 from weft.comm.watched_group import messages_group, watch_of

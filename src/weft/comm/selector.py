@@ -22,12 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm._chosen import ChosenCollectives as ChosenCollectives
-from weft.comm._device import backend_of, sends_messages
 from weft.comm._hosts import discover_nodes as discover_nodes
-from weft.comm._mesh import GroupView
 from weft.comm._node import NodeMemory as NodeMemory
 from weft.comm._node import share_node_memory as share_node_memory
-from weft.comm._reduce import Wait
 from weft.comm._share import share_table as share_table
 from weft.comm.algorithms import (
     Arrangement,
@@ -41,6 +38,9 @@ from weft.comm.algorithms import (
     shortlist,
     spell_size,
 )
+from weft.comm.device import backend_of, sends_messages
+from weft.comm.mesh import GroupView
+from weft.comm.reduce import Wait
 from weft.comm.watched_group import messages_group
 from weft.errors import CollectiveError
 

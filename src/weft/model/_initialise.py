@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from weft.model._blueprint import Initialiser
+from weft.model.blueprint import Initialiser
 
 NORMAL_STD = 0.02
 

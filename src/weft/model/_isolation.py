@@ -16,8 +16,8 @@ from torch import Tensor
 from weft.config.recipe import hf_size
 from weft.errors import RecipeError
 from weft.figures import spell_percent
-from weft.model._seeded import seeded
 from weft.model.description import shrink_config
+from weft.model.seeding import seeded
 
 _FIRST, _SECOND = 7, 6
 """Tokens of the two documents."""

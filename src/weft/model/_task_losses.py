@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.model._blueprint import Batch, Loss, logits_of
+from weft.model.blueprint import Batch, Loss, logits_of
 
 _IGNORED = -100
 

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from weft.errors import RecipeError
-from weft.model._blueprint import Batch, Loss
+from weft.model.blueprint import Batch, Loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

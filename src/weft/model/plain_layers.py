@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from weft.errors import PlanError
-from weft.model import Tables, number_of, set_number
+from weft.model.families import Tables
+from weft.model.localising import number_of, set_number
 
 
 def is_linear(module: nn.Module) -> bool:

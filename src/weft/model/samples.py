@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from weft.model._examples import Example
+from weft.model.examples import Example
 from weft.model.families import SampleField
 
 UNKNOWN_VALUES = 10

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import BATCH_AXES, Plan, reduction_rounds
-from weft.model import Batch, Blueprint, Loss
+from weft.model.blueprint import Batch, Blueprint, Loss
 from weft.techniques.buckets.bucket_state import BucketMember
 from weft.techniques.core._context import StepContext
 from weft.techniques.core._layout import ParameterLayout

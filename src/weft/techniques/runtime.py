@@ -15,10 +15,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.document import JsonObject
 from weft.config.plan import Plan
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.techniques.core._context import StepContext
 from weft.techniques.core._part import ModelPart
 from weft.techniques.core._runner import Runner

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from weft.comm import TraceEvent
 from weft.comm.telemetry import CollectiveLog
+from weft.comm.watch import TraceEvent
 
 
 def _seen(axis: str, num_bytes: int = 8) -> TraceEvent:

@@ -25,9 +25,8 @@ from weft.config.recipe import (
     Recipe,
     RunRecipe,
 )
-from weft.model import Tables
 from weft.model.description import Description, description_of_shape, of_json, store, stored, to_json
-from weft.model.families import Crossing, FoundCut
+from weft.model.families import Crossing, FoundCut, Tables
 from weft.model.profile import profile_of_sizes
 from weft.model.profile.known import KNOWN_MODELS
 from weft.run.worker import facts_of_blueprint

@@ -16,9 +16,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 import weft.model.families
 from weft.analysis import describe
 from weft.config.recipe import BatchRecipe, Recipe, RunRecipe
-from weft.model import Tables, build_model
+from weft.model.build import build_model
 from weft.model.description import description_of, facts_of
-from weft.model.families import families, family_of
+from weft.model.families import Tables, families, family_of
 from weft.model.hf._tables import translate_plan
 from weft.model.profile import Block, ModelSizes, Profile
 from weft.run.worker import facts_of_blueprint

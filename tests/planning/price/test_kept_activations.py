@@ -19,7 +19,7 @@ from weft.config.recipe import (
     ReferenceShape,
     RunRecipe,
 )
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.model.description import profile_of
 from weft.planning.price import WEFT, Layout, Memories, PricedPrecision, memory_key
 

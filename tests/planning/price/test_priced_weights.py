@@ -8,10 +8,10 @@ import pytest
 
 from weft.config.plan import MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, DataRecipe, DataSource, DecoderShape, ModelRecipe, Recipe, RunRecipe
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.model.description import profile_of
 from weft.planning.price import WEFT, Layout, Memories
-from weft.techniques.core.send_trace import ModelShare
+from weft.techniques.send_trace import ModelShare
 from weft.verify.dry_run import outline_of
 
 RECIPE = Recipe(

@@ -21,7 +21,7 @@ import torch
 from layouts import ThreadRanks, one_piece
 from pool import RankPool
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.errors import CheckpointError
 from weft.run.checkpoint import Checkpointer, Peers, SaveError
 from weft.run.checkpoint._files import StoredFile

@@ -15,7 +15,7 @@ from pool import RankPool
 from safetensors.torch import load_file
 from torch import Tensor
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.errors import CheckpointError
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.techniques.core import Piece

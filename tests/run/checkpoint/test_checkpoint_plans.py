@@ -10,7 +10,7 @@ import torch
 from pool import RankPool
 from torch import Tensor
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.plan import DataParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan
 from weft.config.recipe import (
@@ -22,7 +22,7 @@ from weft.config.recipe import (
     Recipe,
     RunRecipe,
 )
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.checkpoint.export import read_tensors
 from weft.run.engine import create_training

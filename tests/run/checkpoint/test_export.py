@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from weft.config.recipe import DecoderShape
 from weft.errors import CheckpointError
-from weft.model import Blueprint, build_reference, class_loss
+from weft.model.blueprint import Blueprint
+from weft.model.build import build_reference
+from weft.model.losses import class_loss
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.checkpoint.export import Renamed, export_checkpoint, read_tensors
 

@@ -26,7 +26,8 @@ from weft.config.recipe import (
     RunRecipe,
 )
 from weft.errors import DataError
-from weft.model import Blueprint, regression_loss, token_loss
+from weft.model.blueprint import Blueprint
+from weft.model.losses import regression_loss, token_loss
 from weft.run.data import DataShape, PreparedData, data_shape, open_data
 from weft.run.data._corpus import TokenStream
 from weft.run.data._fields import check_finite

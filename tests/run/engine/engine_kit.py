@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.plan import (
     ComputePlan,
@@ -32,7 +32,8 @@ from weft.config.recipe import (
     RunRecipe,
     learning_rate,
 )
-from weft.model import Batch, Blueprint, build_model
+from weft.model.blueprint import Batch, Blueprint
+from weft.model.build import build_model
 from weft.run.data import rank_range
 from weft.run.engine import TrainingState, create_training
 from weft.techniques.core import Piece

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from weft.model import Batch, Blueprint, SplitRule
+from weft.model.blueprint import Batch, Blueprint
+from weft.model.families import SplitRule
 
 ROWS = 40
 

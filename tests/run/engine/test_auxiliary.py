@@ -12,13 +12,14 @@ import torch
 from engine_kit import ADAMW, BATCH, Seen, Training, agreed, plan_of, recipe_of
 from torch import Tensor, nn
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import MeshPlan, Plan
 from weft.config.recipe import OptimizerRecipe
 from weft.errors import PlanError, RecipeError
 from weft.events import StepEvent
-from weft.model import Batch, Blueprint, CutTable
 from weft.model.auxiliary import AuxiliaryLoss
+from weft.model.blueprint import Batch, Blueprint
+from weft.model.families import CutTable
 from weft.run.worker import facts_of_blueprint
 from weft.techniques.core.auxiliary import auxiliary_runner
 from weft.techniques.randomness.keyed_dropout import KeyedDropout

@@ -11,10 +11,10 @@ from engine_kit import BATCH, Samples, Seen, Training, agreed, plan_of, recipe_o
 from engine_models import branches_blueprint, branches_sample, squares
 from torch import Tensor, nn
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import Plan
 from weft.config.recipe import OptimizerRecipe
-from weft.model import Batch, Blueprint
+from weft.model.blueprint import Batch, Blueprint
 from weft.verify.numerics import TOLERANCES, assemble, compare, one_process
 
 ADAMW = OptimizerRecipe(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, epsilon=1e-8, betas=(0.9, 0.95))

@@ -15,7 +15,7 @@ import torch
 from engine_kit import Seen, Training, agreed, plan_of, recipe_of, snapshot
 from torch import Tensor
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import MeshPlan, Plan, check_plan, check_runnable
 from weft.config.recipe import OptimizerRecipe, Recipe
 from weft.errors import PlanError

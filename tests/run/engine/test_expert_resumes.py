@@ -11,7 +11,7 @@ from engine_kit import BATCH, Seen, Training, agreed, decoder_of, plan_of, recip
 
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.verify.numerics import TOLERANCES, assemble, compare, one_process
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.comm.telemetry import Recorder
 from weft.config.plan import Plan, check_plan, check_runnable
 from weft.config.recipe import OptimizerRecipe, Recipe
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.model.description import facts_of
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.engine import Trainer, TrainingOutcome

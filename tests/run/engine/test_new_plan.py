@@ -18,7 +18,7 @@ from engine_kit import plan_of, recipe_of
 from weft.api import training_of
 from weft.config.plan import Plan
 from weft.events import Run, RunFolder
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.run.data import data_shape
 from weft.run.data.preparation import prepare_data
 from weft.run.launch import Distributed, RankInfo, initialise_distributed

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from weft.config.plan import ComputePlan, MemoryPlan, Plan, check_runnable
 from weft.errors import PlanError
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.techniques.offload.activations import SMALLEST_BYTES, ActivationKeeper
 from weft.techniques.offload.depot import FileDepot, Runs
 from weft.techniques.offload.storage import ALIGNMENT, FileStorage, new_buffer

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.config.plan import MemoryPlan, Plan
 from weft.config.recipe import OptimizerRecipe
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.techniques.core import Piece
 
 STEPS = 4

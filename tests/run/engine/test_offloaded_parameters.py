@@ -13,7 +13,7 @@ from test_offloaded_states import differing, interrupted
 from weft.config.plan import ComputePlan, DataParallelPlan, MemoryPlan, Plan, check_runnable
 from weft.config.recipe import OptimizerRecipe
 from weft.errors import PlanError
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.verify.dry_run import rehearse
 
 SGD = OptimizerRecipe(name="sgd", learning_rate=1e-2, momentum=0.0)

@@ -14,7 +14,7 @@ from engine_kit import Seen, Training, agreed, plan_of, recipe_of, train
 from weft.config.plan import ComputePlan, MemoryPlan, Plan, check_runnable
 from weft.config.recipe import OptimizerRecipe
 from weft.errors import PlanError
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.planning.price import Layout
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.techniques.core import ParameterLayout, Segment, Shard, present

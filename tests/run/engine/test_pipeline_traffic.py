@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from engine_kit import BATCH, Training, plan_of, recipe_of
 
-from weft.comm import TraceEvent
 from weft.comm.telemetry import CollectiveLog
+from weft.comm.watch import TraceEvent
 
 
 def _second_step() -> tuple[Counter[tuple[str, int]], int]:

@@ -17,10 +17,10 @@ import torch
 from engine_kit import ADAMW, BATCH, Samples, Seen, Training, agreed, plan_of, recipe_of
 from torch import Tensor, nn
 
-from weft.comm import GroupView, Mesh
+from weft.comm.mesh import GroupView, Mesh
 from weft.config.plan import Axis, MeshPlan, Plan
 from weft.config.recipe import OptimizerRecipe, Recipe
-from weft.model import Batch, Blueprint
+from weft.model.blueprint import Batch, Blueprint
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.techniques import build
 from weft.techniques.context.runtime import ContextRanks

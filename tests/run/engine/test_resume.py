@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_kit import BATCH, Seen, Training, agreed, plan_of, recipe_of, snapshot, train
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.plan import Plan
 from weft.config.recipe import (
@@ -26,7 +26,7 @@ from weft.config.recipe import (
     RunRecipe,
 )
 from weft.errors import WeftError
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.data import BatchSource, data_shape, open_data
 from weft.run.data.preparation import prepare_data

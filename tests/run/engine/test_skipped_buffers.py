@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.plan import ComputePlan, MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, ConvNetShape, ModelRecipe, PermitRecipe, Recipe, RunRecipe
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.run.engine import create_training
 from weft.verify.numerics import TrialData
 

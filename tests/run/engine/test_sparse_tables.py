@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from weft.config.plan import Plan
 from weft.config.recipe import OptimizerRecipe, ParameterGroup
 from weft.errors import PlanError, RecipeError
-from weft.model import Blueprint, build_model
+from weft.model.blueprint import Blueprint
+from weft.model.build import build_model
 from weft.techniques.data.sparse import SparseStore
 from weft.verify.numerics import TOLERANCES, assemble, compare, one_process
 

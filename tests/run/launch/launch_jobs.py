@@ -12,7 +12,7 @@ import pool
 import torch
 import torch.distributed as dist
 
-from weft.comm import BackendKind
+from weft.comm.device import BackendKind
 from weft.errors import CollectiveError, PlanError
 from weft.run.launch import RankInfo, initialise_distributed
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 
-from weft.comm import BackendKind
+from weft.comm.device import BackendKind
 from weft.errors import LaunchError
 from weft.run.launch import initialise_distributed
 from weft.run.launch._distributed import _check_backends

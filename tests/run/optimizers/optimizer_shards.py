@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.config.recipe import GroupSettings, OptimizerGroup
 from weft.run.engine.optimizers import ShardOptimizer
 from weft.techniques.core import ParameterLayout, Piece, Segment, Shard, Split

@@ -27,7 +27,7 @@ from optimizer_shards import (
 )
 from torch import Tensor
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import MeshPlan
 from weft.config.recipe import (
     GroupSettings,

@@ -29,7 +29,7 @@ from optimizer_shards import (
 from pool import RankPool
 from torch import Tensor
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import MeshPlan
 from weft.run.engine.optimizers import ShardOptimizer
 from weft.run.engine.optimizers.adafactor import Adafactor

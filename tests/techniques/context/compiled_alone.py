@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.model.attention.dropping import attend_dropping, attend_in_window
 from weft.techniques.compute.compiling import number_calls
 from weft.techniques.context.attention import VisitedAttention, sharing

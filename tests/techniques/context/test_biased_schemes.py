@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from threaded_ranks import Post, attend_in_threads, deliver, scheme_of
 from torch import Tensor
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.model.attention.scored import attend_scored
 from weft.techniques.context.dropped import DroppedAttention
 from weft.techniques.context.form import AttentionForm

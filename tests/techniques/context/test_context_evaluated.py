@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.errors import PlanError
-from weft.model import Blueprint, token_example, token_loss
+from weft.model.blueprint import Blueprint
+from weft.model.examples import token_example
+from weft.model.losses import token_loss
 from weft.techniques.context.trace import attending_modules
 
 Step = Callable[[nn.Module, Tensor], Tensor]

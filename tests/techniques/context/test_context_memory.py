@@ -12,11 +12,12 @@ from pool import RankPool
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.plan import ContextParallelPlan, MemoryPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, DataRecipe, DataSource, DecoderShape, ModelRecipe, Recipe, RunRecipe
-from weft.model import Batch, build_model
+from weft.model.blueprint import Batch
+from weft.model.build import build_model
 from weft.run.engine import create_training
 from weft.verify.numerics import TrialData
 

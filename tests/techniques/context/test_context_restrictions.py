@@ -26,9 +26,11 @@ from weft.config.plan import (
 )
 from weft.config.recipe import BatchRecipe, DecoderShape, EncoderShape, ModelRecipe, Recipe, RunRecipe
 from weft.errors import PlanError
-from weft.model import Batch, Blueprint, FoundCut, build_model, token_loss
+from weft.model.blueprint import Batch, Blueprint
+from weft.model.build import build_model
 from weft.model.description import facts_of, profile_of
-from weft.model.families import OWN_CHECKPOINTS, UNKNOWN_ATTENTION
+from weft.model.families import OWN_CHECKPOINTS, UNKNOWN_ATTENTION, FoundCut
+from weft.model.losses import token_loss
 from weft.model.profile import profile_of_sizes
 from weft.model.profile.known import known_model
 from weft.planning.price import Layout, check_layout

@@ -8,8 +8,8 @@ import pytest
 
 from weft.config.plan import ContextParallelPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, DecoderShape, ModelRecipe, Recipe, RunRecipe
-from weft.model import build_model
-from weft.techniques.core.send_trace import Outline
+from weft.model.build import build_model
+from weft.techniques.send_trace import Outline
 from weft.verify.dry_run import outline_of
 from weft.verify.program import program_of
 

@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.config.plan import MeshPlan, MicrobatchPlan, Plan
 from weft.errors import PlanError
-from weft.model import Blueprint, token_example, token_loss
+from weft.model.blueprint import Blueprint
+from weft.model.examples import token_example
+from weft.model.losses import token_loss
 from weft.techniques.context.shares import runs_of
 from weft.techniques.core import MicrobatchState, StepContext
 from weft.techniques.core.local_tokens import LocalTokens

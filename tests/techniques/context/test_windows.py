@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from threaded_ranks import attend_whole
 from torch import nn
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.model.attention.dropping import attend_in_window
 from weft.techniques.context.form import AttentionForm
 from weft.techniques.context.shares import Shown, runs_of

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.techniques.context import exchange, ulysses
 from weft.techniques.context.attention import Attend, VisitedAttention
 from weft.techniques.context.exchange import GatherExchange, RingExchange

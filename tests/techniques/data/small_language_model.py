@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import DataParallelPlan, MeshPlan
 from weft.config.recipe import GroupSettings, OptimizerGroup
 from weft.run.engine.optimizers import ShardOptimizer

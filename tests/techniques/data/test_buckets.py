@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from weft.comm import GroupView, Mesh
+from weft.comm.mesh import GroupView, Mesh
 from weft.config.plan import MeshPlan
 from weft.techniques.buckets.bucket_state import BucketMember, compose_buckets
 from weft.techniques.core import ParameterLayout

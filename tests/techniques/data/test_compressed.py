@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.comm import GroupView, Mesh
+from weft.comm.mesh import GroupView, Mesh
 from weft.config.plan import MeshPlan
 from weft.techniques.buckets.bucket_state import BucketMember
 from weft.techniques.compression.codecs import CodecSpec, CompressedReduction, Frame, ParameterSpan, WireBytes

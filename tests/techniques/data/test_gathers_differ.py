@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import weft
 from weft.config.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.errors import PlanError
-from weft.model import CutTable
+from weft.model.families import CutTable
 
 BATCH, WIDTH = 8, 6
 CUT = CutTable(entry="entry", blocks=tuple(f"blocks.{number}" for number in range(4)), tail=("head",))

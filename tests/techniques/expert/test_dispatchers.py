@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pool import RankPool
 from torch import Tensor
 
-from weft.comm import GroupView, Mesh
+from weft.comm.mesh import GroupView, Mesh
 from weft.config.plan import MeshPlan
 from weft.model.reference.mixture import Experts, arrange, combine, spread
 from weft.techniques.core import StepContext

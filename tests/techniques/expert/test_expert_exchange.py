@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pool import RankPool
 from torch import Tensor
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import MeshPlan
 from weft.techniques.expert.exchange import RowJourney, find_route
 from weft.techniques.expert.journey import arrive, leave

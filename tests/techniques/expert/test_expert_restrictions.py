@@ -21,7 +21,7 @@ from weft.config.plan import (
 )
 from weft.config.recipe import AdapterRecipe, BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, Recipe, RunRecipe
 from weft.errors import PlanError
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.model.description import facts_of, profile_of
 from weft.planning.search import recipe_space
 from weft.run.worker import facts_of_blueprint

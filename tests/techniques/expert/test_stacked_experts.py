@@ -18,7 +18,7 @@ from weft.analysis.blueprint import build_blueprint
 from weft.config.plan import MeshPlan, MicrobatchPlan, Plan, check_plan
 from weft.config.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
 from weft.errors import PlanError
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.model.stacked import ExpertStack, num_stacked, prove_stacks
 from weft.run.worker import facts_of_blueprint
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.model import Batch, Blueprint
+from weft.model.blueprint import Batch, Blueprint
 
 VOCABULARY, HIDDEN, LENGTH = 23, 8, 5
 

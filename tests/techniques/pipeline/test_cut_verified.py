@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.errors import PlanError
-from weft.model import Blueprint, token_example, token_loss
+from weft.model.blueprint import Blueprint
+from weft.model.examples import token_example
 from weft.model.families import CutTable
+from weft.model.losses import token_loss
 from weft.techniques.pipeline.verify import verify_cut_table
 
 TABLE = CutTable(entry="embedding", blocks=("layers.0", "layers.1"), tail=("head",))

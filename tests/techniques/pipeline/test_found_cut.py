@@ -14,10 +14,11 @@ from stages_kit import Recorder, assert_equal, attach_views, gather, make_plan, 
 from torch import Tensor, nn
 
 from weft.analysis import find_cut, propose_split
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import MeshPlan, Plan
 from weft.errors import PlanError
-from weft.model import Blueprint, FoundCut
+from weft.model.blueprint import Blueprint
+from weft.model.families import FoundCut
 from weft.techniques.core import ModelPart, SequentialRunner, StepContext
 from weft.techniques.pipeline.cut import cut_stage
 from weft.techniques.pipeline.parts import cut_parts

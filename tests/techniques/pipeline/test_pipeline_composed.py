@@ -12,7 +12,7 @@ import torch
 from pool import RankPool
 from torch import Tensor
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import (
     ComputePlan,
     DataParallelPlan,

@@ -13,10 +13,11 @@ from pool import RankPool
 from stages_kit import Recorder, assert_equal, attach_views, gather, make_plan, summed_gradients
 from torch import Tensor, nn
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import MeshPlan, Plan
 from weft.errors import PlanError
-from weft.model import Batch, Blueprint, CutTable
+from weft.model.blueprint import Batch, Blueprint
+from weft.model.families import CutTable
 from weft.techniques.core import ModelPart, SequentialRunner, StepContext
 from weft.techniques.pipeline.parts import cut_parts
 from weft.techniques.pipeline.runner import PipelineRunner

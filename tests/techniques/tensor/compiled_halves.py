@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch._dynamo.utils import counters
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.plan import ComputePlan, DataParallelPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, DecoderShape, ModelRecipe, PermitRecipe, Recipe, RunRecipe

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.model import Blueprint, token_example, token_loss
+from weft.model.blueprint import Blueprint
+from weft.model.examples import token_example
+from weft.model.losses import token_loss
 
 LENGTH, VOCABULARY, HEADS, HEAD_SIZE = 6, 48, 4, 6
 WIDTH = HEADS * HEAD_SIZE

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.model import Batch, Blueprint, token_example, token_loss
+from weft.model.blueprint import Batch, Blueprint
+from weft.model.examples import token_example
+from weft.model.losses import token_loss
 
 CHANNELS, SIDE, WIDTH, LENGTH, VOCABULARY = 8, 4, 16, 6, 32
 When = Callable[[nn.Module], bool]

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from weft.comm import Mesh, all_gather, all_reduce
+from weft.comm.collectives import all_gather, all_reduce
+from weft.comm.mesh import Mesh
 from weft.config.plan import ComputePlan, MemoryPlan, MeshPlan, Plan, TensorParallelPlan
-from weft.model import Batch, Blueprint
+from weft.model.blueprint import Batch, Blueprint
 from weft.techniques.compute.compiling import apply_compile
 from weft.techniques.core import MicrobatchState, ModelLayout, StepContext, materialise
 from weft.techniques.data.batch_norm import apply_batch_norm

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.config.recipe import DecoderShape, EncoderShape
-from weft.model import Batch, Blueprint, CutTable, Localise, SplitRule, token_loss
+from weft.model.blueprint import Batch, Blueprint
+from weft.model.families import CutTable, Localise, SplitRule
+from weft.model.losses import token_loss
 from weft.model.reference.decoder import build_decoder
 from weft.model.reference.encoder import build_encoder
 

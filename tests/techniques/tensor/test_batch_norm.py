@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import parity
-from weft.comm import Mesh, all_reduce
+from weft.comm.collectives import all_reduce
+from weft.comm.mesh import Mesh
 from weft.config.plan import MeshPlan
 from weft.techniques.data.batch_norm import apply_batch_norm
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.errors import PlanError
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.techniques.core import MicrobatchState, StepContext
 from weft.techniques.randomness.keyed_dropout import KeyedDropout, apply_keyed_dropout
 

@@ -9,7 +9,7 @@ from pool import RankPool
 from weft.analysis import look
 from weft.config.plan import ComputePlan, MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Recipe, RunRecipe
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.verify.numerics import TOLERANCES, Trial, assemble, compare, one_process, run_trial
 
 RECIPE = Recipe(

@@ -10,7 +10,8 @@ from torch.nn.utils.parametrizations import weight_norm
 import parity
 from weft.config.recipe import SplitKind
 from weft.errors import PlanError
-from weft.model import Blueprint, SplitRule
+from weft.model.blueprint import Blueprint
+from weft.model.families import SplitRule
 
 
 def attempt(what: str, world: int, sequence: bool) -> None:

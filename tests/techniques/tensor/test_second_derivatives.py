@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from pool import RankPool
 from torch import Tensor
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.errors import PlanError
 from weft.techniques.core.autograd import (
     copy_to_group,

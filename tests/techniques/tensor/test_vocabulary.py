@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import parity
-from weft.comm import GroupView, Mesh
+from weft.comm.mesh import GroupView, Mesh
 from weft.config.plan import MeshPlan
 from weft.techniques.fused_loss.vocabulary import VocabularyLogits, fused_cross_entropy, vocabulary_cross_entropy
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.plan import (
     ComputePlan,
@@ -24,7 +24,8 @@ from weft.config.plan import (
 )
 from weft.config.recipe import BatchRecipe, DecoderShape, ModelRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.errors import PlanError
-from weft.model import Blueprint, build_model
+from weft.model.blueprint import Blueprint
+from weft.model.build import build_model
 from weft.run.engine import create_training
 from weft.verify.dry_run import peers_to_ask, rehearse, rehearse_world, representative_ranks
 from weft.verify.dry_run._rehearse import _state_bytes, example_batch

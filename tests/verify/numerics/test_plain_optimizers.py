@@ -21,7 +21,7 @@ from weft.config.recipe import (
     Recipe,
     RunRecipe,
 )
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.run.engine.optimizers._sums import ParameterSums
 from weft.run.engine.optimizers.adafactor import Adafactor
 from weft.verify.numerics import (

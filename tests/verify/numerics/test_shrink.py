@@ -27,7 +27,7 @@ from weft.config.recipe import (
     RunRecipe,
 )
 from weft.errors import RecipeError
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.model.description import facts_of, shrink_config, shrink_shape, shrink_sizes
 from weft.model.profile import ModelSizes
 from weft.verify.numerics import SmallCase, shrink_case

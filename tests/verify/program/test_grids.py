@@ -13,9 +13,9 @@ import pytest
 
 from weft.config.plan import MemoryPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan, check_plan
 from weft.config.recipe import BatchRecipe, DecoderShape, ModelRecipe, PermitRecipe, Recipe, RunRecipe
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.model.description import facts_of
-from weft.techniques.core.send_trace import RankSend
+from weft.techniques.send_trace import RankSend
 from weft.techniques.tensor.contract import TensorScheme
 from weft.techniques.tensor.cost import received_elements
 from weft.verify.dry_run import outline_of

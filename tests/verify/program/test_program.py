@@ -24,8 +24,9 @@ from weft.config.plan import (
     TensorParallelPlan,
 )
 from weft.config.recipe import BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
-from weft.model import Blueprint, build_model
-from weft.techniques.core.send_trace import Outline, RankSend
+from weft.model.blueprint import Blueprint
+from weft.model.build import build_model
+from weft.techniques.send_trace import Outline, RankSend
 from weft.verify.dry_run import outline_of, rehearse_world
 from weft.verify.program import RankProgram, differences, occasions_of, program_of
 
@@ -152,7 +153,7 @@ def test_labels_decide_what_the_fused_loss_sends() -> None:
 
 
 def test_a_program_is_worked_out_without_torch() -> None:
-    code = "import sys, weft.verify.program, weft.techniques.core.send_trace; print('torch' in sys.modules)"
+    code = "import sys, weft.verify.program, weft.techniques.send_trace; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 

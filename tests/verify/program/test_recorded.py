@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder, StepTraffic
 from weft.config.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
-from weft.model import Batch, Blueprint, build_model, count_labels
+from weft.model.blueprint import Batch, Blueprint
+from weft.model.build import build_model
+from weft.model.losses import count_labels
 from weft.run.engine import create_training
 from weft.techniques.data.sparse import SparseStore
 from weft.verify.dry_run import outline_of, unlike_plan

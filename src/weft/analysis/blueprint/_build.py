@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
-from weft.model import Blueprint, build_model
+from weft.model.blueprint import Blueprint
+from weft.model.build import build_model
 
 
 def build_blueprint(recipe: Recipe, plan: Plan | None = None) -> Blueprint:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.config.recipe import Recipe
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.model.description import stored
 from weft.model.families import ISOLATED_DOCUMENTS, Tables, found_split_note
 

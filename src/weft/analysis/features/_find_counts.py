@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from weft.analysis.features._feature_flow import NoPartsError
-from weft.model import Blueprint, numbers_of
+from weft.model.blueprint import Blueprint
+from weft.model.localising import numbers_of
 from weft.model.meta_forward import glob_of
 from weft.model.plain_layers import is_conv1d, is_linear
 

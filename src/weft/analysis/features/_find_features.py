@@ -28,8 +28,9 @@ from weft.analysis.trace._fused import FUSED, FusedCall
 from weft.analysis.trace._modes import BOTH
 from weft.analysis.trace._trace import SAMPLES, Unfinished, trace
 from weft.errors import PlanError, RecipeError
-from weft.model import Blueprint, logits_of, token_loss
+from weft.model.blueprint import Blueprint, logits_of
 from weft.model.families import FeatureWork
+from weft.model.losses import token_loss
 from weft.model.meta_forward import copy_on_meta, glob_of
 from weft.model.plain_layers import is_conv1d, localise
 from weft.techniques.tensor.mesh_2d.narrowing import narrowing

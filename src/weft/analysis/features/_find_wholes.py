@@ -25,7 +25,7 @@ from weft.analysis.features._own_backward import own_backward
 from weft.analysis.tensor_split._dims import argument
 from weft.analysis.trace._events import Event, Trace, Value
 from weft.analysis.trace._fused import FusedCall
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.model.meta_forward import glob_of
 from weft.techniques.tensor.mesh_2d.computed_whole import computed_whole, cut_first, first_of
 

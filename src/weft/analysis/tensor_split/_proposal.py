@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from weft.model import Blueprint, Localise, SplitRule
+from weft.model.blueprint import Blueprint
+from weft.model.families import Localise, SplitRule
 
 Confidence = Literal["high", "medium"]
 

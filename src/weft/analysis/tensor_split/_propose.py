@@ -21,7 +21,8 @@ from weft.analysis.trace._modes import trace_both
 from weft.analysis.trace._trace import Mode
 from weft.config.recipe import SplitKind
 from weft.errors import RecipeError
-from weft.model import Blueprint, Localise, SplitRule
+from weft.model.blueprint import Blueprint
+from weft.model.families import Localise, SplitRule
 from weft.model.meta_forward import copy_on_meta, glob_of, globs_of
 
 UNPROVEN = "not proven: compare gradients with one process before you rely on it (weft check)"

@@ -25,8 +25,9 @@ from weft.analysis.trace._events import Event, Trace, Value
 from weft.analysis.trace._fused import FUSED_NAMES
 from weft.analysis.trace._pointwise import LAYOUT, is_elementwise
 from weft.analysis.trace._trace import Mode, Unfinished, trace
-from weft.model import Blueprint, localised, numbers_of
+from weft.model.blueprint import Blueprint
 from weft.model.channels import channel_tensors, groups_of, is_convolution
+from weft.model.localising import localised, numbers_of
 from weft.model.meta_forward import glob_of
 
 _SIZES_OF_WEIGHTS = frozenset(

@@ -17,8 +17,10 @@ from weft.analysis.tensor_split._dropped import is_dropout
 from weft.analysis.tensor_split._proposal import Proposal
 from weft.analysis.tensor_split._propose import propose_split
 from weft.config.recipe import SplitKind
-from weft.model import Blueprint, SplitRule, numbers_of
+from weft.model.blueprint import Blueprint
 from weft.model.channels import is_convolution
+from weft.model.families import SplitRule
+from weft.model.localising import numbers_of
 from weft.model.meta_forward import glob_of
 
 _COLUMNS: tuple[SplitKind, ...] = ("column", "channel_out")

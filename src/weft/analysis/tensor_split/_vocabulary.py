@@ -10,7 +10,8 @@ from torch import nn
 from weft.analysis.tensor_split._flow import OUTPUT, ForwardFlow, Layer
 from weft.analysis.trace._events import Event, Trace, Value
 from weft.analysis.trace._pointwise import LAYOUT
-from weft.model import Blueprint, token_loss
+from weft.model.blueprint import Blueprint
+from weft.model.losses import token_loss
 from weft.model.plain_layers import runs
 
 _SMALL_TABLE = 0.01

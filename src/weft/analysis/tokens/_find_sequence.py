@@ -20,8 +20,9 @@ from weft.analysis.trace._modes import BOTH, first_difference
 from weft.analysis.trace._pointwise import LAYOUT
 from weft.analysis.trace._trace import Mode, trace
 from weft.errors import RecipeError
-from weft.model import Blueprint, token_example
 from weft.model.attention.place_biases import Place
+from weft.model.blueprint import Blueprint
+from weft.model.examples import token_example
 from weft.model.meta_forward import copy_on_meta
 from weft.techniques.context.shares import tokens_of
 

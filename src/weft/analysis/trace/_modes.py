@@ -18,7 +18,7 @@ from weft.analysis.trace._events import Event, Trace, Value
 from weft.analysis.trace._graph import BATCH_NORMS
 from weft.analysis.trace._trace import Mode, trace
 from weft.errors import RecipeError
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 
 _Step = tuple[Any, ...]
 """What an operator does, on values named by who made them first."""

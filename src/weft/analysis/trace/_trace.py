@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from weft.analysis.trace._events import Event, Save, Trace, Value
 from weft.analysis.trace._fused import FUSED, Fused, FusedCall
 from weft.errors import RecipeError
-from weft.model import Blueprint, token_example
 from weft.model.attention.places import places_beside_padding
+from weft.model.blueprint import Blueprint
+from weft.model.examples import token_example
 from weft.model.meta_forward import OneDevice, StandIns, on_trial, without_fast_path
 from weft.model.positions import arguments_for
 from weft.model.samples import draw_integers

@@ -13,7 +13,7 @@ import warnings
 from dataclasses import dataclass
 
 from weft.comm._failure import ErrorCode, Failure
-from weft.comm._rendezvous import Rendezvous
+from weft.comm.rendezvous import Rendezvous
 from weft.comm.shared_memory._segment import OTHER_HOSTS, SharedSegment, Unreachable, create_segment, open_segment
 from weft.comm.shared_memory._sources import digest
 from weft.comm.shared_memory.engine import REBUILD, Engine, load_library, prepare

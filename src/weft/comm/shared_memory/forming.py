@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.comm._process import Process
-from weft.comm._rendezvous import Rendezvous
+from weft.comm.rendezvous import Rendezvous
 from weft.comm.shared_memory._handshake import Handshake
 from weft.comm.shared_memory.group import SharedMemoryGroup
 from weft.comm.watched_group import WatchedGroup, gloo_backend

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from weft.config.recipe import Recipe
 from weft.errors import RecipeError
-from weft.model._blueprint import Blueprint, Initialiser
-from weft.model._seeded import seeded
 from weft.model.adapters._base import quantise_base
 from weft.model.adapters._config import adapter_config, config_json, load_peft
 from weft.model.adapters._layers import BASE, adapter_layers, check_single
 from weft.model.adapters._splits import check_own_rules, split_beside
+from weft.model.blueprint import Blueprint, Initialiser
 from weft.model.families import SplitRule
+from weft.model.seeding import seeded
 from weft.model.stored import StoredTensor, stored_tensors
 
 _ADAPTER = "default"

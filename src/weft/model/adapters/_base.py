@@ -11,7 +11,7 @@ from torch.nn.utils import skip_init
 
 from weft.config.recipe import BaseKind
 from weft.errors import RecipeError
-from weft.model._blueprint import Blueprint, Initialiser
+from weft.model.blueprint import Blueprint, Initialiser
 from weft.model.quantised import QuantisedLinear, block_of
 from weft.model.stored import StoredTensor, stored_tensors
 

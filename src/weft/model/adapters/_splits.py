@@ -16,8 +16,8 @@ from fnmatch import fnmatchcase
 
 from weft.config.recipe import Recipe
 from weft.errors import RecipeError
-from weft.model._blueprint import Blueprint
 from weft.model.adapters._layers import BASE, adapter_layers
+from weft.model.blueprint import Blueprint
 from weft.model.families import SplitRule, Tables
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.model._seeded import seeded
+from weft.model.seeding import seeded
 
 
 def square_buffers(model: nn.Module) -> dict[str, Tensor]:

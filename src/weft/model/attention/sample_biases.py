@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from weft.model._blueprint import Blueprint
-from weft.model._examples import token_example
 from weft.model.attention.place_biases import BiasesOfPlaces, Place, has_values
 from weft.model.attention.written import AttentionReader
+from weft.model.blueprint import Blueprint
+from weft.model.examples import token_example
 from weft.model.meta_forward import StandInMode, copy_on_meta
 
 _ROUNDING = 2.0

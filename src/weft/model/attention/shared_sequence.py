@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from weft.model.families import OWN_CHECKPOINTS
 
 if TYPE_CHECKING:
-    from weft.model._blueprint import Blueprint
+    from weft.model.blueprint import Blueprint
 
 
 def find_problem(blueprint: Blueprint) -> str:

@@ -11,10 +11,7 @@ import torch
 
 from weft.config.recipe import ModelRecipe, hf_config_file, read_hf_config
 from weft.errors import RecipeError
-from weft.model._blueprint import Blueprint, Initialiser
-from weft.model._examples import token_example
 from weft.model._isolation import check_isolation
-from weft.model._losses import token_loss
 from weft.model.attention.hf import (
     IMPLEMENTATION,
     MASKED_IMPLEMENTATION,
@@ -22,6 +19,8 @@ from weft.model.attention.hf import (
     name_attention_dropouts,
     register_attention,
 )
+from weft.model.blueprint import Blueprint, Initialiser
+from weft.model.examples import token_example
 from weft.model.families import Tables, family_of
 from weft.model.hf._experts import IMPLEMENTATION as EXPERTS
 from weft.model.hf._experts import register_experts
@@ -29,6 +28,7 @@ from weft.model.hf._samples import samples_of
 from weft.model.hf._tables import description_of_model
 from weft.model.hf._tasks import HubTask, task_of
 from weft.model.hf._weights import SafetensorsFolder, folder_initialiser, random_initialiser
+from weft.model.losses import token_loss
 from weft.model.samples import field_example
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from weft.config.recipe import ROUTER_LOSS
 from weft.errors import RecipeError
-from weft.model._blueprint import Batch, Loss, Routers
 from weft.model.auxiliary import AuxiliaryLoss, LossWithTerms
+from weft.model.blueprint import Batch, Loss, Routers
 from weft.model.families import Family
 from weft.model.stacked import ExpertStack, num_stacked, prove_stacks
 

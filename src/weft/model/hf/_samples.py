@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.config.recipe.hf_folder import HfProcessors, read_hf_processors
 from weft.errors import RecipeError
-from weft.model._blueprint import Loss
-from weft.model._losses import class_loss, regression_loss, token_loss
 from weft.model._task_losses import ctc_loss, multi_label_loss, pair_loss, sigmoid_pair_loss
+from weft.model.blueprint import Loss
 from weft.model.families import SampleField
 from weft.model.hf._tasks import HubTask
+from weft.model.losses import class_loss, regression_loss, token_loss
 from weft.model.meta_forward import StandIns
 from weft.model.samples import draw_integers, field_example
 
@@ -73,7 +73,7 @@ def samples_of(model: Any, task: HubTask, length: int | None, *, where: str) -> 
     said = "takes nothing that Weft knows how to make" if first is None else f"does not take what it is given: {words}"
     raise RecipeError(
         f'model.hf = "{where}": a {type(model).__name__} for {task.name.replace("_", " ")} {said.rstrip(".")}. Use'
-        " model.factory, which returns a weft.model.Blueprint whose `samples` describe them."
+        " model.factory, which returns a weft.model.blueprint.Blueprint whose `samples` describe them."
     )
 
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from weft.config.document import JsonObject, is_plain_name, read_plain_file
 from weft.errors import RecipeError
-from weft.model._blueprint import Initialiser
-from weft.model._seeded import seeded
+from weft.model.blueprint import Initialiser
 from weft.model.hf._conversion import converted
 from weft.model.hf._deferred import Deferred
+from weft.model.seeding import seeded
 from weft.model.stored import Box, StoredTensor
 
 _UNSET = torch.iinfo(torch.int64).min

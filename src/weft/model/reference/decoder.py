@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from weft.config.plan import default_ffn_size
 from weft.config.recipe import DecoderShape
-from weft.model._blueprint import Blueprint
-from weft.model._examples import token_example
 from weft.model._initialise import normal_initialiser
-from weft.model._losses import token_loss
+from weft.model.blueprint import Blueprint
 from weft.model.description import description_of_shape
+from weft.model.examples import token_example
 from weft.model.families import CutTable, SplitRule
+from weft.model.losses import token_loss
 
 
 def rotary_tables(positions: Tensor, head_size: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

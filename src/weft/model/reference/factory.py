@@ -11,11 +11,11 @@ from torch import nn
 
 from weft.config.recipe import ModelRecipe
 from weft.errors import RecipeError, did_you_mean
-from weft.model._blueprint import Blueprint
-from weft.model._examples import token_example
 from weft.model._imports import import_attribute
-from weft.model._losses import class_loss, token_loss
-from weft.model._seeded import seeded
+from weft.model.blueprint import Blueprint
+from weft.model.examples import token_example
+from weft.model.losses import class_loss, token_loss
+from weft.model.seeding import seeded
 
 _FIELDS = {
     "tokens": "tokens",
@@ -124,7 +124,7 @@ def _plain(recipe: ModelRecipe, module: nn.Module) -> Blueprint:
     if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         raise RecipeError(
             f'model.factory = "{recipe.factory}" returned a module on the meta device, which has no weights.'
-            " Construct it on the CPU, or return a weft.model.Blueprint whose `initialise` fills each module."
+            " Construct it on the CPU, or return a weft.model.blueprint.Blueprint whose `initialise` fills each module."
         )
     inputs = _inputs(recipe, module)
     reads_tokens = "tokens" in inputs.values()
@@ -147,7 +147,7 @@ def _plain(recipe: ModelRecipe, module: nn.Module) -> Blueprint:
         sequence_length=length,
         notes=(
             f"{recipe.factory} is really constructed, whole, on every rank: Weft cannot repeat its initialisation"
-            " parameter by parameter. Return a weft.model.Blueprint to build it in pieces.",
+            " parameter by parameter. Return a weft.model.blueprint.Blueprint to build it in pieces.",
         ),
     )
 
@@ -163,6 +163,6 @@ def _inputs(recipe: ModelRecipe, module: nn.Module) -> dict[str, str]:
         raise RecipeError(
             f'model.factory = "{recipe.factory}": forward{inspect.signature(module.forward)} has arguments that no'
             f" batch field fits ({', '.join(unknown) or 'none is required'})."
-            " Return a weft.model.Blueprint with `inputs`, which maps arguments to batch fields."
+            " Return a weft.model.blueprint.Blueprint with `inputs`, which maps arguments to batch fields."
         )
     return {name: _FIELDS[name] for name in required}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import RecipeError
-from weft.model._blueprint import logits_of
+from weft.model.blueprint import logits_of
 
 
 @torch.no_grad()

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from weft.config.plan import default_ffn_size
 from weft.config.recipe import DecoderShape
-from weft.model._blueprint import Batch, Blueprint, Routers
 from weft.model._initialise import NORMAL_STD
 from weft.model.auxiliary import AuxiliaryLoss, LossWithTerms
+from weft.model.blueprint import Batch, Blueprint, Routers
 from weft.model.families import SplitRule
 from weft.model.reference.decoder import Decoder, SwiGLU, build_decoder
 from weft.model.reference.mixture import Experts, Mixture, Router, Routing

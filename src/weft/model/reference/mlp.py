@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from weft.config.plan import default_ffn_size
 from weft.config.recipe import MlpShape
-from weft.model._blueprint import Blueprint
-from weft.model._examples import image_example
 from weft.model._initialise import module_default
-from weft.model._losses import class_loss
+from weft.model.blueprint import Blueprint
 from weft.model.description import description_of_shape
+from weft.model.examples import image_example
 from weft.model.families import CutTable, SplitRule
+from weft.model.losses import class_loss
 
 
 class MlpBlock(nn.Module):

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from weft.comm import GroupView, all_reduce
+from weft.comm.collectives import all_reduce
+from weft.comm.mesh import GroupView
 
 MAXIMUM = 2**62
 _TEXT_BYTES = 4000

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.techniques.core import ModelLayout, ParameterLayout, Piece, first_element
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.config.recipe.hf_folder import TOKENIZER_CONFIG
 from weft.errors import CheckpointError
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.run.checkpoint._files import Entry, grouped, sync_folder, write_tensors, write_text
 from weft.run.checkpoint._folder import find_checkpoint
 from weft.run.checkpoint._read import StoredCheckpoint

@@ -14,7 +14,7 @@ from weft.model.families import SampleField
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from weft.model import Blueprint
+    from weft.model.blueprint import Blueprint
 
 _DEFAULT_CLASSES = 10
 DataTask = Literal["causal_lm", "masked_lm", "classification", "regression", "fields"]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from weft.comm import peak_memory_bytes
+from weft.comm.device import peak_memory_bytes
 from weft.comm.telemetry import Recorder
 from weft.events import CollectiveEvent, MemoryEvent, MessageEvent, PhaseEvent, Run, StartEvent, StepEvent
 from weft.figures import spell_figure

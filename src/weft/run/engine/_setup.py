@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.document import JsonObject
 from weft.config.plan import Plan
 from weft.config.recipe import OptimizerGroup, Recipe, check_group_globs, group_parameters
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.run.checkpoint import Json, module_pieces
 from weft.run.engine._loss_scale import LossScale
 from weft.run.engine._step import Stepper

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm import GroupView, Mesh, peak_memory_bytes
+from weft.comm.device import peak_memory_bytes
+from weft.comm.mesh import GroupView, Mesh
 from weft.comm.telemetry import Recorder
 from weft.events import StepEvent
-from weft.model import Batch
+from weft.model.blueprint import Batch
 from weft.run.engine._loss_scale import LossScale
 from weft.run.engine.optimizers import ShardOptimizer, squared_sum
 from weft.techniques.core import LossTotals, Runner, Shard, StoreSet

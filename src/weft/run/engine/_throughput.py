@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weft.comm import synchronize
+from weft.comm.device import synchronize
 from weft.events import RateEvent
 
 _CPU_SIZE = 512

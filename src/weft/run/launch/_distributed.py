@@ -18,7 +18,7 @@ from weft.run.launch._rendezvous import rendezvous_store
 if TYPE_CHECKING:
     import torch
 
-    from weft.comm import BackendKind, DeviceKind
+    from weft.comm.device import BackendKind, DeviceKind
 
 
 _ECHO_SECONDS = 0.5
@@ -76,7 +76,8 @@ def initialise_distributed(
     """
     import torch.distributed as dist
 
-    from weft.comm import device_for_rank, release_groups
+    from weft.comm.device import device_for_rank
+    from weft.comm.release import release_groups
     from weft.config.plan import COLLECTIVE_TIMEOUT_SECONDS
 
     if dist.is_initialized():
@@ -130,7 +131,7 @@ def _named(error: Exception, listener: FailureListener | None) -> CollectiveErro
 def _join(rank_info: RankInfo, device: torch.device, timeout: timedelta, requested: BackendKind) -> None:
     import torch.distributed as dist
 
-    from weft.comm import backend_for, ranks_share_device
+    from weft.comm.device import backend_for, ranks_share_device
     from weft.comm.shared_memory import register_shared_memory_backend
     from weft.config.plan import COLLECTIVE_TIMEOUT_SECONDS
 
@@ -168,7 +169,7 @@ def _check_backends(device: torch.device, requested: BackendKind = "auto") -> No
     that carries the CPU's in another way than the plan wants."""
     import torch.distributed as dist
 
-    from weft.comm import backend_for
+    from weft.comm.device import backend_for
 
     carried = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
     missing = [kind for kind in dict.fromkeys(("cpu", device.type)) if kind not in carried]

@@ -47,7 +47,7 @@ def _store_of_group(store: Store, rank_info: RankInfo, timeout: timedelta) -> St
     """The part of the store for the group that this rank forms now."""
     import torch.distributed as dist
 
-    from weft.comm import rendezvous
+    from weft.comm.rendezvous import rendezvous
 
     if rank_info.world_size == 1:
         return store

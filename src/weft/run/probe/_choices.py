@@ -8,8 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.comm import BackendKind, GroupView
 from weft.comm.algorithms import BUILT_IN, Arrangement, ChoiceTable, spell_size, table_from_json, table_to_json
+from weft.comm.device import BackendKind
+from weft.comm.mesh import GroupView
 from weft.comm.selector import SIZES, measure_table
 from weft.config.cluster import Topology
 from weft.errors import CollectiveError

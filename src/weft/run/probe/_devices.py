@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weft.config.cluster import AttentionSpeed, BlockTime, MatrixSpeed, Measured, MemorySpeed
 from weft.config.recipe import DecoderShape
-from weft.model import build_reference
+from weft.model.build import build_reference
 from weft.run.probe._timing import Timing, slowest, time_runs
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

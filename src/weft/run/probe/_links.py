@@ -11,7 +11,9 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from weft.comm import GroupView, start_all_gather, start_all_reduce, start_reduce_scatter, synchronize
+from weft.comm.device import synchronize
+from weft.comm.mesh import GroupView
+from weft.comm.reduce import start_all_gather, start_all_reduce, start_reduce_scatter
 from weft.config.cluster import Collective, CollectiveTime
 from weft.run.launch import RankInfo
 from weft.run.probe._timing import Timing, slowest, summarise

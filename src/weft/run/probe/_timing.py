@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft.comm import synchronize
+from weft.comm.device import synchronize
 
 _FEWEST, _MOST = 3, 2000
 

@@ -6,8 +6,8 @@ import math
 
 from weft.config.plan import ModelFacts
 from weft.config.recipe import Recipe
-from weft.model import Blueprint, FoundCut
-from weft.model.families import NO_SEQUENCE
+from weft.model.blueprint import Blueprint
+from weft.model.families import NO_SEQUENCE, FoundCut
 
 
 def facts_of_blueprint(blueprint: Blueprint, recipe: Recipe) -> ModelFacts:

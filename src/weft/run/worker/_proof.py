@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from weft.analysis.blueprint import build_blueprint
-from weft.comm import Mesh, forget_peak_memory
+from weft.comm.device import forget_peak_memory
+from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.plan import MicrobatchPlan, Plan
 from weft.config.recipe import Recipe, learning_rate
 from weft.errors import PlanError
-from weft.model import Batch, Blueprint
+from weft.model.blueprint import Batch, Blueprint
 from weft.run.data import PreparedData, data_shape, open_data
 from weft.run.engine import create_training
 from weft.run.engine.proof import (

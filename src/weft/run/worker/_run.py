@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.analysis.blueprint import build_blueprint
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.document import plain
 from weft.config.plan import Plan, check_plan, load_plan

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from weft.analysis.blueprint import build_blueprint
-from weft.comm import Mesh, peak_memory_bytes, synchronize
+from weft.comm.device import peak_memory_bytes, synchronize
+from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.plan import Plan, parse_plan
 from weft.config.recipe import Recipe, learning_rate, parse_recipe

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.config.plan import Plan
-from weft.model import Batch, Blueprint
+from weft.model.blueprint import Batch, Blueprint
 from weft.model.samples import UNKNOWN_VALUES, draw_integers
 from weft.run.checkpoint import Json
 from weft.run.data import rank_range

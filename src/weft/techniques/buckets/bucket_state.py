@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from weft.comm import Collectives, GroupView, Mesh, Wait, nothing_to_wait_for
+from weft.comm.flat import Collectives
+from weft.comm.mesh import GroupView, Mesh
+from weft.comm.reduce import Wait, nothing_to_wait_for
 from weft.errors import PlanError
 from weft.techniques.buckets.formation import BucketEntry, Cuts, FlatLayout, form_buckets
 from weft.techniques.core._layout import ParameterLayout

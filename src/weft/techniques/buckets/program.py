@@ -11,7 +11,7 @@ from weft.techniques.buckets.formation import BucketEntry, Formed, form_buckets
 from weft.techniques.compression.program import is_taken
 from weft.techniques.compression.program import sends as packed_sends
 from weft.techniques.compression.wire import Frame, ParameterSpan
-from weft.techniques.core.send_trace import HeldParameter, ModelShare, RankSend
+from weft.techniques.send_trace import HeldParameter, ModelShare, RankSend
 from weft.techniques.zero.contract import Zero, reduction_rounds
 
 _FLAG_BYTES, _INDEX_BYTES = 4, 8

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from weft.techniques.compression.contract import Compression
 from weft.techniques.compression.wire import CodecSpec, Frame, ParameterSpan, collectives_of, spec_of, storages_of
-from weft.techniques.core.send_trace import HeldParameter, ModelShare, RankSend, Shape
+from weft.techniques.send_trace import HeldParameter, ModelShare, RankSend, Shape
 
 
 def codec_of(share: ModelShare) -> CodecSpec | None:

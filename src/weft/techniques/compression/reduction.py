@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from weft.comm import GroupView, Mesh
+from weft.comm.mesh import GroupView, Mesh
 from weft.techniques.buckets.bucket_state import Bucket, BucketMember, LiveBucket
 from weft.techniques.compression.codecs import CodecSpec, CompressedReduction, Frame, KeptTensor, ParameterSpan
 from weft.techniques.core._layout import ParameterLayout

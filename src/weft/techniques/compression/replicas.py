@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView, Mesh, Wait, start_all_reduce
+from weft.comm.mesh import GroupView, Mesh
+from weft.comm.reduce import Wait, start_all_reduce
 from weft.techniques.compression.codecs import CodecSpec, CompressedReduction, Frame, ParameterSpan, ReductionUnderWay
 from weft.techniques.compression.reduction import pieces_of
 from weft.techniques.compression.wire import storages_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import final
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import Plan
 from weft.errors import PlanError
 from weft.techniques.compression.wire import CodecSpec, spec_of

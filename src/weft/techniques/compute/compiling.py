@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.config.plan import Plan
 from weft.errors import PlanError
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.techniques.core import StepContext, is_own
 from weft.techniques.randomness.keyed_dropout import KeyedDropout
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.errors import PlanError
 from weft.model.attention.dropping import AttentionTaker, attend_dropping, attend_in_window
 from weft.model.attention.scored import DrawnDropout, attend_scored

@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm import GroupView, all_gather, reduce_scatter_shards, runs_on_gloo
+from weft.comm.collectives import all_gather, reduce_scatter_shards
+from weft.comm.device import runs_on_gloo
+from weft.comm.mesh import GroupView
 from weft.techniques.context.shares import Shown
 
 Gradients = Callable[[int, Tensor, Tensor, slice], tuple[Tensor, Tensor]]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.techniques.context.attention import attend_to_all, gradients_of_all
 from weft.techniques.context.dropped import DroppedAttention
 from weft.techniques.context.exchange import GatherExchange, RingExchange

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from weft.techniques.context.contract import Context
 from weft.techniques.context.shares import BETWEEN, HEADS, Shown, copies_of, exchanging_ranks, tokens_of
-from weft.techniques.core.send_trace import ModelShare, ModuleCall, RankSend
+from weft.techniques.send_trace import ModelShare, ModuleCall, RankSend
 
 
 def sends(share: ModelShare) -> Iterator[RankSend]:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.errors import PlanError
-from weft.model import Blueprint
 from weft.model.attention.place_biases import Place
 from weft.model.attention.sample_biases import BiasesOfRank, WholeBiases
 from weft.model.attention.scored import DrawnDropout
 from weft.model.attention.written import AttentionReader
+from weft.model.blueprint import Blueprint
 from weft.techniques.context.attention import Attend, Shared, Sharing
 from weft.techniques.context.form import AttentionForm
 from weft.techniques.core import StepContext

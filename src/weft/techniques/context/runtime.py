@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from weft.comm import GroupView, Mesh
+from weft.comm.mesh import GroupView, Mesh
 from weft.config.plan import axis_coordinates
 from weft.errors import PlanError
 from weft.techniques.context.attention import Attend, VisitedAttention, sharing

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from weft.errors import PlanError
-from weft.model import Blueprint
 from weft.model.attention.dropping import ATTENTION
+from weft.model.blueprint import Blueprint
 from weft.model.meta_forward import copy_on_meta
 
 _MIXING = (

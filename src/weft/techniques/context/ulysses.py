@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.comm import GroupView, runs_on_gloo
+from weft.comm.device import runs_on_gloo
+from weft.comm.mesh import GroupView
 from weft.errors import PlanError
 from weft.model.derivatives import once
 from weft.techniques.context.attention import Attend, VisitedAttention

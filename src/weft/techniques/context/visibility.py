@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.techniques.context.form import AttentionForm
 from weft.techniques.context.partial import Kept
 from weft.techniques.context.shares import Runs, Shown

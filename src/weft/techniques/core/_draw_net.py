@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft.errors import PlanError
-from weft.model import others_draw
+from weft.model.seeding import others_draw
 from weft.techniques.core._context import StepContext
 
 

@@ -15,7 +15,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView, Mesh
+from weft.comm.mesh import GroupView, Mesh
 from weft.config.plan import AXES, BATCH_AXES, EXPERT_LENDERS, Axis
 from weft.techniques.core.grid import GridSplit
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from weft.comm import GroupView
-from weft.model import Blueprint
+from weft.comm.mesh import GroupView
+from weft.model.blueprint import Blueprint
 from weft.techniques.core._context import StepContext
 from weft.techniques.core._layout import ModelLayout, ParameterLayout, Split
 from weft.techniques.core.grid import GridSplit, PartGrid

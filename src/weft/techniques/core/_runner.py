@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from weft.comm import Mesh
-from weft.model import Batch, Blueprint, Loss
+from weft.comm.mesh import Mesh
+from weft.model.blueprint import Batch, Blueprint, Loss
 from weft.model.positions import call_model
 from weft.techniques.core._context import MicrobatchState, StepContext
 from weft.techniques.core._draw_net import without_draws

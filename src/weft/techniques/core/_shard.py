@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.techniques.core._layout import NestedSplit, ParameterLayout
 from weft.techniques.core._rows import SparseRows
 

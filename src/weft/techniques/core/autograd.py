@@ -12,7 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView, all_gather_shards, all_reduce, reduce_scatter_shards, shard_of
+from weft.comm.collectives import all_gather_shards, all_reduce, reduce_scatter_shards, shard_of
+from weft.comm.mesh import GroupView
 from weft.model.derivatives import is_differentiated
 
 # torch's stubs leave Function.apply untyped; the functions below are the typed way in.  A backward that is

@@ -15,11 +15,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from weft.comm import Mesh, all_reduce
+from weft.comm.collectives import all_reduce
+from weft.comm.mesh import Mesh
 from weft.config.plan import BATCH_AXES
 from weft.errors import PlanError
-from weft.model import Batch, Blueprint
 from weft.model.auxiliary import AuxiliaryLoss, auxiliary_of
+from weft.model.blueprint import Batch, Blueprint
 from weft.techniques.core._context import MicrobatchState
 from weft.techniques.core._part import ModelPart
 from weft.techniques.core._runner import (

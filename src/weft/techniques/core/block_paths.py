@@ -20,7 +20,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from weft.comm import GroupView, Mesh, group_store
+from weft.comm.device import group_store
+from weft.comm.mesh import GroupView, Mesh
 from weft.comm.untraced import untraced
 from weft.errors import CollectiveError
 from weft.techniques.core._context import StepContext

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 
 if TYPE_CHECKING:
     from weft.techniques.core._layout import Split

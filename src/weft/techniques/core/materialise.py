@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from weft.model import Blueprint, seeded
+from weft.model.blueprint import Blueprint
+from weft.model.seeding import seeded
 from weft.techniques.core._layout import ModelLayout, ParameterLayout
 from weft.techniques.core.precision import NARROW, dtype_beside, main_dtype
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from weft.errors import PlanError
-from weft.model import Blueprint, FoundCut
-from weft.model.families import NO_SEQUENCE
+from weft.model.blueprint import Blueprint
+from weft.model.families import NO_SEQUENCE, FoundCut
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.comm import Mesh
-from weft.model import Blueprint
+from weft.comm.mesh import Mesh
+from weft.model.blueprint import Blueprint
 from weft.techniques.core._context import MicrobatchState, StepContext
 from weft.techniques.core._part import ModelPart, is_own
 

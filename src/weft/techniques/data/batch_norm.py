@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from weft.comm import GroupView, Mesh, all_gather, all_reduce
+from weft.comm.collectives import all_gather, all_reduce
+from weft.comm.mesh import GroupView, Mesh
 from weft.config.plan import BATCH_AXES
 from weft.model.derivatives import once
 

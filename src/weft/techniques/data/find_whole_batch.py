@@ -28,7 +28,7 @@ from weft.model.meta_forward import StandInMode, copy_on_meta, on_trial
 from weft.model.positions import arguments_for
 
 if TYPE_CHECKING:
-    from weft.model._blueprint import Batch, Blueprint
+    from weft.model.blueprint import Batch, Blueprint
 
 Gather = Callable[[Tensor, int], Tensor]
 """`gather(tensor, dim)`: the tensors of all data ranks behind each other along `dim`."""

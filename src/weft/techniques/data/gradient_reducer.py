@@ -28,8 +28,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.comm import GroupView, Mesh, collectives_for, hold, new_flat, nothing_to_wait_for, start_all_reduce
+from weft.comm.memory import new_flat
+from weft.comm.mesh import GroupView, Mesh
+from weft.comm.pick import collectives_for
+from weft.comm.reduce import nothing_to_wait_for, start_all_reduce
 from weft.comm.shared_memory import shared_memory_group
+from weft.comm.watched_group import hold
 from weft.config.plan import BATCH_AXES
 from weft.techniques.buckets.bucket_state import (
     Bucket,

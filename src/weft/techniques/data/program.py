@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from weft.techniques.core.send_trace import HeldParameter, ModelShare, RankSend
 from weft.techniques.data.contract import Data
+from weft.techniques.send_trace import HeldParameter, ModelShare, RankSend
 
 _DOUBLE, _FLAG, _INDEX = 8, 4, 8
 """Bytes of a slot of the agreement (fp64), of a flag of use (fp32), and of a row's number (int64)."""

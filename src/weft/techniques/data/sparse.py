@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView, all_gather
+from weft.comm.collectives import all_gather
+from weft.comm.mesh import GroupView
 from weft.errors import RecipeError
 from weft.techniques.buckets.bucket_state import BucketMember
 from weft.techniques.core._rows import SparseRows

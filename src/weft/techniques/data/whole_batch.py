@@ -8,10 +8,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import BATCH_AXES
 from weft.errors import PlanError
-from weft.model import Batch, Blueprint, Loss
+from weft.model.blueprint import Batch, Blueprint, Loss
 from weft.techniques.core._context import MicrobatchState
 from weft.techniques.core._draw_net import without_draws
 from weft.techniques.core._part import ModelPart

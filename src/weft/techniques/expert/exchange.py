@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm import GroupView, runs_on_gloo
+from weft.comm.device import runs_on_gloo
+from weft.comm.mesh import GroupView
 from weft.model.reference.mixture import arrange, combine, spread
 from weft.techniques.expert.journey import Compute, Journey, arrive, leave
 from weft.techniques.expert.shares import rows_of_expert

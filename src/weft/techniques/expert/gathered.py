@@ -17,7 +17,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView, all_gather, start_all_gather, start_reduce_scatter
+from weft.comm.collectives import all_gather
+from weft.comm.mesh import GroupView
+from weft.comm.reduce import start_all_gather, start_reduce_scatter
 from weft.config.plan import MeshPlan
 from weft.techniques.core import StepContext
 from weft.techniques.core.autograd import gather_samples

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from weft.techniques.core.send_trace import ModelShare, ModuleCall, Operation, RankSend
 from weft.techniques.expert.contract import Expert
 from weft.techniques.expert.shares import most_tokens_of, rows_of_rank
+from weft.techniques.send_trace import ModelShare, ModuleCall, Operation, RankSend
 
 _COUNT_BYTES = 8
 """Size of the number of an expert's rows, or of a rank's tokens, int64."""

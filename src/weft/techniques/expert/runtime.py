@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.errors import PlanError
 from weft.model.reference.mixture import Experts, Mixture
 from weft.techniques.core import MicrobatchState, ModelPart, Split, StepContext

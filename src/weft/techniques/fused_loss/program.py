@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from weft.techniques.core.send_trace import ModelShare, RankSend
 from weft.techniques.fused_loss.chunks import chunks_of
 from weft.techniques.fused_loss.contract import FusedLoss
+from weft.techniques.send_trace import ModelShare, RankSend
 from weft.techniques.tensor.mesh_2d.shape import ranks_alike
 
 

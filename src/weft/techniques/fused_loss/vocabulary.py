@@ -21,11 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.comm import GroupView, Mesh, all_gather
+from weft.comm.collectives import all_gather
+from weft.comm.mesh import GroupView, Mesh
 from weft.config.plan import Plan
 from weft.errors import PlanError
-from weft.model import IGNORED, Blueprint, logits_of
+from weft.model.blueprint import Blueprint, logits_of
 from weft.model.derivatives import once
+from weft.model.losses import IGNORED
 from weft.techniques.core import ModelLayout, ModelPart, StepContext, is_own
 from weft.techniques.core.autograd import gather_features
 from weft.techniques.core.grid import PartGrid

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from weft.techniques.core.send_trace import ModelShare, RankSend
 from weft.techniques.local_steps.contract import LocalSteps
+from weft.techniques.send_trace import ModelShare, RankSend
 
 
 def sends(share: ModelShare, masters: Iterable[tuple[str, int]]) -> Iterator[RankSend]:

@@ -26,7 +26,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView, Mesh, Wait, nothing_to_wait_for, start_all_reduce
+from weft.comm.mesh import GroupView, Mesh
+from weft.comm.reduce import Wait, nothing_to_wait_for, start_all_reduce
 from weft.config.document import JsonObject
 from weft.figures import spell_bytes
 from weft.run.checkpoint import Json

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor  # pyright: ignore[reportPrivateImportUsage]
 
-from weft.comm import synchronize
+from weft.comm.device import synchronize
 from weft.techniques.core import Shard
 from weft.techniques.offload.storage import ALIGNMENT, Storage, new_buffer
 

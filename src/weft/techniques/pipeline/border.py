@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from weft.errors import PlanError
-from weft.model import Crossing, FoundCut
+from weft.model.families import Crossing, FoundCut
 from weft.model.meta_forward import StandInMode, copy_on_meta
 from weft.techniques.core.views import no_view
 from weft.techniques.pipeline.copies import copied

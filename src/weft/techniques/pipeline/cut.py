@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import PlanError
-from weft.model import Blueprint, Cut, CutTable, FoundCut
+from weft.model.blueprint import Blueprint
+from weft.model.families import Cut, CutTable, FoundCut
 from weft.techniques.core.views import no_view
 from weft.techniques.pipeline.border import cut_found
 from weft.techniques.pipeline.copies import copied
@@ -55,7 +56,7 @@ def cut_table_of(blueprint: Blueprint) -> Cut:
         because = f": {blueprint.no_stages}" if blueprint.no_stages else ""
         raise PlanError(
             f"plan.mesh.pipeline > 1 cuts the model into stages, but {kind} has no table of where it may be"
-            f" cut{because}. Set plan.mesh.pipeline = 1, or let the model's factory return a weft.model.Blueprint with"
+            f" cut{because}. Set plan.mesh.pipeline = 1, or let the model's factory return a weft.model.blueprint.Blueprint with"
             " cut = CutTable(entry=…, blocks=…, tail=…)."
         )
     if isinstance(blueprint.cut, CutTable):

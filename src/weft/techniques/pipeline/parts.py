@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import Plan, check_schedule, stage_ranks
-from weft.model import Blueprint, CutTable
+from weft.model.blueprint import Blueprint
+from weft.model.families import CutTable
 from weft.techniques.core import ModelPart, StepContext
 from weft.techniques.pipeline.cut import cut_stage, cut_table_of
 from weft.techniques.pipeline.stages import choose_cuts

@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from weft.techniques.core.send_trace import ModelShare, RankSend
 from weft.techniques.pipeline.contract import Pipeline
 from weft.techniques.pipeline.orders import schedule_orders
 from weft.techniques.pipeline.routes import HEADER_WORDS, StageMessage, sent_by, wanted_by
+from weft.techniques.send_trace import ModelShare, RankSend
 
 
 def sends(share: ModelShare) -> Iterator[RankSend]:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import Plan, stage_ranks
-from weft.model import Batch, Blueprint, FoundCut
+from weft.model.blueprint import Batch, Blueprint
+from weft.model.families import FoundCut
 from weft.techniques.core import (
     LossTotals,
     MicrobatchState,

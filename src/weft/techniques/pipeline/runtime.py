@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import final
 
 from weft.errors import PlanError
-from weft.model import FoundCut
+from weft.model.families import FoundCut
 from weft.techniques.core import ModelPart, Runner
 from weft.techniques.pipeline.cut import cut_table_of
 from weft.techniques.pipeline.parts import cut_parts

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from weft.errors import PlanError
-from weft.model import Batch, Blueprint, logits_of
+from weft.model.blueprint import Batch, Blueprint, logits_of
 from weft.model.positions import call_model
 from weft.techniques.core import LossTotals, MicrobatchState, ModelPart, model_inputs, without_draws
 from weft.techniques.pipeline.border import border_of

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from weft.comm import GroupView, Mesh
-from weft.model import Cut
+from weft.comm.mesh import GroupView, Mesh
+from weft.model.families import Cut
 from weft.techniques.core import ModelLayout, ModelPart, ParameterLayout
 from weft.techniques.pipeline.stages import Tie, stage_of, ties_of
 from weft.techniques.pipeline.transport import pipeline_partition

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm import Mesh, runs_on_gloo
+from weft.comm.device import runs_on_gloo
+from weft.comm.mesh import Mesh
 from weft.config.plan import axis_coordinates
 from weft.errors import CollectiveError
-from weft.model import Batch
+from weft.model.blueprint import Batch
 from weft.techniques.pipeline.routes import HEADER_WORDS, Routes, StageMessage
 
 ShapeFor = Callable[[int, int], tuple[int, ...]]

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import PlanError
-from weft.model import Blueprint, CutTable, logits_of
+from weft.model.blueprint import Blueprint, logits_of
+from weft.model.families import CutTable
 from weft.model.meta_forward.copied_calls import copied_model
 from weft.model.positions import call_model
 from weft.techniques.pipeline.cut import Absent, Passed, Received

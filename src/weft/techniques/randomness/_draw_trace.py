@@ -22,9 +22,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weft.model import Blueprint, others_draw, token_example
+from weft.model.blueprint import Blueprint
+from weft.model.examples import token_example
 from weft.model.meta_forward import OneDevice, StandIns, copy_on_meta, on_trial, without_fast_path
 from weft.model.positions import arguments_for
+from weft.model.seeding import others_draw
 from weft.techniques.core._draw_net import OwnPython, is_draw, numpy_lock
 
 LOSS = "the loss"

@@ -25,10 +25,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weft.comm import GroupView, Mesh, shard_bounds
+from weft.comm.collectives import shard_bounds
+from weft.comm.mesh import GroupView, Mesh
 from weft.config.plan import Plan
 from weft.errors import PlanError
-from weft.model import Batch, Blueprint, Loss
+from weft.model.blueprint import Batch, Blueprint, Loss
 from weft.techniques.core._call_numbers import numbered
 from weft.techniques.core._context import MicrobatchState, StepContext
 from weft.techniques.core._draw_net import is_draw

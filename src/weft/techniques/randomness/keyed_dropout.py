@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.comm import GroupView, Mesh, shard_bounds
+from weft.comm.collectives import shard_bounds
+from weft.comm.mesh import GroupView, Mesh
 from weft.errors import PlanError
-from weft.model import Blueprint
 from weft.model.attention.dropping import PendingScores
+from weft.model.blueprint import Blueprint
 from weft.techniques.core._call_numbers import numbered
 from weft.techniques.core._context import MicrobatchState, StepContext
 from weft.techniques.core.grid import PartGrid

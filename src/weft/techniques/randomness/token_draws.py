@@ -18,11 +18,13 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
 )
 
-from weft.comm import GroupView, shard_bounds
+from weft.comm.collectives import shard_bounds
+from weft.comm.mesh import GroupView
 from weft.config.plan import Plan
 from weft.errors import PlanError
-from weft.model import Blueprint, token_example
 from weft.model.attention.scored import DrawnDropout
+from weft.model.blueprint import Blueprint
+from weft.model.examples import token_example
 from weft.techniques.core._context import StepContext
 from weft.techniques.core.local_tokens import LocalTokens
 from weft.techniques.randomness._draw_trace import LOSS, DrawLayout, Draws, find_draws

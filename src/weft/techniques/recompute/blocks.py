@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 
 from weft.config.plan import Plan
 from weft.errors import PlanError
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.techniques.core import MicrobatchState, StepContext, is_own
 from weft.techniques.core.unkept import is_unkept
 from weft.techniques.recompute.selective import selective_contexts

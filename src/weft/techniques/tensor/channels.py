@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.errors import PlanError
-from weft.model import Blueprint, set_number
+from weft.model.blueprint import Blueprint
 from weft.model.channels import Convolution, computes_plainly, groups_of
+from weft.model.localising import set_number
 
 
 def check_bare(blueprint: Blueprint) -> None:

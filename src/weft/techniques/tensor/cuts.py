@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.errors import PlanError
-from weft.model import INHERITED, Blueprint, SplitRule, Tables
+from weft.model.blueprint import Blueprint
+from weft.model.families import INHERITED, SplitRule, Tables
 from weft.model.plain_layers import is_conv1d, is_linear
 from weft.techniques.core import ModelLayout, Split
 

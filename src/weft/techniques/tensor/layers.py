@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.comm import GroupView, Mesh
+from weft.comm.mesh import GroupView, Mesh
 from weft.config.plan import Plan
 from weft.errors import PlanError
-from weft.model import Blueprint, SplitRule
+from weft.model.blueprint import Blueprint
+from weft.model.families import SplitRule
 from weft.model.plain_layers import is_conv1d, is_linear, localise
 from weft.techniques.core import ModelLayout, Split, StepContext, fill_layout, first_names, is_own
 from weft.techniques.core.autograd import (

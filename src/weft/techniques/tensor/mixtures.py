@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.errors import PlanError
 from weft.model.reference.mixture import Mixture, Routing
 from weft.techniques.core.autograd import copy_to_group, reduce_from_group

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from weft.techniques.core.send_trace import ModelShare, ModuleCall, Part, RankSend
+from weft.techniques.send_trace import ModelShare, ModuleCall, Part, RankSend
 from weft.techniques.tensor.contract import Tensor
 
 

@@ -15,10 +15,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from weft.comm import GroupView, Mesh
+from weft.comm.mesh import GroupView, Mesh
 from weft.config.plan import Plan
 from weft.errors import PlanError
-from weft.model import Blueprint, CutTable
+from weft.model.blueprint import Blueprint
+from weft.model.families import CutTable
 from weft.techniques.core import ModelLayout, StepContext, is_own
 from weft.techniques.core.autograd import gather_sequence, scatter_sequence
 from weft.techniques.core.region import SequenceRegion, sequence_region

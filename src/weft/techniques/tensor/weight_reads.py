@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.errors import PlanError
-from weft.model import Loss
+from weft.model.blueprint import Loss
 from weft.techniques.core._part import ModelPart
 
 _OF_SHAPE = frozenset(

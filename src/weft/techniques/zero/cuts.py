@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from weft.config.plan import EXPERT_LENDERS
-from weft.techniques.core.send_trace import HeldParameter, ModelShare, Parameter, Shape
+from weft.techniques.send_trace import HeldParameter, ModelShare, Parameter, Shape
 from weft.techniques.zero.shares import dim_of_shards
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from weft.techniques.compression.program import between_replicas
-from weft.techniques.core.send_trace import HeldParameter, ModelShare, Parameter, Part, RankSend
+from weft.techniques.send_trace import HeldParameter, ModelShare, Parameter, Part, RankSend
 from weft.techniques.zero.contract import Zero, reduction_rounds
 from weft.techniques.zero.cuts import cut_dim, padded, shard_shape, sharding_of
 

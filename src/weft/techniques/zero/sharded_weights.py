@@ -34,9 +34,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as CutDim
 from torch.utils._pytree import tree_map
 
-from weft.comm import GroupView, Mesh, start_all_reduce
+from weft.comm.mesh import GroupView, Mesh
+from weft.comm.reduce import start_all_reduce
 from weft.comm.untraced import untraced
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.model.derivatives import is_differentiated
 from weft.model.stored import StoredTensor, stored_tensors
 from weft.techniques.buckets.bucket_state import BucketMember

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from weft.comm import GroupView, all_gather_single, new_flat, reduce_scatter_single
+from weft.comm.device import all_gather_single, reduce_scatter_single
+from weft.comm.memory import new_flat
+from weft.comm.mesh import GroupView
 from weft.comm.shared_memory import shared_memory_group
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import torch
 
-from weft.comm import Mesh, fake_world, peak_memory_bytes
+from weft.comm.device import peak_memory_bytes
+from weft.comm.fake import fake_world
+from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.plan import Plan, axis_coordinates
 from weft.config.recipe import Recipe
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.run.engine import create_training
 from weft.techniques.pipeline.runner import PipelineRunner
 from weft.verify.dry_run._agree import rank_at

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from weft.analysis.blueprint import build_blueprint
-from weft.comm import device_for_rank
+from weft.comm.device import device_for_rank
 from weft.config.document import plain
 from weft.config.plan import parse_plan
 from weft.config.recipe import parse_recipe

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # pyright: ignore[reportPrivateImportUsage]
 
-from weft.comm import Mesh, fake_world
+from weft.comm.fake import fake_world
+from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.plan import Axis, Plan, axis_coordinates, reduction_rounds
 from weft.config.recipe import Recipe
-from weft.model import Batch, Blueprint
+from weft.model.blueprint import Batch, Blueprint
 from weft.model.samples import place_prompt
 from weft.run.engine import TrainingState, create_training
 from weft.techniques.pipeline.runner import PipelineRunner

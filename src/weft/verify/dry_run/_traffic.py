@@ -9,8 +9,8 @@ from weft.comm.telemetry import StepTraffic
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
 from weft.figures import spell_bytes
-from weft.model import Blueprint
-from weft.techniques.core.send_trace import Outline
+from weft.model.blueprint import Blueprint
+from weft.techniques.send_trace import Outline
 from weft.verify.program import Traffic, differences, occasions_of, program_of
 from weft.verify.program.outline_of import outline_or_reason
 

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.comm import GroupName, Mesh, group_of
+from weft.comm.fake import group_of
+from weft.comm.mesh import GroupName, Mesh
 
 _AXES: tuple[GroupName, ...] = ("tensor", "context", "shard", "replicate", "data", "pipeline", "world")
 _NAMES: Mapping[str, str] = {

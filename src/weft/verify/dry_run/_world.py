@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weft.config.plan import Axis, Plan, axis_coordinates
 from weft.config.recipe import Recipe
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.verify.dry_run._agree import disagreements, peers_to_ask, rank_at
 from weft.verify.dry_run._rehearse import ActivationShape, RankReport, find_draws, rehearse
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.config.plan import Plan, axis_coordinates
 from weft.figures import spell_figure
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.techniques.core import Piece
 from weft.verify.numerics._comparison import Comparison, Mismatch, TrialResult
 from weft.verify.numerics._reference import Contributions

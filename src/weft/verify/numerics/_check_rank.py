@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from weft.analysis.blueprint import build_blueprint
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.plan import parse_plan
 from weft.config.recipe import Precision, parse_recipe
 from weft.run.launch import RankInfo, initialise_distributed

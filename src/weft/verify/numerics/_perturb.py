@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.config.recipe import Precision
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 
 _SPREAD = 0.1
 _LAST_DIGIT: Mapping[Precision, float] = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10}

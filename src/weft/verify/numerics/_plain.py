@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
-from weft.model import Batch, Blueprint
+from weft.model.blueprint import Batch, Blueprint
 from weft.run.engine.proof import optimizer_of, set_rates, whole_module
 from weft.run.worker._trial_data import TrialData
 from weft.techniques.randomness.draws import keyed_alone

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.run.engine import create_training
 from weft.run.worker._trial_data import TrialData
 from weft.verify.numerics._differences import assemble

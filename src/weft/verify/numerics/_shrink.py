@@ -22,7 +22,7 @@ from weft.config.recipe import (
 )
 from weft.errors import RecipeError
 from weft.figures import spell_memory
-from weft.model import build_model
+from weft.model.build import build_model
 from weft.model.description import SMALL_SEQUENCE_LENGTH, shrink_config, shrink_shape
 from weft.techniques.tensor.mesh_2d.shape import ranks_alike
 from weft.verify.numerics._scale_down import scale_down_plan

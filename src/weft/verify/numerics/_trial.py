@@ -10,12 +10,12 @@ from typing import Literal
 
 import torch
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.plan import COLLECTIVE_TIMEOUT_SECONDS, DataParallelPlan, MicrobatchPlan, Plan
 from weft.config.recipe import Precision, Recipe, learning_rate
 from weft.events import StepEvent
-from weft.model import Batch, Blueprint
+from weft.model.blueprint import Batch, Blueprint
 from weft.run.engine import TrainingState, create_training
 from weft.run.worker._trial_data import TrialData
 from weft.techniques.core import LossTotals, Piece, shard_pieces

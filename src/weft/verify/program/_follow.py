@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from weft.model.attention.dropping import ATTENTION
 from weft.model.attention.scored import attend_scored
-from weft.techniques.core.send_trace import ModuleCall
+from weft.techniques.send_trace import ModuleCall
 from weft.verify.dry_run._witness import ANSWERS
 
 _OF_A_SHAPE = ("new_", "empty_like", "zeros_like", "ones_like")

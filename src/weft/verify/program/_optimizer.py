@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from weft.techniques.core.send_trace import HeldParameter, ModelShare, RankSend, Shape
+from weft.techniques.send_trace import HeldParameter, ModelShare, RankSend, Shape
 
 _SUM_BYTES = 8
 """Size of a sum over a whole parameter, fp64."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
 from weft.techniques.buckets import program as buckets
-from weft.techniques.core.send_trace import HeldParameter, ModelShare, Outline, Phase, RankSend, Shape, When
 from weft.techniques.data import program as data
 from weft.techniques.fused_loss import program as fused_loss
 from weft.techniques.local_steps.program import sends as averages
 from weft.techniques.pipeline import program as pipeline
+from weft.techniques.send_trace import HeldParameter, ModelShare, Outline, Phase, RankSend, Shape, When
 from weft.techniques.tensor import program as tensor
 from weft.verify.program import _optimizer as optimizer
 from weft.verify.program._compare import Traffic

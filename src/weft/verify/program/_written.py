@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from weft.errors import PlanError
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 
 
 def read_attention(module: nn.Module, blueprint: Blueprint, batch: Mapping[str, Tensor]) -> None:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from weft.comm import GroupView
+from weft.comm.mesh import GroupView
 from weft.errors import PlanError
-from weft.model import Blueprint, Cut, CutTable, FoundCut
+from weft.model.blueprint import Blueprint
+from weft.model.families import Cut, CutTable, FoundCut
 from weft.model.meta_forward import copy_on_meta
 from weft.techniques.core import first_names, sparse_tables
 from weft.techniques.core.region import SequenceRegion, sequence_region
-from weft.techniques.core.send_trace import (
+from weft.techniques.send_trace import (
     BlockEntry,
     CallKind,
     ModuleCall,

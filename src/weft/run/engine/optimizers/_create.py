@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.recipe import OptimizerGroup, OptimizerRecipe
 from weft.run.engine.optimizers._base import ShardOptimizer
 from weft.techniques.core import Shard

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView, Mesh, all_reduce
+from weft.comm.collectives import all_reduce
+from weft.comm.mesh import GroupView, Mesh
 from weft.config.plan import AXES, Axis
 from weft.errors import PlanError
 from weft.run.engine.optimizers._sums import cutting_groups, is_cut_over

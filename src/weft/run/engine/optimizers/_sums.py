@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView, Mesh, all_reduce
+from weft.comm.collectives import all_reduce
+from weft.comm.mesh import GroupView, Mesh
 from weft.config.plan import AXES, BATCH_AXES, Axis
 from weft.techniques.core import Segment, Shard
 

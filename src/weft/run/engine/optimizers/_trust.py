@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.recipe import OptimizerGroup
 from weft.run.engine.optimizers._base import whole_names
 from weft.run.engine.optimizers._sums import ParameterSums, squared_sum

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.recipe import OptimizerGroup
 from weft.run.engine.optimizers._base import ShardOptimizer
 from weft.run.engine.optimizers._runs import ShardRun

@@ -8,7 +8,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.config.recipe import OptimizerGroup
 from weft.run.engine.optimizers._base import ShardOptimizer
 from weft.run.engine.optimizers._trust import LayerNorms

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm import Mesh
+from weft.comm.mesh import Mesh
 from weft.run.engine.proof._plain import Outcome, distance_of
 from weft.run.engine.proof._planned import StepsOfRank
 from weft.techniques.core import Piece

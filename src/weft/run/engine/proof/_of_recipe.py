@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from weft.config.plan import MicrobatchPlan, Plan, reduction_rounds
 from weft.config.recipe import Recipe, group_parameters, learning_rate
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.run.engine.proof._plain_optimizers import plain_optimizer
 from weft.techniques.core import ModelLayout, ParameterLayout, materialise
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weft.comm import free_memory_bytes
+from weft.comm.device import free_memory_bytes
 from weft.figures import spell_memory
 from weft.model.positions import call_model
 from weft.run.engine.proof._snapshot import Snapshot

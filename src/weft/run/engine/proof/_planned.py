@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.events import StepEvent
-from weft.model import Batch
+from weft.model.blueprint import Batch
 from weft.run.engine import TrainingState
 from weft.run.engine.proof._plain import STEPS, generators_kept, gradients_of_loss, held_tensors, unheard
 from weft.run.engine.proof._snapshot import Snapshot

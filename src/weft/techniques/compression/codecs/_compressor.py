@@ -14,7 +14,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from weft.comm import GroupView, Wait
+from weft.comm.mesh import GroupView
+from weft.comm.reduce import Wait
 from weft.techniques.compression.wire import Frame
 
 Stages = Generator[Wait, None, None]

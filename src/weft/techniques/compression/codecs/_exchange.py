@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm import GroupView, Wait, WorksDone, nothing_to_wait_for, runs_on_gloo, traced_as
+from weft.comm.device import runs_on_gloo
+from weft.comm.mesh import GroupView
+from weft.comm.reduce import Wait, WorksDone, nothing_to_wait_for, traced_as
 
 
 def places_of(sizes: Sequence[int]) -> list[tuple[int, int]]:

@@ -7,7 +7,8 @@ from typing import final
 
 from torch import Tensor
 
-from weft.comm import GroupView, Wait
+from weft.comm.mesh import GroupView
+from weft.comm.reduce import Wait
 from weft.techniques.compression.codecs._compressor import Compressor, KeptTensor, Stages
 from weft.techniques.compression.codecs._feedback import ErrorFeedback
 from weft.techniques.compression.codecs.bf16 import BFloat16

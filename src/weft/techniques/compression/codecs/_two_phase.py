@@ -22,7 +22,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView, start_all_gather
+from weft.comm.mesh import GroupView
+from weft.comm.reduce import start_all_gather
 from weft.techniques.compression.codecs._compressor import Stages, Stateless
 from weft.techniques.compression.codecs._exchange import places_of, start_all_to_all
 from weft.techniques.compression.wire import Frame

@@ -20,7 +20,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView, synchronize
+from weft.comm.device import synchronize
+from weft.comm.mesh import GroupView
 from weft.techniques.compression.codecs._reduction import CompressedReduction
 from weft.techniques.compression.contract import CompressionSettings
 from weft.techniques.compression.wire import Codec, CodecSpec, Frame, ParameterSpan, WireBytes, part_bounds

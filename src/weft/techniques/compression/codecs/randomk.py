@@ -27,7 +27,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView, start_all_reduce
+from weft.comm.mesh import GroupView
+from weft.comm.reduce import start_all_reduce
 from weft.techniques.compression.codecs._compressor import KeptTensor, Stages
 from weft.techniques.compression.wire import Frame, ParameterSpan, count_of
 

@@ -19,7 +19,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView, start_all_gather
+from weft.comm.mesh import GroupView
+from weft.comm.reduce import start_all_gather
 from weft.techniques.compression.codecs._compressor import Stages, Stateless
 from weft.techniques.compression.wire import INDEX_BYTES, Frame, chosen_count, packet_words
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm import GroupView, Mesh, all_gather, reduce_scatter_shards
+from weft.comm.collectives import all_gather, reduce_scatter_shards
+from weft.comm.mesh import GroupView, Mesh
 from weft.model.derivatives import once
 from weft.techniques.core import Split
 from weft.techniques.core.grid import GridSplit

@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from weft.comm import GroupView, Mesh
+from weft.comm.mesh import GroupView, Mesh
 from weft.errors import PlanError
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.model.plain_layers import is_conv1d, localise, runs
 from weft.techniques.core import ModelPart, NestedSplit, fill_layout, first_names, is_own
 from weft.techniques.core.grid import GridSplit

@@ -9,10 +9,11 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from weft.comm import GroupView, Mesh
+from weft.comm.mesh import GroupView, Mesh
 from weft.config.plan import MeshPlan, axis_coordinates
 from weft.errors import PlanError
-from weft.model import IGNORED, Blueprint
+from weft.model.blueprint import Blueprint
+from weft.model.losses import IGNORED
 from weft.techniques.core.grid import GridSplit, PartGrid
 from weft.techniques.tensor.mesh_2d.roles import Kind, cut_of, role_of
 from weft.techniques.tensor.mesh_2d.shape import GridCut, GridShape

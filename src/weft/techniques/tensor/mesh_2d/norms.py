@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.comm import GroupView, all_gather, all_reduce
+from weft.comm.collectives import all_gather, all_reduce
+from weft.comm.mesh import GroupView
 from weft.model.derivatives import once
 from weft.techniques.tensor.mesh_2d.norm_trial import epsilon_of
 from weft.techniques.tensor.mesh_2d.roles import norm_formula

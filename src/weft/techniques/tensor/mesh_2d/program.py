@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
-from weft.techniques.core.send_trace import ModelShare, ModuleCall, Part, RankSend
+from weft.techniques.send_trace import ModelShare, ModuleCall, Part, RankSend
 from weft.techniques.tensor.contract import Tensor
 from weft.techniques.tensor.mesh_2d.shape import COLUMN, LINE_I, LINE_J, LINE_L, ROW, SWAP, GridShape
 

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import nn
 
 from weft.errors import PlanError
-from weft.model import Blueprint
+from weft.model.blueprint import Blueprint
 from weft.model.plain_layers import is_conv1d, is_linear
 from weft.techniques.tensor.mesh_2d.shape import Formula, GridCut, OnGrid
 

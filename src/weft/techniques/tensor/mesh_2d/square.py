@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from weft.comm import GroupView, Mesh
+from weft.comm.mesh import GroupView, Mesh
 from weft.techniques.core import Split
 from weft.techniques.core.grid import GridSplit
 from weft.techniques.tensor.mesh_2d.mesh import SampleShares, create_line

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.comm import GroupView, all_gather_shards, reduce_scatter_shards
+from weft.comm.collectives import all_gather_shards, reduce_scatter_shards
+from weft.comm.mesh import GroupView
 from weft.model.derivatives import once
 from weft.techniques.core.views import no_view
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from weft.comm._device import all_gather_single, reduce_scatter_single, runs_on_gloo
-from weft.comm._mesh import GroupView
-from weft.comm._reduce import start_all_reduce, traced_as
+from weft.comm.device import all_gather_single, reduce_scatter_single, runs_on_gloo
+from weft.comm.mesh import GroupView
+from weft.comm.reduce import start_all_reduce, traced_as
 from weft.comm.watch import num_bytes
 
 

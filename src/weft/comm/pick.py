@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from weft.comm._device import sends_messages
-from weft.comm._flat import Collectives
-from weft.comm._mesh import GroupView
+from weft.comm.device import sends_messages
+from weft.comm.flat import Collectives
+from weft.comm.mesh import GroupView
 from weft.errors import PlanError
 
 

@@ -8,8 +8,8 @@ from typing import Self
 
 from torch import Tensor
 
-from weft.comm._mesh import GroupView
-from weft.comm._reduce import Wait, start_all_gather, start_all_reduce, start_reduce_scatter
+from weft.comm.mesh import GroupView
+from weft.comm.reduce import Wait, start_all_gather, start_all_reduce, start_reduce_scatter
 
 
 class Collectives:

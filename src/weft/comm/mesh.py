@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.comm._device import forget_meshes
+from weft.comm.device import forget_meshes
 from weft.comm.watch import TraceCallback, Watch
 from weft.comm.watched_group import WATCHED_GLOO, WatchedGroup, register_watched_backend
 from weft.config.plan import (

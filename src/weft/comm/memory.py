@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.comm._mesh import GroupView
+from weft.comm.mesh import GroupView
 from weft.comm.shared_memory import shared_memory_group
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from weft.config.recipe import ConvNetShape, DecoderShape, EncoderShape, MlpShape, Recipe, ReferenceShape
 from weft.errors import RecipeError
-from weft.model._blueprint import Blueprint
-from weft.model._losses import loss_by_name, token_loss
-from weft.model._patterns import require_matches
+from weft.model.blueprint import Blueprint
 from weft.model.families import SplitRule
+from weft.model.losses import loss_by_name, token_loss
+from weft.model.patterns import require_matches
 
 
 def build_model(recipe: Recipe) -> Blueprint:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from weft.comm._device import runs_on_gloo
+from weft.comm.device import runs_on_gloo
 from weft.comm.shared_memory import shared_memory_group
 from weft.comm.watched_group import WatchedGroup, close_connections
 

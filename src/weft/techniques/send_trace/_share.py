@@ -9,9 +9,9 @@ from functools import cached_property
 
 from weft.config.plan import BATCH_AXES, Axis, Plan, axis_coordinates, groups_over, stage_ranks
 from weft.config.recipe import Recipe, group_parameters
-from weft.techniques.core.send_trace._outline import ModuleCall, Outline, Parameter, Shape
-from weft.techniques.core.send_trace._send import Operation
 from weft.techniques.pipeline.stages import Tie, choose_cuts, stage_of, ties_of
+from weft.techniques.send_trace._outline import ModuleCall, Outline, Parameter, Shape
+from weft.techniques.send_trace._send import Operation
 from weft.techniques.tensor.mesh_2d.shape import GridShape, grid_of_plan
 
 _ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.errors import RecipeError, did_you_mean
-from weft.model._blueprint import Batch, Loss, logits_of
 from weft.model._imports import import_attribute
+from weft.model.blueprint import Batch, Loss, logits_of
 
 IGNORED = -100
 """Label of a position that the loss leaves out."""

@@ -20,7 +20,7 @@ from pool import RankPool  # noqa: E402
 
 from weft.config.plan import Plan  # noqa: E402
 from weft.config.recipe import Recipe  # noqa: E402
-from weft.model.blueprint import Blueprint
+from weft.model.blueprint import Blueprint  # noqa: E402
 from weft.model.build import build_model  # noqa: E402
 from weft.verify.numerics import (  # noqa: E402
     Contributions,

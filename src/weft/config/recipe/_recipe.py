@@ -57,7 +57,8 @@ class ModelRecipe:
     hf: str | None = None
     """A local Hugging Face folder, or a `config.json`."""
     factory: str | None = None
-    """`package.module:function`, called with `arguments`, returns an `nn.Module` or a `weft.model.blueprint.Blueprint`."""
+    """`package.module:function`, called with `arguments`, returns an `nn.Module` or a
+    `weft.model.blueprint.Blueprint`."""
     arguments: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar], hash=False)
     """Keyword arguments of the factory."""
     sequence_length: int | None = None

@@ -320,8 +320,8 @@ def _far_latency(leg: Leg) -> float:
 
 
 def _built_in(kind: Collective, size: float, group: AxisGroup) -> CollectiveChoice:
-    """What is done without a choice (`weft.comm.flat.Collectives`): over the memory that a node's ranks share, each reading
-    straight from all others; by Gloo between nodes, whose all-reduce is a ring, and by direct messages."""
+    """What is done without a choice (`weft.comm.flat.Collectives`): over the memory that a node's ranks share, each
+    reading straight from all others; by Gloo between nodes, whose all-reduce is a ring, and by direct messages."""
     if kind == "send":
         return next(algorithm_choices(kind, size, group))
     if group.is_on_one_node:

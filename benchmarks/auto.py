@@ -28,19 +28,12 @@ from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._statistics import median_interval, spread
 from weft.api import TimedPlan, decide_by_trials, step_seconds, time_plans
 from weft.config.cluster import Cluster, known_machine
-from weft.config.plan import (
-    ComputePlan,
-    DataParallelPlan,
-    MeshPlan,
-    MicrobatchPlan,
-    PipelineParallelPlan,
-    Plan,
-    check_plan,
-)
+from weft.config.plan import ComputePlan, DataParallelPlan, MeshPlan, MicrobatchPlan, PipelineParallelPlan, Plan
 from weft.config.recipe import Recipe, parse_recipe
 from weft.errors import PlanError
 from weft.model.description import facts_of, profile_of
 from weft.planning.search import Candidate, PlanChoice, choose_plan
+from weft.techniques.check import check_plan
 
 _DECODER = "sequence_length = 128\nvocabulary_size = 2048"
 MODELS: Mapping[str, tuple[str, str]] = {

@@ -79,7 +79,7 @@ def import_graph(files: Mapping[str, Path]) -> dict[str, set[str]]:
 
 # ── wings: the packages of Weft ──────────────────────────────────────────────────────────────────────────────────────
 
-SETTINGS_ONLY = re.compile(r"weft\.(config|comm)(\..+)? -> weft\.techniques\..+\.(contract|schedules)")
+SETTINGS_ONLY = re.compile(r"weft\.(config|comm)(\..+)? -> weft\.techniques\..+\.(settings|schedules)")
 """The one arrow up: a plan is made of the settings of techniques, each of which stands in its technique's folder."""
 
 

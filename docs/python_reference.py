@@ -18,6 +18,7 @@ MODULES = (
     "weft",
     "weft.config.recipe",
     "weft.config.plan",
+    "weft.techniques.check",
     "weft.config.cluster",
     "weft.errors",
     "weft.model.blueprint",

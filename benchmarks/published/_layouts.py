@@ -16,7 +16,7 @@ from weft.config.cluster import Cluster
 from weft.config.plan import PricedSchedule, Recompute, Schedule, chunk_limits
 from weft.model.profile import Profile
 from weft.planning.price import Layout, PricedPrecision
-from weft.techniques.zero.contract import stage_of
+from weft.techniques.zero.settings import stage_of
 
 _PRECISIONS: dict[str, PricedPrecision] = {
     "fp64": "fp64",

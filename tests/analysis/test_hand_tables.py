@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from weft.analysis import propose_split, try_table
 from weft.analysis.blueprint import build_blueprint
-from weft.config.plan import MeshPlan, MicrobatchPlan, Plan, check_plan
+from weft.config.plan import MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe, SplitKind
 from weft.errors import PlanError
 from weft.model.blueprint import Blueprint
 from weft.model.families import SplitRule
 from weft.model.losses import class_loss
 from weft.run.worker import facts_of_blueprint
+from weft.techniques.check import check_plan
 
 Step = Callable[["Pair", Tensor], Tensor]
 PAIR: Mapping[str, SplitKind] = {"first": "channel_out", "norm": "channels", "second": "channel_in"}

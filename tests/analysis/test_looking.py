@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from weft.analysis import look
 from weft.analysis.blueprint import build_blueprint
-from weft.config.plan import MeshPlan, Plan, check_plan
+from weft.config.plan import MeshPlan, Plan
 from weft.config.recipe import parse_recipe
 from weft.errors import PlanError
 from weft.model.blueprint import Blueprint
 from weft.model.examples import token_example
 from weft.model.losses import token_loss
 from weft.run.worker import facts_of_blueprint
+from weft.techniques.check import check_plan
 
 
 class Base(nn.Module):

@@ -21,7 +21,6 @@ from weft.config.plan import (
     ModelFacts,
     Plan,
     complete_plan,
-    describe_plan,
     filled_in,
     parse_plan,
 )
@@ -29,6 +28,7 @@ from weft.config.recipe import parse_recipe
 from weft.errors import PlanError
 from weft.events import RunFolder
 from weft.run.launch import threads_of_user
+from weft.techniques.describe import describe_plan
 
 ROWS = torch.arange(64.0, dtype=torch.float64).view(16, 4) / 64
 ORDER = '["pipeline", "replicate", "shard", "expert", "context", "tensor"]'

@@ -56,9 +56,10 @@ def test_plan_is_printed_and_written(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 def test_demo_plan_has_three_axes_and_fits_its_recipe() -> None:
-    from weft.config.plan import check_plan, load_plan
+    from weft.config.plan import load_plan
     from weft.config.recipe import load_recipe
     from weft.model.description import facts_of
+    from weft.techniques.check import check_plan
 
     recipe, plan = load_recipe(DEMO / "recipe.toml"), load_plan(DEMO / "plan.toml")
     check_plan(plan, recipe, facts_of(recipe), 8)

@@ -12,22 +12,13 @@ from hypothesis import strategies as st
 from noun_examples import SMALL, recipe_of
 
 from weft.config.cluster import Cluster, parse_cluster_spec
-from weft.config.plan import (
-    MeshPlan,
-    MicrobatchPlan,
-    ModelFacts,
-    Plan,
-    check_plan,
-    describe_plan,
-    dump_plan,
-    even_shares,
-    parse_plan,
-    split_batch,
-)
+from weft.config.plan import MeshPlan, MicrobatchPlan, ModelFacts, Plan, dump_plan, even_shares, parse_plan, split_batch
 from weft.config.recipe import BatchRecipe, ConvNetShape, DecoderShape, ModelRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.errors import PlanError
 from weft.model.description import facts_of, profile_of
 from weft.planning.search import PlanChoice, choose_plan
+from weft.techniques.check import check_plan, runnability
+from weft.techniques.describe import describe_plan
 
 LLAMA_7B = DecoderShape(
     num_layers=32,
@@ -96,7 +87,7 @@ def test_what_is_chosen_passes_the_check(batch: int, processes: int, kind: str) 
     cluster = parse_cluster_spec("2x8xh100")
     choice = choose_with_advice(recipe, cluster, processes, **whole)
     check_plan(choice.plan, recipe, replace(facts_of(recipe), **whole))
-    assert choice.plan.is_runnable
+    assert not runnability(choice.plan)
     assert parse_plan(dump_plan(choice.plan, choice.reasons)) == choice.plan
     assert chosen(recipe, cluster, **whole).plan.mesh.world_size <= 16
 

@@ -10,9 +10,10 @@ import pytest
 from noun_examples import PLAN, RECIPE
 
 from weft.config.cluster import load_cluster, parse_cluster, parse_cluster_spec, resolve_cluster
-from weft.config.plan import MeshPlan, load_plan, parse_plan, runnability
+from weft.config.plan import MeshPlan, load_plan, parse_plan
 from weft.config.recipe import BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, load_recipe, parse_recipe
 from weft.errors import ClusterError, PlanError, RecipeError, WeftError
+from weft.techniques.check import runnability
 
 RECIPES: list[tuple[str, str, str]] = [
     (

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from weft.config.plan import MemoryPlan, MicrobatchPlan, Plan, check_plan
+from weft.config.plan import MemoryPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, ConvNetShape, ModelRecipe, Recipe, RunRecipe
 from weft.errors import PlanError
 from weft.model.description import facts_of
+from weft.techniques.check import check_plan
 
 
 def test_recomputing_a_batch_norm_is_refused() -> None:

@@ -20,16 +20,13 @@ from weft.config.plan import (
     PipelineParallelPlan,
     Plan,
     TensorParallelPlan,
-    check_plan,
-    check_runnable,
     parse_plan,
-    reduction_conflict,
-    reduction_rounds,
-    runnability,
 )
 from weft.config.recipe import ConvNetShape, MlpShape, ModelRecipe, OptimizerRecipe, PermitRecipe
 from weft.errors import PlanError
 from weft.model.description import facts_of
+from weft.techniques.check import check_plan, check_runnable, runnability
+from weft.techniques.zero.contract import reduction_conflict, reduction_rounds
 
 
 def plan_of(mesh: dict[str, Any], size: int = 1, per_step: int | tuple[int, ...] = 1, **more: Any) -> Plan:
@@ -64,7 +61,6 @@ GOOD: list[tuple[Plan, int]] = [
 def test_good_plans_pass(plan: Plan, world: int) -> None:
     check_plan(*case(plan), world)
     check_runnable(plan)
-    assert plan.is_runnable
     assert plan.is_predictable
 
 
@@ -439,7 +435,6 @@ def test_plans_that_are_only_predictable_say_so() -> None:
     )
     assert len(runnability(plan)) == 3  # a list of algorithms cannot be joined with compression either
     assert plan.is_predictable
-    assert not plan.is_runnable
     message = 'plan.data_parallel.compression = "fp8" can be predicted but not run yet'
     with pytest.raises(PlanError, match=re.escape(message)):
         check_runnable(plan)

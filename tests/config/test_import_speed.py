@@ -13,6 +13,7 @@ started = time.process_time()
 import weft.config.recipe, weft.config.cluster, weft.config.plan
 seconds = time.process_time() - started
 import weft.model.description
+import weft.techniques.check
 recipe = weft.config.recipe.parse_recipe('''[model]
 reference = "decoder"
 num_layers = 2
@@ -24,7 +25,7 @@ global_batch_size = 8
 steps = 1
 ''')
 plan = weft.config.plan.Plan(microbatch=weft.config.plan.MicrobatchPlan(size=8))
-weft.config.plan.check_plan(plan, recipe, weft.model.description.facts_of(recipe))
+weft.techniques.check.check_plan(plan, recipe, weft.model.description.facts_of(recipe))
 weft.config.plan.dump_plan(plan, {"mesh.replicate": f"{weft.config.cluster.Cluster.detect().num_cores} cores"})
 heavy = {"torch", "numpy", "transformers", "rich", "cyclopts"} & set(sys.modules)
 print(seconds, ",".join(sorted(heavy)) or "none")

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from noun_examples import PLAN, RECIPE, recipe_of
 
-from weft.config.plan import Plan, apply_overrides, check_plan, load_plan, parse_plan
+from weft.config.plan import Plan, apply_overrides, load_plan, parse_plan
 from weft.config.recipe import load_recipe, parse_recipe
 from weft.errors import PlanError, RecipeError, WeftError
 from weft.model.description import facts_of
+from weft.techniques.check import check_plan
 
 
 def test_settings_are_laid_over_files(tmp_path: Path) -> None:

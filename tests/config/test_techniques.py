@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from weft.config.plan import AXES, Plan, plan_settings, runnability
+from weft.config.plan import AXES, Plan, plan_settings
 from weft.config.settings import choices_of
 from weft.errors import PlanError
 from weft.planning.price import Layout
 from weft.planning.search import plan_of
+from weft.techniques.check import runnability
 from weft.techniques.registry import TECHNIQUES, check_no_loop, exact, held, unwritten, words
 
 SEEDS = range(40)

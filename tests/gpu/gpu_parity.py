@@ -28,8 +28,6 @@ from weft.config.plan import (
     PipelineParallelPlan,
     Plan,
     TensorParallelPlan,
-    check_plan,
-    check_runnable,
 )
 from weft.config.recipe import (
     BatchRecipe,
@@ -47,6 +45,7 @@ from weft.config.recipe import (
 from weft.model.build import build_model
 from weft.model.description import facts_of
 from weft.run.engine import create_training
+from weft.techniques.check import check_plan, check_runnable
 from weft.verify.numerics import TOLERANCES, Trial, assemble, compare, one_process, run_trial
 
 BATCH, STEPS = 8, 3

@@ -19,12 +19,11 @@ from weft.config.plan import (
     PipelineParallelPlan,
     Plan,
     TensorParallelPlan,
-    check_plan,
-    check_runnable,
 )
 from weft.config.recipe import load_recipe
 from weft.errors import PlanError
 from weft.model.description import facts_of
+from weft.techniques.check import check_plan, check_runnable
 
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "notebook" / "measured.md"

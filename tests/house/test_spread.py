@@ -78,10 +78,11 @@ def test_a_setting_is_spoken_of_in_few_rooms() -> None:
     assert max(counts.values()) <= MOST_ROOMS, counts
 
 
-def test_every_folder_of_techniques_has_a_contract() -> None:
+def test_every_folder_of_techniques_has_settings_and_a_contract() -> None:
     folders = [path for path in (SOURCE / "techniques").iterdir() if path.is_dir() and path.name != "__pycache__"]
     assert len(folders) >= 12
     for folder in folders:
+        assert (folder / "settings.py").is_file(), folder.name
         assert (folder / "contract.py").is_file(), folder.name
         assert (folder / "__init__.py").read_text().startswith('"""'), folder.name
 

@@ -14,12 +14,13 @@ from weft.analysis.blueprint import build_blueprint
 from weft.api import describe_recipe as describe_by_building
 from weft.cli._read import describe_recipe
 from weft.config.cluster import resolve_cluster
-from weft.config.plan import ModelFacts, Plan, apply_overrides, check_plan
+from weft.config.plan import ModelFacts, Plan, apply_overrides
 from weft.config.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.errors import PlanError, RecipeError
 from weft.model.description import facts_of
 from weft.planning.search import choose_plan, recipe_space, search
 from weft.run.worker import facts_of_blueprint
+from weft.techniques.check import check_plan
 
 FAMILIES = {
     "llama": transformers.LlamaConfig,

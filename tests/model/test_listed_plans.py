@@ -11,7 +11,7 @@ from small_families import TYPES, small_model
 
 from weft.cli._read import describe_recipe
 from weft.config.cluster import parse_cluster_spec
-from weft.config.plan import MeshPlan, Plan, check_plan, check_runnable
+from weft.config.plan import MeshPlan, Plan
 from weft.config.recipe import (
     BatchRecipe,
     ConvNetShape,
@@ -29,6 +29,7 @@ from weft.config.recipe import (
 from weft.config.recipe import ReferenceShape as Shape
 from weft.errors import PlanError
 from weft.planning.search import SearchResult, recipe_space, search
+from weft.techniques.check import check_plan, check_runnable
 
 CLUSTERS = (
     "4xcpu", "2x2xcpu", "3xcpu", "8xcpu", "1xh100", "3xh100", "4xh100", "8xh100", "2x4xa100-80gb", "2x8xh100",

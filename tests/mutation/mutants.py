@@ -60,7 +60,7 @@ def sources(root: Path) -> list[Path]:
     for room in ROOMS:
         path = root / room
         found += sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    return [path for path in found if path.name != "contract.py"]
+    return [path for path in found if path.name not in ("contract.py", "settings.py")]
 
 
 def mutants_of(root: Path, path: Path, statement: int) -> list[Mutant]:

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from weft.comm.mesh import Mesh
 from weft.comm.shared_memory import shared_memory_group
-from weft.config.plan import Plan, check_plan, check_runnable
+from weft.config.plan import Plan
 from weft.config.recipe import Recipe
 from weft.model.build import build_model
 from weft.model.description import facts_of
+from weft.techniques.check import check_plan, check_runnable
 from weft.techniques.core import Piece
 from weft.verify.numerics import Trial, run_trial
 

@@ -21,12 +21,13 @@ from torch import Tensor
 
 from weft.analysis import look, look_at_features, look_at_tokens
 from weft.analysis.blueprint import look_for_blocks
-from weft.config.plan import Plan, check_plan, check_runnable
+from weft.config.plan import Plan
 from weft.config.recipe import ModelRecipe, Recipe
 from weft.model.blueprint import Blueprint
 from weft.model.build import build_model
 from weft.model.description import facts_of
 from weft.run.engine import TrainingState
+from weft.techniques.check import check_plan, check_runnable
 from weft.techniques.data.gradient_reducer import BucketStore
 from weft.techniques.send_trace import Outline
 from weft.techniques.tensor.mesh_2d.shape import ranks_alike

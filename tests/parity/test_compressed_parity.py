@@ -20,10 +20,11 @@ from parity_run import joined, judge
 from pool import RankPool
 from predicted import unlike_predicted
 
-from weft.config.plan import Plan, check_plan, runnability
+from weft.config.plan import Plan
 from weft.config.recipe import COMPRESSIONS
 from weft.model.build import build_model
 from weft.model.description import facts_of
+from weft.techniques.check import check_plan, runnability
 from weft.techniques.compression.codecs import Frame
 from weft.verify.dry_run import outline_of
 from weft.verify.numerics import Trial, assemble

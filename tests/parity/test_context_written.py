@@ -13,10 +13,11 @@ from pool import RankPool
 from test_dry_runs import check
 
 from weft.analysis.blueprint import build_blueprint
-from weft.config.plan import ContextParallelPlan, Plan, check_plan
+from weft.config.plan import ContextParallelPlan, Plan
 from weft.config.recipe import ModelRecipe
 from weft.errors import PlanError
 from weft.model.description import facts_of
+from weft.techniques.check import check_plan
 
 IN_PAIRS = replace(
     plan(context=4, scheme="usp"), context_parallel=ContextParallelPlan(scheme="usp", ulysses=2)

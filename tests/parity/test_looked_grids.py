@@ -14,11 +14,11 @@ from pool import RankPool
 
 from weft.analysis.blueprint import build_blueprint
 from weft.api import describe_recipe
-from weft.config.plan import check_plan
 from weft.config.recipe import ModelRecipe, Recipe
 from weft.errors import PlanError
 from weft.model.description import facts_of
 from weft.run.worker import facts_of_blueprint
+from weft.techniques.check import check_plan
 
 STEPS = 3
 

@@ -10,7 +10,7 @@ from cells import Cell
 from parity_run import Matrix
 from pool import RankPool
 
-from weft.techniques.offload.contract import Offload
+from weft.techniques.offload.settings import Offload
 
 STEPS = 6
 

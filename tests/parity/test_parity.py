@@ -15,11 +15,11 @@ from matrix import COVERING, FULL
 from parity_run import Matrix
 from pool import RankPool
 
-from weft.config.plan import check_plan
 from weft.config.recipe import ModelRecipe
 from weft.errors import PlanError
 from weft.model.build import build_model
 from weft.model.description import facts_of
+from weft.techniques.check import check_plan
 
 STEPS = 6
 IN_FP32 = tuple(cell for cell in COVERING if cell.world in (2, 4))[::3]

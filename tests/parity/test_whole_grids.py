@@ -13,11 +13,11 @@ from pool import RankPool
 
 from weft.analysis.blueprint import build_blueprint
 from weft.api import describe_recipe
-from weft.config.plan import check_plan
 from weft.config.recipe import ModelRecipe
 from weft.errors import PlanError
 from weft.model.description import facts_of
 from weft.run.worker import facts_of_blueprint
+from weft.techniques.check import check_plan
 
 STEPS = 3
 SQUARE = plan(tensor=4, grid="2d")

@@ -21,7 +21,7 @@ from weft.api._auto import describe_recipe
 from weft.api._check_report import CheckFailure, CheckReport, describe_case
 from weft.api._one_process import OneProcess
 from weft.config.cluster import Cluster, known_machine
-from weft.config.plan import ModelFacts, Plan, check_plan, check_runnable, dump_plan, filled_in, load_plan
+from weft.config.plan import ModelFacts, Plan, dump_plan, filled_in, load_plan
 from weft.config.recipe import Recipe, dump_recipe, load_recipe
 from weft.errors import LaunchError, RecipeError, WeftError
 from weft.model.description import description_of, facts_of
@@ -29,6 +29,7 @@ from weft.planning.search import choose_plan
 from weft.run.launch import RankInfo
 from weft.run.launch.launcher import ForkServer, RankError, launch_function, open_fork_server
 from weft.run.worker import facts_of_blueprint
+from weft.techniques.check import check_plan, check_runnable
 from weft.techniques.randomness.draws import draws_of
 from weft.techniques.registry import exact
 from weft.verify.numerics import (

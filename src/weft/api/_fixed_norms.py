@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from torch import nn
 
-from weft.config.plan import Plan, check_plan
+from weft.config.plan import Plan
 from weft.config.recipe import Recipe
 from weft.errors import PlanError, RecipeError
 from weft.model.blueprint import BATCH_NORMS, Blueprint, takes_statistics
 from weft.run.worker import facts_of_blueprint
+from weft.techniques.check import check_plan
 
 
 class FixedNorms:

@@ -17,7 +17,7 @@ from weft.api._first_looks import FirstLooks
 from weft.api._settings import PlanSettings
 from weft.api._user_batches import UserBatch, infer_inputs, shape_of
 from weft.api._user_loss import LossOfUser
-from weft.config.plan import Plan, check_plan, check_runnable, complete_plan, describe_plan
+from weft.config.plan import Plan, complete_plan
 from weft.config.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.model.adopt import tables_of
 from weft.model.blueprint import Blueprint
@@ -25,6 +25,8 @@ from weft.model.families import CutTable, SplitRule
 from weft.planning.search import choose_plan
 from weft.run.launch import RankInfo, threads_of_user
 from weft.run.worker import facts_of_blueprint
+from weft.techniques.check import check_plan, check_runnable
+from weft.techniques.describe import describe_plan
 from weft.techniques.registry import check_no_loop
 
 UserLoss = Callable[[Any, Any], Any]

@@ -10,7 +10,7 @@ from typing import Any
 
 from weft.config.plan import Plan, load_plan, plan_settings, with_settings
 from weft.errors import PlanError
-from weft.techniques.local_steps.contract import local_sgd
+from weft.techniques.local_steps.settings import local_sgd
 
 _SETTINGS = "weft.session(settings=…)"
 _ACCUMULATE = "weft.session(accumulate=…)"

@@ -27,16 +27,7 @@ from weft.api._trials import decide_by_trials
 from weft.comm.device import backend_for, device_for_rank
 from weft.config.cluster import Cluster
 from weft.config.document import typed
-from weft.config.plan import (
-    ModelFacts,
-    Plan,
-    check_plan,
-    check_runnable,
-    complete_plan,
-    describe_plan,
-    dump_plan,
-    load_plan,
-)
+from weft.config.plan import ModelFacts, Plan, complete_plan, dump_plan, load_plan
 from weft.config.recipe import Recipe, check_group_globs, dump_recipe, load_recipe
 from weft.errors import CheckpointError, LaunchError, PlanError, RecipeError, WeftError
 from weft.events import RunFolder, format_duration, format_loss
@@ -51,6 +42,8 @@ from weft.run.engine.proof import Prove
 from weft.run.launch import RankInfo, initialise_distributed, threads_of_user
 from weft.run.launch.launcher import ForkServer, RankError, launch_function, open_fork_server
 from weft.run.worker import facts_of_blueprint, train_rank
+from weft.techniques.check import check_plan, check_runnable
+from weft.techniques.describe import describe_plan
 from weft.verify.dry_run import plan_and_measured
 
 

@@ -35,8 +35,8 @@ def check(
     explain
         When something differs, look for the likely cause and the techniques it takes.
     """
-    from weft.config.plan import check_runnable
     from weft.run.launch.launcher import open_fork_server
+    from weft.techniques.check import check_runnable
 
     with open_fork_server() as fork_server:  # which imports torch while this process does
         choice = read_choice(recipe, plan, overrides, None)

@@ -24,7 +24,7 @@ def dry_run(recipe: Recipe, plan: Plan, ranks: Sequence[int] = ()) -> None:
             collectives (status 1).
     """
     from weft.analysis.blueprint import build_blueprint
-    from weft.config.plan import check_runnable
+    from weft.techniques.check import check_runnable
     from weft.verify.dry_run import rehearse_world
 
     check_runnable(plan)

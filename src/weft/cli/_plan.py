@@ -194,7 +194,8 @@ def _recipe(
     """For a cluster that is not this machine search chooses the plan; here it is the one that `weft train` would take,
     with what search finds beside it."""
     from weft.config.cluster import resolve_cluster
-    from weft.config.plan import describe_plan, runnability
+    from weft.techniques.check import runnability
+    from weft.techniques.describe import describe_plan
 
     is_elsewhere = cluster is not None and plan == "auto" and processes is None and eject is None
     subject = None

@@ -53,11 +53,12 @@ def read_choice(
         WeftError: RecipeError, PlanError or ClusterError for what is wrong with them.
     """
     from weft.config.cluster import known_machine, resolve_cluster
-    from weft.config.plan import Plan, apply_overrides, check_plan, complete_plan, load_plan
+    from weft.config.plan import Plan, apply_overrides, complete_plan, load_plan
     from weft.config.recipe import load_recipe
     from weft.model.description import facts_of
     from weft.planning.search import choose_plan
     from weft.run.launch import threads_of_user
+    from weft.techniques.check import check_plan
 
     texts = list(overrides)
     of_plan = [text for text in texts if text.startswith("plan.")]

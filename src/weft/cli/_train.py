@@ -42,9 +42,9 @@ def train(
         Compare two steps under the plan with plain PyTorch before the run: `auto` where that takes no longer than 10 s
         or 5 % of the run, and once for the same recipe, plan and versions.
     """
-    from weft.config.plan import check_runnable
     from weft.run.launch import RankInfo
     from weft.run.launch.launcher import open_fork_server
+    from weft.techniques.check import check_runnable
 
     rank_info = RankInfo.from_environment()  # of a rank that torchrun has started
     if rank_info is not None and plan == "auto" and processes is None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from weft.comm.mesh import Mesh
-from weft.config.plan import BATCH_AXES, Plan, reduction_rounds
+from weft.config.plan import BATCH_AXES, Plan
 from weft.model.blueprint import Batch, Blueprint, Loss
 from weft.techniques.buckets.bucket_state import BucketMember
 from weft.techniques.core._context import StepContext
@@ -32,6 +32,7 @@ from weft.techniques.data.gradient_reducer import BucketStore
 from weft.techniques.randomness.draws import Draws, apply_keyed_draws, draws_of, is_alone, keyed_loss
 from weft.techniques.randomness.keyed_dropout import apply_keyed_dropout
 from weft.techniques.runtime import Build, TechniqueRuntime, techniques_of
+from weft.techniques.zero.contract import reduction_rounds
 
 if TYPE_CHECKING:
     from weft.techniques.compression.codecs import CodecSpec

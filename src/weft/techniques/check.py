@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from weft.config.document import spell
-from weft.config.plan._facts import ModelFacts
-from weft.config.plan._plan import Plan, plan_settings, runnability
+from weft.config.plan import ModelFacts, Plan, plan_settings
 from weft.config.recipe import Recipe
 from weft.errors import PlanError
 from weft.techniques.contract import Case
@@ -46,6 +45,11 @@ def check_given(given: Plan, recipe: Recipe, facts: ModelFacts) -> None:
     case = Case(plan, recipe, facts, None)
     for technique in TECHNIQUES:
         technique.check_model(case)
+
+
+def runnability(plan: Plan) -> list[str]:
+    """Return why a plan can only be predicted, one sentence per setting; an empty list when it can be run."""
+    return [reason for technique in TECHNIQUES for reason in technique.unrunnable(plan)]
 
 
 def check_runnable(plan: Plan) -> None:

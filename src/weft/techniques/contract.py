@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from weft.config.document import Path, dotted, sentence, spell
+from weft.config.plan import ModelFacts, Plan
 from weft.config.recipe import Recipe
 from weft.errors import BadSetting, PlanError
-
-if TYPE_CHECKING:
-    from weft.config.plan import ModelFacts, Plan
 
 
 class Held(NamedTuple):

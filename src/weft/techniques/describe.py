@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from weft.config.cluster import Cluster
 from weft.config.document import spell
-from weft.config.plan._facts import ModelFacts
-from weft.config.plan._plan import AXES, Axis, MeshPlan, Plan
+from weft.config.plan import AXES, Axis, MeshPlan, ModelFacts, Plan
 from weft.techniques.check import mesh_sizes
 from weft.techniques.registry import words
-
-if TYPE_CHECKING:
-    from weft.config.cluster import Cluster
 
 _LABEL = "plan"
 _INDENT = 10

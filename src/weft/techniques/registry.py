@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from weft.config.plan import Plan
 from weft.errors import PlanError
 from weft.techniques.buckets.contract import Buckets
 from weft.techniques.compression.contract import Compression
@@ -20,9 +21,6 @@ from weft.techniques.pipeline.contract import Pipeline
 from weft.techniques.recompute.contract import Recomputation
 from weft.techniques.tensor.contract import Tensor
 from weft.techniques.zero.contract import Zero
-
-if TYPE_CHECKING:
-    from weft.config.plan import Plan
 
 TECHNIQUES: tuple[Technique, ...] = (
     Tensor(),

@@ -25,11 +25,12 @@ import torch.distributed as dist
 from pool import RankPool
 
 from weft.cli._eject import eject_script
-from weft.config.plan import check_plan, parse_plan
+from weft.config.plan import parse_plan
 from weft.config.recipe import ModelRecipe, load_recipe, parse_recipe
 from weft.errors import PlanError, RecipeError
 from weft.interop.eject import check_ejectable
 from weft.model.description import facts_of
+from weft.techniques.check import check_plan
 
 ROOT = Path(__file__).parents[3]
 WEFT = str(Path(sys.executable).with_name("weft"))

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from weft.config.cluster import Cluster, parse_cluster_spec
-from weft.config.plan import Plan, apply_overrides, check_plan
+from weft.config.plan import Plan, apply_overrides
 from weft.config.recipe import PermitRecipe, Recipe, parse_recipe
 from weft.errors import PlanError
 from weft.model.description import facts_of, profile_of
 from weft.planning.search import PlanChoice, choose_plan
+from weft.techniques.check import check_plan
 
 RECIPE = """[model]
 reference = "decoder"

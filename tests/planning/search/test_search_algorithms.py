@@ -8,10 +8,11 @@ import pytest
 from search_kit import narrow, tiny
 
 from weft.config.cluster import Cluster, parse_cluster_spec
-from weft.config.plan import DataParallelPlan, MeshPlan, Plan, runnability
+from weft.config.plan import DataParallelPlan, MeshPlan, Plan
 from weft.planning.price import Layout, Pricer
 from weft.planning.search import Space, pinned, search, space_of
 from weft.planning.search._pins import with_given
+from weft.techniques.check import runnability
 
 BATCH = 8
 

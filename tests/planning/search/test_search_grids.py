@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from search_kit import cluster_of
 
-from weft.config.plan import Plan, check_given, check_plan, check_runnable, parse_plan
+from weft.config.plan import Plan, parse_plan
 from weft.config.recipe import (
     BatchRecipe,
     DataRecipe,
@@ -23,6 +23,7 @@ from weft.errors import PlanError
 from weft.model.description import facts_of, profile_of
 from weft.planning.price import Layout
 from weft.planning.search import Space, recipe_space, search
+from weft.techniques.check import check_given, check_plan, check_runnable
 from weft.techniques.tensor.cost import layout_problems
 
 RECIPE = Recipe(

@@ -26,7 +26,7 @@ from weft.model.build import build_model
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.checkpoint.export import read_tensors
 from weft.run.engine import create_training
-from weft.techniques.tensor.contract import TensorScheme
+from weft.techniques.tensor.settings import TensorScheme
 
 PREFIXES = ("model/", "buffer/", "optimizer/", "average/")
 

@@ -16,11 +16,12 @@ from engine_kit import Seen, Training, agreed, plan_of, recipe_of, snapshot
 from torch import Tensor
 
 from weft.comm.mesh import Mesh
-from weft.config.plan import MeshPlan, Plan, check_plan, check_runnable
+from weft.config.plan import MeshPlan, Plan
 from weft.config.recipe import OptimizerRecipe, Recipe
 from weft.errors import PlanError
 from weft.model.description import facts_of
 from weft.run.checkpoint import Checkpointer, Peers
+from weft.techniques.check import check_plan, check_runnable
 from weft.techniques.compression.runtime import compression_of
 from weft.techniques.core import Piece
 from weft.verify.numerics import assemble

@@ -16,13 +16,14 @@ from engine_models import branches_blueprint, branches_sample, tables_blueprint,
 from torch import Tensor
 
 from weft.comm.telemetry import Recorder
-from weft.config.plan import Plan, check_plan, check_runnable
+from weft.config.plan import Plan
 from weft.config.recipe import OptimizerRecipe, Recipe
 from weft.model.build import build_model
 from weft.model.description import facts_of
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.engine import Trainer, TrainingOutcome
 from weft.run.engine.proof import optimizer_of
+from weft.techniques.check import check_plan, check_runnable
 from weft.techniques.core import Piece
 from weft.techniques.local_steps.runtime import LocalRounds
 from weft.verify.dry_run._witness import Witness

@@ -13,9 +13,10 @@ import torch
 from engine_kit import Seen, Training, agreed, plan_of, recipe_of
 from torch import Tensor, nn
 
-from weft.config.plan import ComputePlan, MemoryPlan, Plan, check_runnable
+from weft.config.plan import ComputePlan, MemoryPlan, Plan
 from weft.errors import PlanError
 from weft.model.build import build_model
+from weft.techniques.check import check_runnable
 from weft.techniques.offload.activations import SMALLEST_BYTES, ActivationKeeper
 from weft.techniques.offload.depot import FileDepot, Runs
 from weft.techniques.offload.storage import ALIGNMENT, FileStorage, new_buffer

@@ -10,10 +10,11 @@ import pytest
 from engine_kit import ADAMW, Seen, agreed, plan_of, recipe_of, train
 from test_offloaded_states import differing, interrupted
 
-from weft.config.plan import ComputePlan, DataParallelPlan, MemoryPlan, Plan, check_runnable
+from weft.config.plan import ComputePlan, DataParallelPlan, MemoryPlan, Plan
 from weft.config.recipe import OptimizerRecipe
 from weft.errors import PlanError
 from weft.model.build import build_model
+from weft.techniques.check import check_runnable
 from weft.verify.dry_run import rehearse
 
 SGD = OptimizerRecipe(name="sgd", learning_rate=1e-2, momentum=0.0)

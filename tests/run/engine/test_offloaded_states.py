@@ -11,12 +11,13 @@ import pytest
 import torch
 from engine_kit import Seen, Training, agreed, plan_of, recipe_of, train
 
-from weft.config.plan import ComputePlan, MemoryPlan, Plan, check_runnable
+from weft.config.plan import ComputePlan, MemoryPlan, Plan
 from weft.config.recipe import OptimizerRecipe
 from weft.errors import PlanError
 from weft.model.build import build_model
 from weft.planning.price import Layout
 from weft.run.checkpoint import Checkpointer, Peers
+from weft.techniques.check import check_runnable
 from weft.techniques.core import ParameterLayout, Segment, Shard, present
 from weft.techniques.offload.keeper import StateKeeper
 from weft.techniques.offload.storage import ALIGNMENT, FileStorage

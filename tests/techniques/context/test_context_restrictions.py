@@ -15,15 +15,7 @@ from torch import Tensor, nn
 from weft.analysis import describe
 from weft.analysis.blueprint import build_blueprint
 from weft.config.cluster import parse_cluster_spec
-from weft.config.plan import (
-    ComputePlan,
-    ContextParallelPlan,
-    MeshPlan,
-    MicrobatchPlan,
-    Plan,
-    TensorParallelPlan,
-    check_plan,
-)
+from weft.config.plan import ComputePlan, ContextParallelPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan
 from weft.config.recipe import BatchRecipe, DecoderShape, EncoderShape, ModelRecipe, Recipe, RunRecipe
 from weft.errors import PlanError
 from weft.model.blueprint import Batch, Blueprint
@@ -36,6 +28,7 @@ from weft.model.profile.known import known_model
 from weft.planning.price import Layout, check_layout
 from weft.planning.search import recipe_space
 from weft.run.worker import facts_of_blueprint
+from weft.techniques.check import check_plan
 from weft.techniques.context.attention import sharing
 from weft.techniques.context.form import AttentionForm
 from weft.techniques.core import MicrobatchState, StepContext

@@ -16,8 +16,6 @@ from weft.config.plan import (
     MeshPlan,
     MicrobatchPlan,
     Plan,
-    check_plan,
-    runnability,
 )
 from weft.config.recipe import AdapterRecipe, BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, Recipe, RunRecipe
 from weft.errors import PlanError
@@ -25,6 +23,7 @@ from weft.model.build import build_model
 from weft.model.description import facts_of, profile_of
 from weft.planning.search import recipe_space
 from weft.run.worker import facts_of_blueprint
+from weft.techniques.check import check_plan, runnability
 from weft.techniques.registry import check_no_loop, unwritten
 
 SHAPE = DecoderShape(

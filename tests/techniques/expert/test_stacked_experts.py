@@ -15,12 +15,13 @@ from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock
 
 from weft.analysis.blueprint import build_blueprint
-from weft.config.plan import MeshPlan, MicrobatchPlan, Plan, check_plan
+from weft.config.plan import MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
 from weft.errors import PlanError
 from weft.model.blueprint import Blueprint
 from weft.model.stacked import ExpertStack, num_stacked, prove_stacks
 from weft.run.worker import facts_of_blueprint
+from weft.techniques.check import check_plan
 
 EXPERTS, HIDDEN, FFN = 4, 12, 20
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.analysis import describe, look, propose_split
-from weft.config.plan import MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan, check_plan
+from weft.config.plan import MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan
 from weft.config.recipe import BatchRecipe, ConvNetShape, ModelRecipe, Recipe, RunRecipe
 from weft.errors import PlanError
 from weft.model.blueprint import Blueprint
@@ -19,6 +19,7 @@ from weft.model.build import build_model
 from weft.model.description import description_of, facts_of
 from weft.model.losses import class_loss
 from weft.model.profile import Profile
+from weft.techniques.check import check_plan
 from weft.verify.dry_run import outline_of
 from weft.verify.program import program_of
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weft.config.plan import MemoryPlan, MeshPlan, MicrobatchPlan, PipelineParallelPlan, Plan, TensorParallelPlan
 from weft.errors import PlanError
-from weft.techniques.tensor.contract import TensorScheme
+from weft.techniques.tensor.settings import TensorScheme
 from weft.verify.numerics import min_processes, scale_down_plan
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.config.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan, check_plan
+from weft.config.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import (
     BatchRecipe,
     ConvNetShape,
@@ -30,6 +30,7 @@ from weft.errors import RecipeError
 from weft.model.build import build_model
 from weft.model.description import facts_of, shrink_config, shrink_shape, shrink_sizes
 from weft.model.profile import ModelSizes
+from weft.techniques.check import check_plan
 from weft.verify.numerics import SmallCase, shrink_case
 
 LLAMA: dict[str, Any] = {

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from weft.config.plan import MemoryPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan, check_plan
+from weft.config.plan import MemoryPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan
 from weft.config.recipe import BatchRecipe, DecoderShape, ModelRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.model.build import build_model
 from weft.model.description import facts_of
+from weft.techniques.check import check_plan
 from weft.techniques.send_trace import RankSend
-from weft.techniques.tensor.contract import TensorScheme
 from weft.techniques.tensor.cost import received_elements
+from weft.techniques.tensor.settings import TensorScheme
 from weft.verify.dry_run import outline_of
 from weft.verify.program import program_of
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from weft.config.plan._plan import Plan
 from weft.config.recipe import Recipe
-from weft.techniques.compute.contract import THREADS
-from weft.techniques.data.contract import MicrobatchPlan
+from weft.techniques.compute.settings import THREADS
+from weft.techniques.data.settings import MicrobatchPlan
 
 _SIZE = "microbatch.size"
 

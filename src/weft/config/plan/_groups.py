@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from weft.config.plan._plan import Axis, MeshPlan
 from weft.errors import PlanError
-from weft.techniques.expert.contract import EXPERT_LENDERS
+from weft.techniques.expert.settings import EXPERT_LENDERS
 
 
 def groups_over(mesh: MeshPlan, axes: Collection[Axis], holding: Collection[Axis] = ()) -> tuple[tuple[int, ...], ...]:

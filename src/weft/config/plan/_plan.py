@@ -12,20 +12,19 @@ from typing import Literal, get_type_hints
 from weft.config.document import HIDDEN, Rules, dump
 from weft.config.settings import Declared, check_parts, declared, setting
 from weft.errors import PlanError
-from weft.techniques.buckets.contract import BucketSettings, ReducePrecisionSettings
-from weft.techniques.compression.contract import CompressionSettings
-from weft.techniques.compute.contract import ComputePlan
-from weft.techniques.context.contract import ContextSettings
-from weft.techniques.data.contract import MicrobatchPlan
-from weft.techniques.expert.contract import EXPERT_LENDERS, ExpertSettings
-from weft.techniques.fused_loss.contract import FusedLossSettings
-from weft.techniques.local_steps.contract import LocalStepsSettings
-from weft.techniques.offload.contract import OffloadSettings
-from weft.techniques.pipeline.contract import PipelineSettings
-from weft.techniques.recompute.contract import RecomputeSettings
-from weft.techniques.registry import TECHNIQUES
-from weft.techniques.tensor.contract import TensorSettings
-from weft.techniques.zero.contract import ZeroSettings
+from weft.techniques.buckets.settings import BucketSettings, ReducePrecisionSettings
+from weft.techniques.compression.settings import CompressionSettings
+from weft.techniques.compute.settings import ComputePlan
+from weft.techniques.context.settings import ContextSettings
+from weft.techniques.data.settings import MicrobatchPlan
+from weft.techniques.expert.settings import EXPERT_LENDERS, ExpertSettings
+from weft.techniques.fused_loss.settings import FusedLossSettings
+from weft.techniques.local_steps.settings import LocalStepsSettings
+from weft.techniques.offload.settings import OffloadSettings
+from weft.techniques.pipeline.settings import PipelineSettings
+from weft.techniques.recompute.settings import RecomputeSettings
+from weft.techniques.tensor.settings import TensorSettings
+from weft.techniques.zero.settings import ZeroSettings
 
 Axis = Literal["pipeline", "replicate", "shard", "expert", "context", "tensor"]
 
@@ -167,11 +166,6 @@ class Plan:
         return True
 
     @property
-    def is_runnable(self) -> bool:
-        """Whether the engine can run it today; `runnability` says why not."""
-        return not runnability(self)
-
-    @property
     def num_stages(self) -> int:
         return self.pipeline_parallel.num_stages(self.mesh.pipeline)
 
@@ -184,11 +178,6 @@ class Plan:
 def plan_settings() -> tuple[Declared, ...]:
     """Return every setting of a plan where it stands, in the order of a plan file."""
     return tuple(declared(Plan, get_type_hints(Plan)))
-
-
-def runnability(plan: Plan) -> list[str]:
-    """Return why a plan can only be predicted, one sentence per setting; an empty list when it can be run."""
-    return [reason for technique in TECHNIQUES for reason in technique.unrunnable(plan)]
 
 
 def axis_coordinates(mesh: MeshPlan, rank: int) -> dict[Axis, int]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from weft.config.document import spell
-from weft.config.plan import Plan, runnability
+from weft.config.plan import Plan
 from weft.config.recipe import DecoderShape, Recipe, read_hf_config
 from weft.errors import PlanError, RecipeError
 from weft.model.description import description_of, facts_of
 from weft.model.families import family_of
+from weft.techniques.check import runnability
 from weft.techniques.registry import unwritten
 
 _SPLIT_LAYERS = {

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import PurePath
 
-from weft.config.plan import DataParallelPlan, ModelFacts, Plan, reduces_every_microbatch
+from weft.config.plan import DataParallelPlan, ModelFacts, Plan
 from weft.config.recipe import DecoderShape, Recipe, decay_start, read_hf_config
 from weft.interop.eject._compose import Composer, join
 from weft.interop.eject._constants import axes, constants
 from weft.interop.eject._refuse import check_ejectable
 from weft.model.description import facts_of
+from weft.techniques.zero.contract import reduces_every_microbatch
 
 FLAGS = (
     *("world", "data", "pipeline", "deep", "tensor", "sequence"),

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.config.document import spell
-from weft.config.plan import Plan, check_runnable, dump_plan, with_settings
+from weft.config.plan import Plan, dump_plan, with_settings
 from weft.config.recipe import parse_recipe
 from weft.errors import PlanError, RecipeError, WeftError
 from weft.interop.migrate._keys import Settings
+from weft.techniques.check import check_runnable
 
 _WIDTH = 110
 

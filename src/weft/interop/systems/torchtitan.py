@@ -13,7 +13,7 @@ from weft.interop.systems._template import filled
 from weft.model.profile import ModelSizes
 from weft.model.profile.known import KNOWN_MODELS
 from weft.planning.search import Space
-from weft.techniques.pipeline.contract import TORCH_SCHEDULES
+from weft.techniques.pipeline.settings import TORCH_SCHEDULES
 
 FILE = "weft_titan.py"
 _RECOMPUTE = {"none": "None", "selective": "SelectiveAC.Config()", "full": "FullAC.Config()"}

@@ -6,7 +6,7 @@ from weft.config.document import spell
 from weft.config.plan import plan_settings
 from weft.figures import spell_figure, spell_memory, spell_percent
 from weft.planning.search import SearchResult
-from weft.techniques.recompute.contract import RECOMPUTE_KEY
+from weft.techniques.recompute.settings import RECOMPUTE_KEY
 
 
 def search_reasons(result: SearchResult) -> dict[str, str]:

@@ -9,18 +9,18 @@ from typing import Any, Literal, Self
 
 from weft.config.plan import SPLIT_BACKWARD, MeshSettings, Plan, PricedSchedule, plan_settings
 from weft.config.settings import Declared
-from weft.techniques.buckets.contract import FIRST_BUCKET_BYTES as FIRST_BUCKET_BYTES
-from weft.techniques.buckets.contract import BucketSettings
-from weft.techniques.compression.contract import CompressionSettings
-from weft.techniques.context.contract import ContextScheme
-from weft.techniques.expert.contract import ExpertExchange
-from weft.techniques.fused_loss.contract import FusedLossSettings
-from weft.techniques.local_steps.contract import LocalStepsSettings
-from weft.techniques.offload.contract import OffloadSettings
-from weft.techniques.pipeline.contract import TORCH_SCHEDULES
-from weft.techniques.recompute.contract import RecomputeSettings
-from weft.techniques.tensor.contract import TensorScheme
-from weft.techniques.zero.contract import Stage, ZeroSettings
+from weft.techniques.buckets.settings import FIRST_BUCKET_BYTES as FIRST_BUCKET_BYTES
+from weft.techniques.buckets.settings import BucketSettings
+from weft.techniques.compression.settings import CompressionSettings
+from weft.techniques.context.settings import ContextScheme
+from weft.techniques.expert.settings import ExpertExchange
+from weft.techniques.fused_loss.settings import FusedLossSettings
+from weft.techniques.local_steps.settings import LocalStepsSettings
+from weft.techniques.offload.settings import OffloadSettings
+from weft.techniques.pipeline.settings import TORCH_SCHEDULES
+from weft.techniques.recompute.settings import RecomputeSettings
+from weft.techniques.tensor.settings import TensorScheme
+from weft.techniques.zero.settings import Stage, ZeroSettings
 
 PricedPrecision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "fp4"]
 ELEMENT_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.config.cluster import Cluster, table_links
-from weft.config.plan import DataParallelPlan, ModelFacts, Plan, check_plan
+from weft.config.plan import DataParallelPlan, ModelFacts, Plan
 from weft.config.recipe import Recipe
 from weft.errors import PlanError
 from weft.figures import spell_figure, spell_memory, spell_seconds
@@ -18,7 +18,8 @@ from weft.planning.search._refusal import no_plan
 from weft.planning.search._result import Candidate
 from weft.planning.search._search import search
 from weft.planning.search._space import Space, divisors
-from weft.techniques.compute.contract import THREADS
+from weft.techniques.check import check_plan
+from weft.techniques.compute.settings import THREADS
 
 _MOST_WORLDS = 64
 """Processes up to which every split of exactly that many is searched one by one."""

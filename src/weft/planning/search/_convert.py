@@ -11,7 +11,7 @@ from weft.config.recipe import Precision
 from weft.errors import PlanError
 from weft.planning.price import Layout, layout_settings
 from weft.techniques.pipeline.schedules import Schedule
-from weft.techniques.zero.contract import stage_of
+from weft.techniques.zero.settings import stage_of
 
 
 class Sections:

@@ -30,11 +30,11 @@ from weft.planning.search._splits import Ints
 from weft.planning.search._variants import has_even_islands
 from weft.techniques.buckets.cost import beside
 from weft.techniques.buckets.sizes import LARGEST_BUCKET, SMALLEST_BUCKET
-from weft.techniques.offload.contract import offloads_activations
 from weft.techniques.offload.cost import BLOCKS_HERE, unloading
+from weft.techniques.offload.settings import offloads_activations
 from weft.techniques.pipeline.cost import flights
-from weft.techniques.zero.contract import stage_of
 from weft.techniques.zero.cost import Waits, gathers_of, gathers_weights, reduces_once, waits_of
+from weft.techniques.zero.settings import stage_of
 
 _SIZES = (float(1 << 20), float(1 << 22), float(1 << 24), float(1 << 26), float(LARGEST_BUCKET))
 """Bytes of collectives, of whose speeds the best is taken."""

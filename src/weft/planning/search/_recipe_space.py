@@ -6,12 +6,13 @@ from dataclasses import replace
 from functools import partial
 
 from weft.config.cluster import Cluster
-from weft.config.plan import ModelFacts, Plan, check_given, check_plan, check_runnable
+from weft.config.plan import ModelFacts, Plan
 from weft.config.recipe import Recipe
 from weft.errors import PlanError
 from weft.model.profile import Profile
 from weft.planning.search._pins import pinned
 from weft.planning.search._space import Space, space_of
+from weft.techniques.check import check_given, check_plan, check_runnable
 from weft.techniques.context.limits import recipe_problem
 from weft.techniques.contract import Case
 from weft.techniques.expert.limits import model_problem, plan_problem

@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Sequence
 
 from weft.config.cluster import Cluster
-from weft.config.plan import Plan, mesh_sizes, runnability
+from weft.config.plan import Plan
 from weft.errors import PlanError
 from weft.figures import spell_figure, spell_memory
 from weft.model.profile import Profile
 from weft.planning.search._result import Candidate
+from weft.techniques.check import mesh_sizes, runnability
 
 Find = Callable[[Cluster, int | None], Sequence[Candidate]]
 """Candidates on a cluster for exactly so many processes, or for as many as are of use."""

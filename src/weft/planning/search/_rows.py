@@ -10,7 +10,7 @@ from weft.planning.price import Layout
 from weft.planning.search._bounds import Floats
 from weft.planning.search._space import Space
 from weft.planning.search._splits import Ints, Splits, Table
-from weft.techniques.zero.contract import stage_of
+from weft.techniques.zero.settings import stage_of
 
 REDUCE_EVERY: tuple[ReduceEvery, ...] = get_args(ReduceEvery)
 """Words of `Layout.reduce_every`."""

@@ -39,7 +39,7 @@ from weft.planning.search._space import Space, space_of, without_offload
 from weft.planning.search._splits import Bools, Ints, Splits, enumerate_splits
 from weft.planning.search._unequal import Balancer, kinds_of, speed_of
 from weft.planning.search._variants import StageVariant, arrangements, variants
-from weft.techniques.zero.contract import stage_of
+from weft.techniques.zero.settings import stage_of
 
 _WINDOWS = (1.25, 2.0, math.inf)
 """Times its bound up to which rows of a group are looked at together, the first time and later."""

@@ -13,11 +13,11 @@ from weft.config.recipe import PermitRecipe
 from weft.errors import PlanError
 from weft.model.profile import Profile
 from weft.planning.price import PricedPrecision
-from weft.techniques.context.contract import ContextScheme
-from weft.techniques.expert.contract import ExpertExchange
-from weft.techniques.offload.contract import Offload as Offload
-from weft.techniques.tensor.contract import TensorScheme
-from weft.techniques.zero.contract import Stage
+from weft.techniques.context.settings import ContextScheme
+from weft.techniques.expert.settings import ExpertExchange
+from weft.techniques.offload.settings import Offload as Offload
+from weft.techniques.tensor.settings import TensorScheme
+from weft.techniques.zero.settings import Stage
 
 _SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 

@@ -14,7 +14,7 @@ from weft.analysis.blueprint import build_blueprint
 from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.document import plain
-from weft.config.plan import Plan, check_plan, load_plan
+from weft.config.plan import Plan, load_plan
 from weft.config.recipe import Recipe, load_recipe
 from weft.errors import CollectiveError
 from weft.events import (
@@ -35,6 +35,7 @@ from weft.run.data import PreparedData, data_shape, open_data
 from weft.run.engine import Trainer, TrainingOutcome, create_training
 from weft.run.launch import Distributed, RankInfo, initialise_distributed
 from weft.run.worker._facts import facts_of_blueprint
+from weft.techniques.check import check_plan
 
 if TYPE_CHECKING:
     from weft.run.engine.proof import Prove

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weft.columns import Column, larger, smaller
-from weft.techniques.buckets.contract import BucketSettings
+from weft.techniques.buckets.settings import BucketSettings
 from weft.techniques.buckets.sizes import BucketSeconds, Flow, Stream, best_bucket, idle_seconds, together
 from weft.techniques.zero.cost import gathers_weights, reduces_once
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, assert_never
 
-from weft.techniques.compression.contract import CompressionSettings
+from weft.techniques.compression.settings import CompressionSettings
 
 Codec = Literal["bf16", "int8", "powersgd", "topk", "onebit", "randomk", "signsgd"]
 

@@ -1,4 +1,4 @@
-"""Context parallelism: its settings, and which models and plans it fits.
+"""Context parallelism: which models and plans it fits.
 
 Sources: ring attention, Liu et al. 2023 (arXiv 2310.01889); Ulysses, Jacobs et al. 2023 (arXiv 2309.14509);
 both at once, Fang and Zhao 2024 (arXiv 2405.07719).
@@ -7,30 +7,12 @@ both at once, Fang and Zhao 2024 (arXiv 2405.07719).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, final
+from dataclasses import replace
+from typing import final
 
-from weft.config.settings import setting
+from weft.config.plan import Plan
+from weft.techniques.context.settings import ContextSettings
 from weft.techniques.contract import Case, Removal, Technique
-
-if TYPE_CHECKING:
-    from weft.config.plan import Plan
-
-ContextScheme = Literal["ring", "all_gather", "ulysses", "usp"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ContextSettings:
-    """The section `context_parallel`."""
-
-    scheme: ContextScheme = setting(
-        "ring", layout="context_scheme", space="context_schemes", asked=("context_scheme",), axis="context"
-    )
-    """`ring`: keys and values go round; `all_gather`: all are gathered at once; `ulysses`: heads are exchanged for
-    positions; `usp`: heads among neighbours, and keys go round between groups of these."""
-    ulysses: int = setting(0, layout="context_ulysses")
-    """Neighbours that exchange heads under `usp`: a divisor of `mesh.context`.  0: as many as the model's heads allow,
-    but not all."""
 
 
 def _without(plan: Plan) -> Plan:

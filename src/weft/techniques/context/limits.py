@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from weft.config.plan import Plan
+from weft.config.recipe import Recipe
 from weft.techniques.context.shares import exchanging_ranks
-
-if TYPE_CHECKING:
-    from weft.config.plan import Plan
-    from weft.config.recipe import Recipe
 
 _TOKEN_BY_TOKEN = frozenset({"use_dora", "use_rslora"})
 """Settings of low-rank adapters under which they work token by token."""

@@ -43,7 +43,7 @@ from weft.techniques.buckets.bucket_state import (
     check_alone,
     compose_buckets,
 )
-from weft.techniques.buckets.contract import BucketSettings
+from weft.techniques.buckets.settings import BucketSettings
 from weft.techniques.core._shard import Piece, Shard
 from weft.techniques.core.precision import NARROW, real_of
 from weft.techniques.data._ahead import await_needs, needs_of
@@ -61,7 +61,7 @@ class BucketStore:
 
     `zero`: 0, 1 or 2.  `compute_dtype` is what the model runs in; with bf16 and fp16 the masters are fp32 and the
     weights are cast from them once per step.  `gradient_dtype` is what gradients accumulate and are summed in.
-    `reduce_rounds` is in how many of a step's last microbatches ZeRO-2 reduces (`weft.config.plan.reduction_rounds`), 1
+    `reduce_rounds` is in how many of a step's last microbatches ZeRO-2 reduces (`reduction_rounds`), 1
     otherwise.  `algorithm` is the plan's, of the reductions and gathers.  `compression` applies to what `compressible`
     says.
     """

@@ -1,4 +1,4 @@
-"""Expert parallelism: from whom experts borrow their ranks, and which models and plans it fits.
+"""Expert parallelism: which models and plans it fits.
 
 Source: Lepikhin et al. 2020 (GShard, https://arxiv.org/abs/2006.16668).
 """
@@ -6,31 +6,12 @@ Source: Lepikhin et al. 2020 (GShard, https://arxiv.org/abs/2006.16668).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, final
+from dataclasses import replace
+from typing import final
 
-from weft.config.settings import setting
+from weft.config.plan import Plan
 from weft.techniques.contract import Case, Removal, Technique, list_choices
-
-if TYPE_CHECKING:
-    from weft.config.plan import Plan
-
-EXPERT_LENDERS: tuple[Literal["shard", "context"], ...] = ("shard", "context")
-"""Axes whose ranks share out experts: the one place that says so."""
-
-
-ExpertExchange = Literal["all_to_all", "all_gather"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertSettings:
-    """The section `expert_parallel`."""
-
-    exchange: ExpertExchange = setting(
-        "all_to_all", layout="expert_exchange", space="expert_exchanges", asked=("expert_exchange",), axis="expert"
-    )
-    """`all_to_all`: a copy of a token goes to each expert that it has chosen; `all_gather`: all tokens go to all ranks
-    once, which sends less where a token chooses more experts than there are ranks."""
+from weft.techniques.expert.settings import EXPERT_LENDERS, ExpertSettings
 
 
 def _without(plan: Plan) -> Plan:

@@ -1,28 +1,13 @@
-"""The fused vocabulary loss: its setting."""
+"""The fused vocabulary loss: when it runs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, final
+from dataclasses import replace
+from typing import final
 
-from weft.config.settings import setting
+from weft.config.plan import Plan
 from weft.techniques.contract import Removal, Technique
-
-if TYPE_CHECKING:
-    from weft.config.plan import Plan
-
-
-@dataclass(frozen=True, kw_only=True)
-class FusedLossSettings:
-    """The part of `memory` that is about logits."""
-
-    fused_loss: bool = setting(True, space="fused_losses", asked=("fused_loss",))
-    """Compute head and vocabulary loss together in token chunks, so that full logits never exist."""
-
-    @property
-    def fuses_loss(self) -> bool:
-        """Whether logits exist in chunks only."""
-        return self.fused_loss
+from weft.techniques.fused_loss.settings import FusedLossSettings
 
 
 def _without(plan: Plan) -> Plan:

@@ -32,7 +32,8 @@ from weft.config.document import JsonObject
 from weft.figures import spell_bytes
 from weft.run.checkpoint import Json
 from weft.techniques.core import Piece, Shard, exchange_masters, present, shard_pieces
-from weft.techniques.local_steps.contract import LocalSteps, LocalStepsSettings
+from weft.techniques.local_steps.contract import LocalSteps
+from weft.techniques.local_steps.settings import LocalStepsSettings
 from weft.techniques.runtime import Build, TechniqueRuntime
 
 

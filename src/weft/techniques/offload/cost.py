@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from weft.columns import Column, larger
-from weft.techniques.offload.contract import DISK_BYTES_PER_SECOND
+from weft.techniques.offload.settings import DISK_BYTES_PER_SECOND
 
 if TYPE_CHECKING:
     from weft.planning.price import Calibration, Layout

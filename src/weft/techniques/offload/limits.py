@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from weft.config.plan import Plan
-    from weft.techniques.offload.contract import OffloadSettings
+from weft.config.plan import Plan
+from weft.techniques.offload.settings import OffloadSettings
 
 _KEY = "plan.memory.offload"
 

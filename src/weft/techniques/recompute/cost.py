@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from weft.techniques.recompute.contract import Recompute
+from weft.techniques.recompute.settings import Recompute
 
 Cost = TypeVar("Cost")
 

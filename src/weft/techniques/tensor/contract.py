@@ -1,38 +1,15 @@
-"""Tensor and sequence parallelism: settings, and which models they fit."""
+"""Tensor and sequence parallelism: which models they fit."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, final
+from dataclasses import replace
+from typing import Any, final
 
-from weft.config.settings import setting
+from weft.config.plan import Plan
 from weft.techniques.contract import Case, Removal, Technique, list_choices
-
-if TYPE_CHECKING:
-    from weft.config.plan import Plan
-
-TensorScheme = Literal["1d", "2d", "2.5d", "3d"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorSettings:
-    """The section `tensor_parallel`."""
-
-    scheme: TensorScheme = setting(
-        "1d", layout="tensor_scheme", space="tensor_schemes", asked=("scheme",), axis="tensor"
-    )
-    """How many dimensions a matrix is cut in over the tensor ranks: `2d` needs a square of them, `2.5d` several layers
-    of one (8: 2 layers of 2 × 2), `3d` a cube."""
-    sequence: bool = setting(
-        False,
-        layout="sequence_parallel",
-        space="sequence_parallels",
-        asked=("sequence", "sequence_parallel"),
-        axis="tensor",
-    )
-    """Keep activations split along the sequence between the split layers (Megatron's sequence parallelism)."""
+from weft.techniques.tensor.settings import TensorSettings
 
 
 def _without_sequence(plan: Plan) -> Plan:

@@ -41,7 +41,7 @@ from weft.model.blueprint import Blueprint
 from weft.model.derivatives import is_differentiated
 from weft.model.stored import StoredTensor, stored_tensors
 from weft.techniques.buckets.bucket_state import BucketMember
-from weft.techniques.buckets.contract import BucketSettings
+from weft.techniques.buckets.settings import BucketSettings
 from weft.techniques.core._layout import NestedSplit, ParameterLayout, Split
 from weft.techniques.core._part import ModelPart
 from weft.techniques.core._shard import Piece, Segment, Shard, first_element
@@ -269,8 +269,8 @@ class FullyShardedStore:
 
     `members` are the parameters as they were before sharding, by the name they have in their part. With `compression`,
     the sum over the replicate axis is made here, in storages of `storage_bytes`, and `apply_zero3` must leave it out.
-    `reduce_rounds` is in how many of a step's last microbatches gradients are reduced
-    (`weft.config.plan.reduction_rounds`); those of earlier ones stay whole until then.
+    `reduce_rounds` is in how many of a step's last microbatches gradients are reduced (`reduction_rounds`);
+    those of earlier ones stay whole until then.
     """
 
     def __init__(

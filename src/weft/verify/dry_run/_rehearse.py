@@ -14,13 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # pyright: ignore[repo
 from weft.comm.fake import fake_world
 from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
-from weft.config.plan import Axis, Plan, axis_coordinates, reduction_rounds
+from weft.config.plan import Axis, Plan, axis_coordinates
 from weft.config.recipe import Recipe
 from weft.model.blueprint import Batch, Blueprint
 from weft.model.samples import place_prompt
 from weft.run.engine import TrainingState, create_training
 from weft.techniques.pipeline.runner import PipelineRunner
 from weft.techniques.randomness.draws import Draws, draws_of
+from weft.techniques.zero.contract import reduction_rounds
 from weft.verify.dry_run._witness import Copies, Issued, Witness
 from weft.verify.program import differences, occasions_of, program_of
 from weft.verify.program.outline_of import outline_or_reason

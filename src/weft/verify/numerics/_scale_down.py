@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from weft.config.plan import Axis, MeshPlan, MicrobatchPlan, Plan, Recompute
 from weft.errors import PlanError
-from weft.techniques.expert.contract import EXPERT_LENDERS
-from weft.techniques.tensor.contract import TensorScheme
+from weft.techniques.expert.settings import EXPERT_LENDERS
 from weft.techniques.tensor.mesh_2d.shape import grid_of_plan, grid_shape, least_ranks
+from weft.techniques.tensor.settings import TensorScheme
 
 DEFAULT_PROCESSES = 8
 """Enough for data 2 × tensor 2 × pipeline 2."""

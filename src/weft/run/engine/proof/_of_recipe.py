@@ -8,11 +8,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from weft.config.plan import MicrobatchPlan, Plan, reduction_rounds
+from weft.config.plan import MicrobatchPlan, Plan
 from weft.config.recipe import Recipe, group_parameters, learning_rate
 from weft.model.blueprint import Blueprint
 from weft.run.engine.proof._plain_optimizers import plain_optimizer
 from weft.techniques.core import ModelLayout, ParameterLayout, materialise
+from weft.techniques.zero.contract import reduction_rounds
 
 
 def whole_module(blueprint: Blueprint, seed: int, device: torch.device, dtype: torch.dtype) -> nn.Module:

@@ -23,7 +23,7 @@ from torch import Tensor
 from weft.comm.device import synchronize
 from weft.comm.mesh import GroupView
 from weft.techniques.compression.codecs._reduction import CompressedReduction
-from weft.techniques.compression.contract import CompressionSettings
+from weft.techniques.compression.settings import CompressionSettings
 from weft.techniques.compression.wire import Codec, CodecSpec, Frame, ParameterSpan, WireBytes, part_bounds
 
 _BACKWARD_SHARE = 2 / 3

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
+from weft.config.recipe import Recipe
+from weft.techniques.contract import Case
 from weft.techniques.tensor.mesh_2d.shape import GridShape, grid_of_plan, grid_shape
-
-if TYPE_CHECKING:
-    from weft.config.recipe import Recipe
-    from weft.techniques.contract import Case
 
 _POWERS = {"2d": 2, "3d": 3}
 _WHOLE = ("adafactor", "lamb", "lars", "muon")

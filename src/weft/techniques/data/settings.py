@@ -1,0 +1,107 @@
+"""Microbatches: how the global batch falls into the shares of data ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from weft.config.document import Rules
+from weft.config.settings import setting
+from weft.errors import PlanError
+
+_RULES = Rules(PlanError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchPlan:
+    """How the global batch falls into microbatches."""
+
+    size: int = setting(
+        1,
+        layout="microbatch_size",
+        space="microbatch_sizes",
+        asked=("size", "microbatch", "micro", "microbatch_size"),
+        explained=True,
+    )
+    """Samples per microbatch and data rank."""
+    per_step: int | tuple[int, ...] = setting(1, follows="microbatch.size")
+    """Microbatches per step on each data rank; a list gives data ranks unequal shares."""
+
+    def __post_init__(self) -> None:
+        _RULES.types(self)
+        _RULES.at_least(self, 1, "size")
+        if isinstance(self.per_step, int):
+            _RULES.at_least(self, 1, "per_step")
+        elif not self.per_step or min(self.per_step) < 1:
+            raise _RULES.refuse(self, "per_step", "must give each data rank at least 1 microbatch.")
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a data rank takes its samples in more than one microbatch, or ranks take unequal numbers."""
+        return self.per_step != 1
+
+    @property
+    def has_unequal_shares(self) -> bool:
+        """Whether some data ranks have more microbatches than others."""
+        return isinstance(self.per_step, tuple) and len(set(self.per_step)) > 1
+
+    @classmethod
+    def of(cls, size: int, shares: tuple[int, ...]) -> Self:
+        """Return microbatches of `size` samples, so many on each data rank."""
+        return cls(size=size, per_step=as_per_step(shares))
+
+    @classmethod
+    def of_share(cls, samples: int, at_least: int) -> Self:
+        """Return microbatches of a rank's samples: the fewest that are at least so many, or one sample each."""
+        wanted = min(at_least, samples)
+        number = next(number for number in range(wanted, samples + 1) if samples % number == 0)
+        return cls(size=samples // number, per_step=number)
+
+    def smaller(self) -> Self | None:
+        """Return the same samples in smaller microbatches, by the smallest divisor of the size; None: of one sample."""
+        divisor = next((by for by in range(2, self.size + 1) if self.size % by == 0), None)
+        if divisor is None:
+            return None
+        each = self.per_step
+        more = each * divisor if isinstance(each, int) else tuple(share * divisor for share in each)
+        return replace(self, size=self.size // divisor, per_step=more)
+
+    def joined(self) -> Self:
+        """Return the same samples in one microbatch per data rank; itself where ranks have unequal shares."""
+        if self.has_unequal_shares:
+            return self
+        each = self.shares(1)[0]
+        return replace(self, size=self.size * each, per_step=1)
+
+    def shares(self, data_ranks: int) -> tuple[int, ...]:
+        """Microbatches of each data rank."""
+        return (self.per_step,) * data_ranks if isinstance(self.per_step, int) else self.per_step
+
+
+def even_shares(microbatches: int, data_ranks: int) -> tuple[int, ...]:
+    """Return microbatches per data rank, as equal as can be, the larger shares first: 32 over 3 is 11, 11, 10."""
+    each, more = divmod(microbatches, data_ranks)
+    return tuple(each + (rank < more) for rank in range(data_ranks))
+
+
+def as_per_step(shares: tuple[int, ...]) -> int | tuple[int, ...]:
+    """Return shares as `per_step` spells them: one number when they are equal."""
+    return shares[0] if len(set(shares)) == 1 else shares
+
+
+def split_batch(global_batch_size: int, data_ranks: int, largest: int) -> MicrobatchPlan | None:
+    """Return the microbatches that keep the global batch exactly; None when there are more data ranks than samples.
+
+    The busiest rank gets as few samples as can be; among such splits the microbatch is the largest up to `largest`.
+    """
+    if data_ranks > global_batch_size:
+        return None
+    best: tuple[int, int] | None = None
+    for size in range(1, min(largest, global_batch_size // data_ranks) + 1):
+        if global_batch_size % size == 0:
+            busiest = even_shares(global_batch_size // size, data_ranks)[0] * size
+            best = min(best, (busiest, -size)) if best is not None else (busiest, -size)
+    if best is None:
+        return None
+    size = -best[1]
+    return MicrobatchPlan(size=size, per_step=as_per_step(even_shares(global_batch_size // size, data_ranks)))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from weft.analysis import describe, examine, propose_split
+from weft.analysis.describe import describe, examine
+from weft.analysis.tensor_split.propose import propose_split
 from weft.config.recipe import (
     BatchRecipe,
     ConvNetShape,

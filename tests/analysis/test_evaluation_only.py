@@ -11,7 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.analysis import Proposal, find_cut, look, look_at_experts, propose_split
+from weft.analysis.find_cut import find_cut
+from weft.analysis.find_experts import look_at_experts
+from weft.analysis.look import look
+from weft.analysis.tensor_split.proposal import Proposal
+from weft.analysis.tensor_split.propose import propose_split
 from weft.config.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
 from weft.model.blueprint import Blueprint
 from weft.model.build import build_model

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.analysis import look, look_at_features
+from weft.analysis.features._find_features import look_at_features
+from weft.analysis.look import look
 from weft.model.blueprint import Blueprint
 from weft.model.examples import token_example
 from weft.model.losses import token_loss

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.analysis import propose_split, try_table
 from weft.analysis.blueprint import build_blueprint
+from weft.analysis.tensor_split.propose import propose_split
+from weft.analysis.tensor_split.try_table import try_table
 from weft.config.plan import MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe, SplitKind
 from weft.errors import PlanError

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import MistralConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from weft.analysis import SharedSequence, find_shared_sequence
+from weft.analysis.tokens.find_sequence import SharedSequence, find_shared_sequence
 from weft.config.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
 from weft.model.blueprint import Blueprint
 from weft.model.build import build_model

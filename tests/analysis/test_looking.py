@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.analysis import look
 from weft.analysis.blueprint import build_blueprint
+from weft.analysis.look import look
 from weft.config.plan import MeshPlan, Plan
 from weft.config.recipe import parse_recipe
 from weft.errors import PlanError

@@ -10,7 +10,8 @@ import pytest
 from own_models import build
 from pool import RankPool
 
-from weft.analysis import Proposal, propose_split
+from weft.analysis.tensor_split.proposal import Proposal
+from weft.analysis.tensor_split.propose import propose_split
 from weft.config.plan import ComputePlan, MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.model.blueprint import Blueprint

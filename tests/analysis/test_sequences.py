@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from weft.analysis import SharedSequence, find_shared_sequence
+from weft.analysis.tokens.find_sequence import SharedSequence, find_shared_sequence
 from weft.model.blueprint import Blueprint
 from weft.model.examples import token_example
 from weft.model.losses import token_loss

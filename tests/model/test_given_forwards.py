@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from weft.analysis import look, look_at_tokens, propose_split
 from weft.analysis.blueprint import build_blueprint
+from weft.analysis.look import look
+from weft.analysis.tensor_split.propose import propose_split
+from weft.analysis.tokens.find_sequence import look_at_tokens
 from weft.config.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
 from weft.errors import RecipeError
 from weft.model.blueprint import Blueprint

@@ -10,7 +10,7 @@ import pytest
 import torch
 from model_kit import real
 
-from weft.analysis import describe
+from weft.analysis.describe import describe
 from weft.config.recipe import DecoderShape
 from weft.errors import RecipeError
 from weft.model.build import build_reference

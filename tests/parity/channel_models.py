@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.analysis import look
 from weft.analysis.blueprint import look_for_blocks
+from weft.analysis.look import look
 from weft.model.blueprint import Blueprint
 from weft.model.losses import class_loss
 

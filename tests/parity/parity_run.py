@@ -19,8 +19,10 @@ from pool import RankPool
 from predicted import unlike_predicted
 from torch import Tensor
 
-from weft.analysis import look, look_at_features, look_at_tokens
 from weft.analysis.blueprint import look_for_blocks
+from weft.analysis.features._find_features import look_at_features
+from weft.analysis.look import look
+from weft.analysis.tokens.find_sequence import look_at_tokens
 from weft.config.plan import Plan
 from weft.config.recipe import ModelRecipe, Recipe
 from weft.model.blueprint import Blueprint

@@ -10,8 +10,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from weft.analysis import describe, describe_weights, look, try_table
 from weft.analysis.blueprint import build_blueprint
+from weft.analysis.describe import describe
+from weft.analysis.describe_weights import describe_weights
+from weft.analysis.look import look
+from weft.analysis.tensor_split.try_table import try_table
 from weft.config.cluster import Cluster, KnownMachine, known_machine
 from weft.config.recipe import Recipe
 from weft.errors import RecipeError

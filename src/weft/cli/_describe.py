@@ -11,7 +11,8 @@ from weft.cli._options import Json, Overrides, RecipeFile, refuse_plan_settings
 from weft.figures import spell_figure
 
 if TYPE_CHECKING:
-    from weft.analysis import ForwardDescription, Proposal
+    from weft.analysis.describe import ForwardDescription
+    from weft.analysis.tensor_split.proposal import Proposal
     from weft.config.recipe import Recipe
     from weft.model.blueprint import Blueprint
     from weft.model.profile import Block, Operator, Profile
@@ -55,8 +56,10 @@ def _page(recipe: Recipe, *, json: bool) -> str:
     """What is said of a recipe's model, as it is built and looked at."""
     import torch
 
-    from weft.analysis import examine, propose_split, stage_lines
     from weft.analysis.blueprint import build_blueprint
+    from weft.analysis.describe import examine
+    from weft.analysis.stage_lines import stage_lines
+    from weft.analysis.tensor_split.propose import propose_split
     from weft.errors import RecipeError
     from weft.model.build import build_model
 
@@ -172,7 +175,7 @@ def _short(number: float) -> str:
 
 
 def _split_lines(proposal: Proposal, *, covered: bool) -> list[str]:
-    from weft.analysis import lines_of
+    from weft.analysis.tensor_split.proposal import lines_of
 
     if covered and not proposal.splits:
         return ["The model brings a split table, to which analysis of its graph adds nothing."]

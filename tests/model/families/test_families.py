@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import weft.model.families
-from weft.analysis import describe
+from weft.analysis.describe import describe
 from weft.config.recipe import BatchRecipe, Recipe, RunRecipe
 from weft.model.build import build_model
 from weft.model.description import description_of, facts_of

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.analysis import describe
 from weft.analysis.blueprint import build_blueprint
+from weft.analysis.describe import describe
 from weft.config.cluster import parse_cluster_spec
 from weft.config.plan import ComputePlan, ContextParallelPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan
 from weft.config.recipe import BatchRecipe, DecoderShape, EncoderShape, ModelRecipe, Recipe, RunRecipe

@@ -13,7 +13,8 @@ from pool import RankPool
 from stages_kit import Recorder, assert_equal, attach_views, gather, make_plan, summed_gradients
 from torch import Tensor, nn
 
-from weft.analysis import find_cut, propose_split
+from weft.analysis.find_cut import find_cut
+from weft.analysis.tensor_split.propose import propose_split
 from weft.comm.mesh import Mesh
 from weft.config.plan import MeshPlan, Plan
 from weft.errors import PlanError

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.analysis import describe, look, propose_split
+from weft.analysis.describe import describe
+from weft.analysis.look import look
+from weft.analysis.tensor_split.propose import propose_split
 from weft.config.plan import MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan
 from weft.config.recipe import BatchRecipe, ConvNetShape, ModelRecipe, Recipe, RunRecipe
 from weft.errors import PlanError

@@ -8,7 +8,7 @@ import pytest
 from drawn_nets import drawn_net
 from pool import RankPool
 
-from weft.analysis import look
+from weft.analysis.look import look
 from weft.config.plan import ComputePlan, MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.verify.numerics import Trial, assemble, compare, one_process, run_trial

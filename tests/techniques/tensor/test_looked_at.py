@@ -6,7 +6,7 @@ import pytest
 from drawn_models import drawn_form, drawn_model
 from pool import RankPool
 
-from weft.analysis import look
+from weft.analysis.look import look
 from weft.config.plan import ComputePlan, MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.model.blueprint import Blueprint

@@ -25,16 +25,16 @@ def build_blueprint(recipe: Recipe, plan: Plan | None = None) -> Blueprint:
     blueprint = build_model(bare)
     look_for_blocks(blueprint, plan)
     if plan is None or plan.mesh.context > 1:
-        from weft.analysis import look_at_tokens  # as below
+        from weft.analysis.tokens.find_sequence import look_at_tokens  # as below
 
         look_at_tokens(blueprint, 1 if plan is None else plan.mesh.context)
     if plan is None or plan.mesh.expert > 1 or plan.compute.compile:
-        from weft.analysis import look_at_experts  # as below
+        from weft.analysis.find_experts import look_at_experts  # as below
 
         look_at_experts(blueprint)
     divides = plan is None or plan.mesh.tensor > 1
     if divides and (recipe.model.split or recipe.model.factory is not None) and blueprint.splits:
-        from weft.analysis import try_table  # as below
+        from weft.analysis.tensor_split.try_table import try_table  # as below
 
         try_table(blueprint)
     if adapter is not None and not adapter.divides:
@@ -63,7 +63,7 @@ def _adapt_and_look(blueprint: Blueprint, recipe: Recipe, *, divides: bool) -> N
 
     apply_adapter(blueprint, recipe)
     if divides and recipe.model.propose_split is not False:
-        from weft.analysis import look
+        from weft.analysis.look import look
 
         blueprint.vocabulary_head = None  # a rule of its own says how it splits
         look(blueprint)
@@ -84,7 +84,7 @@ def look_for_blocks(blueprint: Blueprint, plan: Plan | None = None) -> None:
     if blueprint.cut is not None or blueprint.no_stages or not (plan is None or _needs_blocks(plan)):
         return
     # Ranks do without descriptions and the analysis of graphs, thousands of lines, unless they need them.
-    from weft.analysis import find_cut
+    from weft.analysis.find_cut import find_cut
 
     found = find_cut(blueprint)
     if isinstance(found, str):

@@ -13,7 +13,7 @@ def look_for_a_split(blueprint: Blueprint, recipe: Recipe) -> None:
     if (known := stored(recipe)) is not None:
         _take_split(blueprint, known.tables)
         return
-    from weft.analysis import look  # thousands of lines, which ranks do without where something was kept
+    from weft.analysis.look import look  # thousands of lines, which ranks do without where something was kept
 
     look(blueprint)
 
@@ -37,6 +37,6 @@ def look_at_its_features(blueprint: Blueprint, recipe: Recipe) -> None:
         blueprint.features, blueprint.divisible_features = tables.features, tables.divisible_features
         blueprint.no_fp16_grid = tables.no_fp16_grid
         return
-    from weft.analysis import look_at_features  # as above
+    from weft.analysis.features._find_features import look_at_features  # as above
 
     look_at_features(blueprint)

@@ -12,9 +12,9 @@ from weft.analysis._segment import find_blocks
 from weft.analysis.tensor_split._dropped import has_parts_in_front, is_dropout, kind_on, why_dropped_otherwise
 from weft.analysis.tensor_split._flow import ForwardFlow, follow
 from weft.analysis.tensor_split._groups import GroupMember, LayerGroup, Sides, SplitChoice, choose
-from weft.analysis.tensor_split._proposal import Confidence, Proposal, ProposedRule
 from weft.analysis.tensor_split._rehearse import DTYPE, Attribute, Rehearsal, cut_dim
 from weft.analysis.tensor_split._vocabulary import VocabularyAnalysis, VocabularySplit
+from weft.analysis.tensor_split.proposal import Confidence, Proposal, ProposedRule
 from weft.analysis.trace._events import Event, Trace, Value
 from weft.analysis.trace._graph import Graph
 from weft.analysis.trace._modes import trace_both

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weft.analysis.tensor_split._proposal import Proposal
-from weft.analysis.tensor_split._propose import propose_split
+from weft.analysis.tensor_split.proposal import Proposal
+from weft.analysis.tensor_split.propose import propose_split
 from weft.errors import RecipeError
 from weft.model.blueprint import Blueprint
 from weft.model.families import found_split_note

@@ -14,8 +14,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from weft.analysis.tensor_split._dropped import is_dropout
-from weft.analysis.tensor_split._proposal import Proposal
-from weft.analysis.tensor_split._propose import propose_split
+from weft.analysis.tensor_split.proposal import Proposal
+from weft.analysis.tensor_split.propose import propose_split
 from weft.config.recipe import SplitKind
 from weft.model.blueprint import Blueprint
 from weft.model.channels import is_convolution

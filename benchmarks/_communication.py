@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.comm import SharedMemoryGroup
 from weft.comm.device import all_gather_single, reduce_scatter_single
 from weft.comm.mesh import GroupView
 from weft.comm.shared_memory import register_shared_memory_backend, shared_memory_group
+from weft.comm.shared_memory.group import SharedMemoryGroup
 from weft.run.launch import RankInfo, initialise_distributed
 from weft.techniques.zero.shared_buffers import share_buffers
 

@@ -23,7 +23,7 @@ from benchmarks._options import options_parser
 from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._statistics import summary
 from weft.comm.mesh import Mesh
-from weft.config.plan import MeshPlan, PipelineParallelPlan, Plan, Schedule
+from weft.config.plan import MeshPlan, PipelineParallelPlan, Plan
 from weft.model.blueprint import Batch, Blueprint
 from weft.model.families import CutTable
 from weft.model.losses import token_loss
@@ -32,6 +32,7 @@ from weft.techniques.pipeline.cost import bubble_seconds
 from weft.techniques.pipeline.orders import Action, schedule_orders, simulate
 from weft.techniques.pipeline.parts import cut_parts
 from weft.techniques.pipeline.runner import PipelineRunner
+from weft.techniques.pipeline.schedules import Schedule
 
 SCHEDULES: tuple[tuple[Schedule, int], ...] = (
     ("gpipe", 1),

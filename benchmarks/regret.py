@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.cluster import parse_cluster_spec
-from weft.config.plan import Schedule
 from weft.model.profile import ModelSizes, Profile, profile_of_sizes
 from weft.model.profile.known import known_model
 from weft.planning.price import FITTED, Layout, Pricer
 from weft.planning.search import SearchResult, Space, search, space_of
+from weft.techniques.pipeline.schedules import Schedule
 
 RESULT = Path(__file__).parent / "results" / "regret.json"
 _MEGATRON: tuple[Schedule, ...] = ("1f1b", "interleaved_1f1b")

@@ -29,6 +29,7 @@ MODULES = (
     "weft.model.description",
     "weft.model.hf",
     "weft.analysis.describe",
+    "weft.analysis.tensor_split.proposal",
     "weft.analysis.tensor_split.propose",
     "weft.run.launch",
     "weft.run.launch.launcher",

@@ -13,9 +13,10 @@ from benchmarks.published._rows import Run
 from benchmarks.published._sources import Framework, framework_of, year_of
 from benchmarks.published._unpredictable import Unpredictable
 from weft.config.cluster import Cluster
-from weft.config.plan import PricedSchedule, Recompute, Schedule, chunk_limits
+from weft.config.plan import Recompute
 from weft.model.profile import Profile
 from weft.planning.price import Layout, PricedPrecision
+from weft.techniques.pipeline.schedules import PricedSchedule, Schedule, chunk_limits
 from weft.techniques.zero.settings import stage_of
 
 _PRECISIONS: dict[str, PricedPrecision] = {

@@ -39,7 +39,8 @@ MODEL = '''
 import numpy
 import torch
 from torch import nn
-from weft.model import Blueprint, SplitRule
+from weft.model.blueprint import Blueprint
+from weft.model.families import SplitRule
 
 
 class Attention(nn.Module):

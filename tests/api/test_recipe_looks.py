@@ -19,7 +19,8 @@ MODELS = '''
 import torch
 from torch import nn
 
-from weft.model import Blueprint, CutTable
+from weft.model.blueprint import Blueprint
+from weft.model.families import CutTable
 
 
 class Codebook(nn.Module):

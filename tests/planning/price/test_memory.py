@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memories import memory_of
 
-from weft.config.plan import PricedSchedule, Recompute
+from weft.config.plan import Recompute
 from weft.model.profile import ModelSizes, Profile, profile_of_sizes
 from weft.model.profile.known import KNOWN_MODELS, known_model
 from weft.planning.price import WEFT, Layout, Memories, StageMemory
 from weft.techniques.pipeline.cost import in_flight
 from weft.techniques.pipeline.orders import peak_activations, schedule_orders
+from weft.techniques.pipeline.schedules import PricedSchedule
 
 GIBI = 2**30
 SMALL = profile_of_sizes(

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.config.plan import Schedule
 from weft.techniques.pipeline.cost import StageTimes, closed_form
 from weft.techniques.pipeline.orders import schedule_orders as orders_of
 from weft.techniques.pipeline.orders import simulate
+from weft.techniques.pipeline.schedules import Schedule
 from weft.techniques.pipeline.timeline import Timelines
 
 TIMELINES = Timelines()

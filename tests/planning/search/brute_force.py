@@ -11,10 +11,11 @@ from itertools import permutations, product
 from typing import NamedTuple
 
 from weft.config.cluster import Cluster
-from weft.config.plan import AXES, SPLIT_BACKWARD, Axis, ReduceEvery, chunk_limits
+from weft.config.plan import AXES, Axis, ReduceEvery
 from weft.model.profile import Profile
 from weft.planning.price import Layout, Pricer, check_layout
 from weft.planning.search import Objective, Space
+from weft.techniques.pipeline.schedules import SPLIT_BACKWARD, chunk_limits
 
 RANKED: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "context", "tensor")
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 from itertools import permutations, product
 
 from weft.config.cluster import Cluster, parse_cluster_spec
-from weft.config.plan import AXES, SPLIT_BACKWARD, Axis, chunk_limits
+from weft.config.plan import AXES, Axis
 from weft.model.profile import ModelSizes, Profile, profile_of_sizes
 from weft.planning.price import Layout, Pricer, check_layout
 from weft.planning.search import Space
+from weft.techniques.pipeline.schedules import SPLIT_BACKWARD, chunk_limits
 
 
 def tiny(layers: int = 4, experts: int = 0, length: int = 1024) -> Profile:

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from search_kit import all_layouts, best_by_brute_force, cluster_of, narrow, tiny
 
-from weft.config.plan import SPLIT_BACKWARD
 from weft.model.profile import profile_of_sizes
 from weft.model.profile.known import known_model
 from weft.planning.price import Layout, Pricer
 from weft.planning.search import search, space_of
+from weft.techniques.pipeline.schedules import SPLIT_BACKWARD
 
 
 @pytest.mark.parametrize(("trained", "coded"), [(0.004, 0.0), (0.01, 0.97), (0.0, 0.0), (0.6, 0.0)])

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.config.plan import Schedule, check_schedule, stage_ranks
 from weft.errors import PlanError
 from weft.techniques.pipeline.cost import bubble_seconds
 from weft.techniques.pipeline.orders import Action, forward_orders, peak_activations, schedule_orders, simulate
 from weft.techniques.pipeline.routes import StageMessage, plan_routes, sent_by, wanted_by
+from weft.techniques.pipeline.schedules import Schedule, check_schedule, stage_ranks
 
 CHUNKS: dict[Schedule, tuple[int, ...]] = {
     "gpipe": (1,),

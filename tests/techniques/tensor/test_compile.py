@@ -25,7 +25,8 @@ import copy, torch
 from torch import nn
 from torch._dynamo.utils import counters
 from weft.errors import PlanError
-from weft.model import Blueprint, CutTable
+from weft.model.blueprint import Blueprint
+from weft.model.families import CutTable
 from weft.techniques.core import KeyedDropout, MicrobatchState, StepContext
 from weft.config.plan import ComputePlan, MemoryPlan, Plan
 from weft.techniques.compute.compiling import apply_compile

@@ -144,7 +144,8 @@ def test_grouped_products_in_fp64(form: str) -> None:
 MODEL = '''
 import torch
 from torch import nn
-from weft.model import Blueprint, SplitRule
+from weft.model.blueprint import Blueprint
+from weft.model.families import SplitRule
 
 
 class Scores(nn.Module):

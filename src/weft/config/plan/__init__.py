@@ -33,11 +33,5 @@ from weft.techniques.data.settings import MicrobatchPlan as MicrobatchPlan
 from weft.techniques.data.settings import even_shares as even_shares
 from weft.techniques.data.settings import split_batch as split_batch
 from weft.techniques.expert.settings import EXPERT_LENDERS as EXPERT_LENDERS
-from weft.techniques.pipeline.schedules import SPLIT_BACKWARD as SPLIT_BACKWARD
-from weft.techniques.pipeline.schedules import PricedSchedule as PricedSchedule
-from weft.techniques.pipeline.schedules import Schedule as Schedule
-from weft.techniques.pipeline.schedules import check_schedule as check_schedule
-from weft.techniques.pipeline.schedules import chunk_limits as chunk_limits
-from weft.techniques.pipeline.schedules import stage_ranks as stage_ranks
 from weft.techniques.recompute.settings import Recompute as Recompute
 from weft.techniques.zero.settings import ReduceEvery as ReduceEvery

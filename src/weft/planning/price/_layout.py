@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
-from weft.config.plan import SPLIT_BACKWARD, MeshSettings, Plan, PricedSchedule, plan_settings
+from weft.config.plan import MeshSettings, Plan, plan_settings
 from weft.config.settings import Declared
 from weft.techniques.buckets.settings import FIRST_BUCKET_BYTES as FIRST_BUCKET_BYTES
 from weft.techniques.buckets.settings import BucketSettings
@@ -17,6 +17,7 @@ from weft.techniques.expert.settings import ExpertExchange
 from weft.techniques.fused_loss.settings import FusedLossSettings
 from weft.techniques.local_steps.settings import LocalStepsSettings
 from weft.techniques.offload.settings import OffloadSettings
+from weft.techniques.pipeline.schedules import SPLIT_BACKWARD, PricedSchedule
 from weft.techniques.pipeline.settings import TORCH_SCHEDULES
 from weft.techniques.recompute.settings import RecomputeSettings
 from weft.techniques.tensor.settings import TensorScheme

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from weft.config.plan import Recompute, stage_ranks
+from weft.config.plan import Recompute
 from weft.model.profile import Profile
 from weft.planning.price._block_memory import BlockMemories, BlockMemory, MemoryKey, memory_key
 from weft.planning.price._layout import Layout
@@ -21,6 +21,7 @@ from weft.planning.price._stack import WEFT, Stack
 from weft.techniques.fused_loss.cost import loss_bytes
 from weft.techniques.offload.cost import BLOCKS_HERE
 from weft.techniques.pipeline.cost import FOLDED, in_flight
+from weft.techniques.pipeline.schedules import stage_ranks
 
 
 class StageSizes(NamedTuple):

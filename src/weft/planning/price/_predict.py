@@ -6,7 +6,6 @@ import math
 from typing import NamedTuple
 
 from weft.config.cluster import Cluster, Collective, Devices
-from weft.config.plan import stage_ranks
 from weft.errors import PlanError
 from weft.model.profile import Block, Profile
 from weft.planning.price._calibration import DATASHEET, Calibration
@@ -34,6 +33,7 @@ from weft.techniques.pipeline.cost import (
     least_share,
     shares_of_closed_form,
 )
+from weft.techniques.pipeline.schedules import stage_ranks
 from weft.techniques.pipeline.timeline import Timelines
 from weft.techniques.zero.cost import gathers_of, gathers_weights, hiding, reduces_once, waits_of
 

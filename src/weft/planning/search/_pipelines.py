@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.config.plan import Schedule
 from weft.planning.search._bounds import Floats
 from weft.planning.search._group import Passes
 from weft.planning.search._options import Options
@@ -19,6 +18,7 @@ from weft.techniques.pipeline.cost import (
     least_share,
     shares_of_closed_form,
 )
+from weft.techniques.pipeline.schedules import Schedule
 
 _NO_SECONDS = 1e-30
 """What a block takes of which nobody knows what it computes."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from weft.config.cluster import Cluster
-from weft.config.plan import Axis, Plan, Recompute, ReduceEvery, Schedule
+from weft.config.plan import Axis, Plan, Recompute, ReduceEvery
 from weft.config.recipe import PermitRecipe
 from weft.errors import PlanError
 from weft.model.profile import Profile
@@ -16,6 +16,7 @@ from weft.planning.price import PricedPrecision
 from weft.techniques.context.settings import ContextScheme
 from weft.techniques.expert.settings import ExpertExchange
 from weft.techniques.offload.settings import Offload as Offload
+from weft.techniques.pipeline.schedules import Schedule
 from weft.techniques.tensor.settings import TensorScheme
 from weft.techniques.zero.settings import Stage
 

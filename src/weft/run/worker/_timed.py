@@ -28,7 +28,7 @@ from weft.errors import WeftError
 from weft.run.engine import create_training
 from weft.run.launch import RankInfo, initialise_distributed
 from weft.run.worker._teams import team_of, teams_of
-from weft.verify.numerics import TrialData
+from weft.run.worker._trial_data import TrialData
 
 _EARLY_STEPS = 3
 _EARLY_SECONDS = 1.0

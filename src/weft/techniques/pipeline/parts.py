@@ -7,11 +7,12 @@ from dataclasses import replace
 import torch
 
 from weft.comm.mesh import Mesh
-from weft.config.plan import Plan, check_schedule, stage_ranks
+from weft.config.plan import Plan
 from weft.model.blueprint import Blueprint
 from weft.model.families import CutTable
 from weft.techniques.core import ModelPart, StepContext
 from weft.techniques.pipeline.cut import cut_stage, cut_table_of
+from weft.techniques.pipeline.schedules import check_schedule, stage_ranks
 from weft.techniques.pipeline.stages import choose_cuts
 from weft.techniques.pipeline.ties import create_tie_groups, find_ties, stage_layout
 from weft.techniques.pipeline.verify import verify_cut_table

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from weft.comm.mesh import Mesh
-from weft.config.plan import Plan, stage_ranks
+from weft.config.plan import Plan
 from weft.model.blueprint import Batch, Blueprint
 from weft.model.families import FoundCut
 from weft.techniques.core import (
@@ -25,6 +25,7 @@ from weft.techniques.core import (
 )
 from weft.techniques.pipeline.orders import Action, forward_orders, schedule_orders
 from weft.techniques.pipeline.routes import Routes, StageMessage, plan_routes, sent_by, wanted_by
+from weft.techniques.pipeline.schedules import stage_ranks
 from weft.techniques.pipeline.stage import Stage
 from weft.techniques.pipeline.stages import choose_cuts
 from weft.techniques.pipeline.transport import StageTransport, signature_of

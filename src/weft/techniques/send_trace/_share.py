@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from weft.config.plan import BATCH_AXES, Axis, Plan, axis_coordinates, groups_over, stage_ranks
+from weft.config.plan import BATCH_AXES, Axis, Plan, axis_coordinates, groups_over
 from weft.config.recipe import Recipe, group_parameters
+from weft.techniques.pipeline.schedules import stage_ranks
 from weft.techniques.pipeline.stages import Tie, choose_cuts, stage_of, ties_of
 from weft.techniques.send_trace._outline import ModuleCall, Outline, Parameter, Shape
 from weft.techniques.send_trace._send import Operation

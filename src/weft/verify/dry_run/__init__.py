@@ -14,5 +14,5 @@ from weft.verify.dry_run._witness import Issued as Issued
 from weft.verify.dry_run._world import WorldReport as WorldReport
 from weft.verify.dry_run._world import rehearse_world as rehearse_world
 from weft.verify.dry_run._world import representative_ranks as representative_ranks
-from weft.verify.program.outline_of import outline_of as outline_of
-from weft.verify.program.outline_of import outline_or_reason as outline_or_reason
+from weft.verify.dry_run.outline_of import outline_of as outline_of
+from weft.verify.dry_run.outline_of import outline_or_reason as outline_or_reason

@@ -23,8 +23,8 @@ from weft.techniques.pipeline.runner import PipelineRunner
 from weft.techniques.randomness.draws import Draws, draws_of
 from weft.techniques.zero.contract import reduction_rounds
 from weft.verify.dry_run._witness import Copies, Issued, Witness
+from weft.verify.dry_run.outline_of import outline_or_reason
 from weft.verify.program import differences, occasions_of, program_of
-from weft.verify.program.outline_of import outline_or_reason
 
 _FEW = 4
 """Patterns of microbatches that are rehearsed at once: two rehearsals of fewer would take as long."""

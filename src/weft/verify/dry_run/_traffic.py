@@ -11,8 +11,8 @@ from weft.config.recipe import Recipe
 from weft.figures import spell_bytes
 from weft.model.blueprint import Blueprint
 from weft.techniques.send_trace import Outline
+from weft.verify.dry_run.outline_of import outline_or_reason
 from weft.verify.program import Traffic, differences, occasions_of, program_of
-from weft.verify.program.outline_of import outline_or_reason
 
 _LISTED = 20
 """Differences that are told; the first ones tell most."""

@@ -31,8 +31,8 @@ from weft.techniques.tensor.cuts import is_magnitude, split_parameters
 from weft.techniques.tensor.magnitudes import column_magnitudes, row_magnitudes
 from weft.techniques.tensor.mesh_2d.roles import cut_of, grid_kind, role_of
 from weft.techniques.tensor.mesh_2d.shape import GridCut, OnGrid
-from weft.verify.program._follow import AttentionWatch, CallFlow, first_tensor, has_parts
-from weft.verify.program._written import read_attention
+from weft.verify.dry_run._follow import AttentionWatch, CallFlow, first_tensor, has_parts
+from weft.verify.dry_run._written import read_attention
 
 if TYPE_CHECKING:
     from weft.model.stacked import ExpertStack

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.model.blueprint import Batch, Blueprint
-from weft.techniques.data.find_whole_batch import find_whole_batch
+from weft.techniques.data.find_whole_batch import find_whole_batch, why_no_gathering
 
 
 class Towers(nn.Module):
@@ -74,7 +74,7 @@ def by_size(a: Tensor, b: Tensor) -> Tensor:
 def test_what_cannot_be_gathered_is_named(joined: Callable[[Tensor, Tensor], Any], reason: str) -> None:
     blueprint = towers(joined)
     assert reason in find_whole_batch(blueprint).reason
-    assert reason in blueprint.no_gathering
+    assert reason in why_no_gathering(blueprint)
 
 
 def test_one_product_is_gathered_at_its_operands_and_outputs_as_they_are_read() -> None:

@@ -19,6 +19,7 @@ from weft.analysis.trace._trace import LOSS, trace
 from weft.model.blueprint import Blueprint
 from weft.model.families import FoundCut
 from weft.model.profile import Block, Operator, OperatorSplit, Profile
+from weft.techniques.data.find_whole_batch import why_no_gathering
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +214,7 @@ class _Builder:
             num_experts=_num_experts(parts),
             has_batch_norm=bool(blueprint.batch_norm),
             per_sample_loss=blueprint.per_sample_loss,
-            no_gathering=blueprint.no_gathering,
+            no_gathering=why_no_gathering(blueprint),
             **holding_of(blueprint.module),
         )
 

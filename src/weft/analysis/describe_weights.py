@@ -7,6 +7,7 @@ from torch import nn
 from weft.analysis._holding import holding_of
 from weft.model.blueprint import Blueprint
 from weft.model.profile import Block, Operator, Profile
+from weft.techniques.data.find_whole_batch import why_no_gathering
 
 
 def describe_weights(blueprint: Blueprint) -> Profile:
@@ -34,7 +35,7 @@ def describe_weights(blueprint: Blueprint) -> Profile:
         no_shared_sequence=blueprint.no_context,
         has_batch_norm=bool(blueprint.batch_norm),
         per_sample_loss=blueprint.per_sample_loss,
-        no_gathering=blueprint.no_gathering,
+        no_gathering=why_no_gathering(blueprint),
         **holding_of(blueprint.module),
     )
 

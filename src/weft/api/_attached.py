@@ -8,9 +8,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 from torch import Tensor
 
 from weft.api._json_forms import NoFormError, digest_of_form, form_pieces, read_form, write_form
-from weft.config.document import JsonObject
+from weft.config.document import Json, JsonObject
 from weft.errors import CheckpointError, RecipeError
-from weft.run.checkpoint import Json
 from weft.techniques.core import Piece
 
 _PREFIX = "attached"

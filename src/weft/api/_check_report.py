@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from weft.config.document import Json
 from weft.config.plan import ModelFacts, Plan
 from weft.config.recipe import Recipe
-from weft.run.checkpoint import Json
 from weft.techniques.check import mesh_sizes
 from weft.verify.numerics import STEPS, Comparison, Mismatch, SmallCase
 

@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from weft.run.checkpoint import Json
+from weft.config.document import Json
 from weft.techniques.core import NestedSplit, Piece
 
 

@@ -23,9 +23,9 @@ from weft.api._json_forms import (
     tensors_named,
     write_form,
 )
-from weft.config.document import JsonObject
+from weft.config.document import Json, JsonObject
 from weft.errors import CheckpointError, PlanError, RecipeError
-from weft.run.checkpoint import Json, StoredCheckpoint
+from weft.run.checkpoint import StoredCheckpoint
 from weft.techniques.core import NestedSplit, Piece, Segment, Shard
 
 _STATES, _OWN = "optimizer/", "kept/"

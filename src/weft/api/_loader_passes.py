@@ -7,8 +7,8 @@ from typing import final
 
 from weft.api._seen_batches import SeenBatches
 from weft.api._user_batches import BatchStream, UserBatch
+from weft.config.document import Json
 from weft.errors import DataError
-from weft.run.checkpoint import Json
 
 
 @final

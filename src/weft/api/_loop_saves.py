@@ -24,9 +24,9 @@ from weft.api._saves import Saves
 from weft.api._shared_optimizer import SharedOptimizer
 from weft.api._stateful import StatesBeside
 from weft.comm.mesh import Mesh
-from weft.config.document import JsonObject
+from weft.config.document import Json, JsonObject
 from weft.errors import CheckpointError, RecipeError
-from weft.run.checkpoint import Checkpointer, Json, Peers, StoredCheckpoint
+from weft.run.checkpoint import Checkpointer, Peers, StoredCheckpoint
 from weft.techniques.core import Piece
 
 logger = logging.getLogger(__name__)

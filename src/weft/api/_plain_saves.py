@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from weft.api._agreement import gather_texts
 from weft.api._kept_states import KeptStates
 from weft.comm.mesh import GroupView
-from weft.config.document import JsonObject
+from weft.config.document import Json, JsonObject
 from weft.errors import CheckpointError
-from weft.run.checkpoint import Json, StoredCheckpoint
+from weft.run.checkpoint import StoredCheckpoint
 from weft.techniques.core import NestedSplit, Piece
 
 

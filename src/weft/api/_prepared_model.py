@@ -26,11 +26,11 @@ from weft.api._user_loss import LossOfUser
 from weft.api._user_optimizer import UserOptimizer, cuts_of, settings_of
 from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
+from weft.config.document import Json
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
 from weft.events import CheckpointEvent, EndEvent, StepEvent
 from weft.model.blueprint import Blueprint
-from weft.run.checkpoint import Json
 from weft.run.engine import StepReporter, begin_training
 from weft.techniques.build import ParallelModel, parallelize
 from weft.techniques.core import Piece

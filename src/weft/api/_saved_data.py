@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from weft.config.document import Json
 from weft.errors import CheckpointError
-from weft.run.checkpoint import Json
 
 
 def refuse_other_data(state: Mapping[str, Json], *, batch_size: int, num_samples: int | None, seed: int) -> None:

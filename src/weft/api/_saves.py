@@ -14,9 +14,9 @@ from weft.api._agreement import check_same_facts, gather_texts
 from weft.api._attached import Attached
 from weft.api._user_optimizer import UserOptimizer, settings_of
 from weft.comm.mesh import Mesh
-from weft.config.document import JsonObject
+from weft.config.document import Json, JsonObject
 from weft.errors import CheckpointError
-from weft.run.checkpoint import Checkpointer, Json, StoredCheckpoint
+from weft.run.checkpoint import Checkpointer, StoredCheckpoint
 from weft.run.engine import TrainingState
 from weft.techniques.core import Piece
 

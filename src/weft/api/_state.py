@@ -26,9 +26,9 @@ from weft.api._prepared_model import Given, PreparedModel
 from weft.api._saved_data import refuse_other_data
 from weft.api._seen_batches import SeenBatches
 from weft.api._user_batches import BatchStream, UserBatch, fields_of, trainable
+from weft.config.document import Json
 from weft.events import EpochEvent, EvaluationEvent, StepEvent
 from weft.model.blueprint import Batch
-from weft.run.checkpoint import Json
 from weft.techniques.core import LossTotals
 from weft.techniques.randomness.sample_draws import SampleDraws
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from weft.api._attached import Stateful
 from weft.api._json_forms import NoFormError, digest_of_form, form_pieces, read_form, tensors_named, write_form
-from weft.config.document import JsonObject
+from weft.config.document import Json, JsonObject
 from weft.errors import CheckpointError, RecipeError
-from weft.run.checkpoint import Json, StoredCheckpoint
+from weft.run.checkpoint import StoredCheckpoint
 from weft.techniques.core import Piece
 
 

@@ -13,6 +13,7 @@ from weft.model.families import (
     DROPPED_ATTENTION,
     NO_VOCABULARY,
     ONLY_SQUARES,
+    OWN_CHECKPOINTS,
     UNKNOWN_ATTENTION,
     UNKNOWN_FEATURES,
     SampleField,
@@ -197,9 +198,19 @@ class Blueprint(Tables):
             return self.no_shared_sequence
         if self.position_input is None or self.attention is None:
             return UNKNOWN_ATTENTION
-        from weft.model.attention.shared_sequence import find_problem  # loaded for models of which this much is known
+        return self._no_sum_over_tokens
 
-        return find_problem(self)
+    @property
+    def _no_sum_over_tokens(self) -> str:
+        """Why ranks cannot share a sequence although it is known how its tokens see one another: what its loss or its
+        modules have against it; empty: nothing."""
+        if not (self.per_sample_loss and getattr(self.loss, "per_token", False)):
+            return "nothing says that its loss is a sum over tokens (an attribute `per_token` of the loss)"
+        if getattr(self.loss, "auxiliary", None):
+            return "its loss has auxiliary terms over the batch"
+        if any(getattr(module, "gradient_checkpointing", False) for module in self.module.modules()):
+            return OWN_CHECKPOINTS
+        return ""
 
     @property
     def has_known_features(self) -> bool:
@@ -215,9 +226,7 @@ class Blueprint(Tables):
             return "its router sees all features of a token"
         if self.has_known_features and self.vocabulary_head is None:
             return NO_VOCABULARY
-        from weft.model.attention.shared_sequence import find_problem  # loaded for models of which this much is known
-
-        return find_problem(self)
+        return self._no_sum_over_tokens
 
     @property
     def no_cube(self) -> str:
@@ -226,15 +235,6 @@ class Blueprint(Tables):
             return ONLY_SQUARES
         dropouts = (name for name, each in self.module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0)
         return DROPPED_ATTENTION if any(self.kind_of(name) == "heads" for name in dropouts) else self.no_context
-
-    @property
-    def no_gathering(self) -> str:
-        """Why data ranks cannot share the batch of a loss that is no sum over samples; empty: they can, or it is."""
-        if self.per_sample_loss:
-            return ""
-        from weft.techniques.data.find_whole_batch import find_whole_batch  # loaded for such losses
-
-        return find_whole_batch(self).reason
 
     def described_by(self, description: Description) -> Blueprint:
         """Take what a description of the model says: its name, its widths, its heads, and what its parts cost; return

@@ -6,6 +6,7 @@ from weft.config.document._bind import to_table as to_table
 from weft.config.document._conform import HIDDEN as HIDDEN
 from weft.config.document._conform import problem_error as problem_error
 from weft.config.document._json import LARGEST_COUNT as LARGEST_COUNT
+from weft.config.document._json import Json as Json
 from weft.config.document._json import JsonObject as JsonObject
 from weft.config.document._json import is_plain_name as is_plain_name
 from weft.config.document._json import read_plain_file as read_plain_file

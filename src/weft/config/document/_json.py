@@ -18,6 +18,8 @@ from typing import Any, TypeVar, cast
 
 from weft.errors import WeftError, did_you_mean
 
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+"""What JSON can say."""
 LARGEST_JSON_BYTES = 64 << 20
 LARGEST_COUNT = 1 << 62
 _DEEPEST = 64

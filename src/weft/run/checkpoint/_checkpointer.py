@@ -11,12 +11,12 @@ from typing import Literal, cast
 
 import torch
 
-from weft.config.document import JsonObject
+from weft.config.document import Json, JsonObject
 from weft.errors import CheckpointError, WeftError
 from weft.events import Owned
 from weft.run.checkpoint import _folder
 from weft.run.checkpoint._files import replace_text, write_text
-from weft.run.checkpoint._format import ADVICE, MANIFEST, Json, Manifest
+from weft.run.checkpoint._format import ADVICE, MANIFEST, Manifest
 from weft.run.checkpoint._peers import Peers
 from weft.run.checkpoint._read import StoredCheckpoint
 from weft.run.checkpoint._write import check_ranks, write_rank

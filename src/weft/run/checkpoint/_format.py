@@ -22,11 +22,9 @@ from typing import Any
 import torch
 import xxhash
 
-from weft.config.document import LARGEST_COUNT, JsonObject, read_plain_file
+from weft.config.document import LARGEST_COUNT, Json, JsonObject, read_plain_file
 from weft.errors import CheckpointError
 from weft.techniques.core import NestedSplit
-
-Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 FORMAT = "weft-checkpoint"
 VERSION = 1

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from weft.config.document import Json
 from weft.errors import CheckpointError
 from weft.run.checkpoint._files import verify_file, verify_header
-from weft.run.checkpoint._format import Json, Manifest, StoredFile, StoredRun, read_index, read_manifest
+from weft.run.checkpoint._format import Manifest, StoredFile, StoredRun, read_index, read_manifest
 from weft.run.checkpoint._tensor_file import TensorFile
 from weft.run.checkpoint._write import runs_by_name
 from weft.techniques.core import Piece

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
-from weft.config.document import JsonObject
+from weft.config.document import Json, JsonObject
 from weft.config.plan import Plan
 from weft.config.recipe import OptimizerGroup, Recipe, check_group_globs, group_parameters
 from weft.model.blueprint import Blueprint
-from weft.run.checkpoint import Json, module_pieces
+from weft.run.checkpoint import module_pieces
 from weft.run.engine._loss_scale import LossScale
 from weft.run.engine._step import Stepper
 from weft.run.engine.optimizers import ShardOptimizer, check_sparse_tables, create_optimizer

@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder, StepTraffic
-from weft.config.document import JsonObject
+from weft.config.document import Json, JsonObject
 from weft.config.recipe import Recipe, learning_rate
 from weft.errors import CheckpointError, RecipeError, WeftError
 from weft.events import CheckpointEvent, EndEvent, EvaluationEvent, MessageEvent, Run, StepEvent
 from weft.model.blueprint import Batch
 from weft.model.losses import count_labels
-from weft.run.checkpoint import Checkpointer, Json, SaveError
+from weft.run.checkpoint import Checkpointer, SaveError
 from weft.run.engine._report import StepReporter
 from weft.run.engine._setup import TrainingState
 from weft.run.engine._signals import StopRequest

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from weft.config.document import Json
 from weft.config.plan import Plan
 from weft.model.blueprint import Batch, Blueprint
 from weft.model.samples import UNKNOWN_VALUES, draw_integers
-from weft.run.checkpoint import Json
 from weft.run.data import rank_range
 
 _IGNORED = -100

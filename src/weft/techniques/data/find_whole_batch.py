@@ -89,6 +89,11 @@ def find_whole_batch(blueprint: Blueprint) -> WholeBatch:
     return WholeBatch(products={}, num_products=0, outputs=(), gathers=(), reason=reason)
 
 
+def why_no_gathering(blueprint: Blueprint) -> str:
+    """Return why data ranks cannot share the batch of a loss that is no sum over samples; empty: they can, or it is."""
+    return "" if blueprint.per_sample_loss else find_whole_batch(blueprint).reason
+
+
 class Gathering(TorchFunctionMode):
     """Gathers operands of the products of a forward that runs within it."""
 

@@ -28,9 +28,8 @@ from torch import Tensor
 
 from weft.comm.mesh import GroupView, Mesh
 from weft.comm.reduce import Wait, nothing_to_wait_for, start_all_reduce
-from weft.config.document import JsonObject
+from weft.config.document import Json, JsonObject
 from weft.figures import spell_bytes
-from weft.run.checkpoint import Json
 from weft.techniques.core import Piece, Shard, exchange_masters, present, shard_pieces
 from weft.techniques.local_steps.contract import LocalSteps
 from weft.techniques.local_steps.settings import LocalStepsSettings

@@ -158,6 +158,7 @@ HOW: dict[str, Any] = {
     "python": _python,
     "numpy": _numpy,
     "mixed": lambda module, x: x + x[torch.randperm(x.shape[0])],
+    "half": lambda module, x: x * torch.rand(x.shape[0] // 2, 1, 1).to(x).sum(),
     "length_first": _length_first,
     "binomial": lambda module, x: x * torch.poisson(torch.ones_like(x)),
 }
@@ -189,10 +190,11 @@ def refused_recipe(how: str) -> Recipe:
     ("how", "match"),
     [
         ("late", "the forward of Outer or its loss drew from torch's generator where no trace of it showed a draw"),
-        ("python", "inner draws from Python's random generator"),
-        ("numpy", "inner draws from numpy's generator"),
-        ("mixed", "inner draws by randperm"),
-        ("length_first", "inner draws by bernoulli_ a tensor of .* in which the samples cannot be told apart"),
+        ("python", "Outer or its loss draws from Python's random generator"),
+        ("numpy", "Outer or its loss draws from numpy's generator"),
+        ("mixed", r"inner draws by randperm \(test_drawing\.py:\d+\)"),
+        ("half", r"inner draws by rand \(test_drawing\.py:\d+\) a tensor of \(2, 1, 1\) in which the samples cannot"),
+        ("length_first", "inner draws by bernoulli_ .* a tensor of .* in which the samples cannot be told apart"),
         ("binomial", "inner draws by poisson"),
         ("checkpointed", r"inner draws by bernoulli_ in a function that it gives to torch\.utils\.checkpoint"),
     ],

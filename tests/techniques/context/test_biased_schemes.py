@@ -189,8 +189,8 @@ def test_every_part_of_what_a_function_drops_is_that_of_the_whole(rate: float, f
     context, view = StepContext(), GroupView((0,), 0, None)
     whole = (HEADS, LENGTH, LENGTH) if form == "flat" else (1, HEADS, LENGTH, LENGTH)
     lead = (SAMPLES * HEADS,) if form == "flat" else (SAMPLES, HEADS)
-    layout = DrawLayout(place=form, dim=0, whole=whole, pairs=True)  # type: ignore[arg-type]
-    draws = Draws(layouts={("attention", "bernoulli_", 0): [layout]})
+    layout = DrawLayout(place=form, dim=0, whole=whole)  # type: ignore[arg-type]
+    draws = Draws(layouts={("attention", "bernoulli_", 0): [layout]}, length=LENGTH)
     ones = torch.ones(*lead, LENGTH, LENGTH, dtype=torch.float64)
     state = MicrobatchState(step=5, seed=7, sample_ids=torch.tensor([4, 9]), sequence_length=LENGTH)
     with context.entered(state):

@@ -55,7 +55,6 @@ REFUSED: dict[str, Draw] = {
     "features of tokens": lambda x: F.dropout(x.flatten(1), 0.3).view(x.shape),
     "chunks": lambda x: x + torch.randn(x.shape[0], 1 + x.shape[1] // 4, 1).mean(1, keepdim=True),
     "one more": lambda x: x + torch.randn(x.shape[0], x.shape[1] + 1, WIDTH)[:, 1:],
-    "by length": lambda x: F.dropout(x, 0.3) if x.shape[1] > 8 else x,
 }
 """Draws of which nobody can say which numbers are those of which token."""
 
@@ -105,16 +104,33 @@ def test_a_rank_draws_its_part_of_what_one_process_draws(name: str) -> None:
                 assert torch.equal(part, whole[:, mine])
 
 
+def share(name: Draw, tokens: LocalTokens, **known: Any) -> None:
+    blueprint = blueprint_of(name, **known)
+    x = torch.zeros(SAMPLES, tokens.held, WIDTH, dtype=torch.float64)
+    drawn(blueprint, x, draws_of(blueprint, plan_of(2)), tokens)
+
+
+HALF = LocalTokens(length=LENGTH, runs=runs_of(LENGTH, 2, 0))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_shows_no_dim_of_tokens_is_refused(name: str) -> None:
-    with pytest.raises(PlanError, match=r"plan.mesh.context = 2 .* draws by \w+ what shows no dim of the tokens"):
-        draws_of(blueprint_of(REFUSED[name], attending=("",)), plan_of(2))
+    refused = r"draws by \w+ \(test_token_draws.py:\d+\) a tensor of .* which does not show .* plan.mesh.context = 1"
+    with pytest.raises(PlanError, match=refused):
+        share(REFUSED[name], HALF, attending=("",))
 
 
 def test_flat_tokens_are_shared_only_where_a_forward_was_followed() -> None:
     """Rows of a mixture, sorted by expert, have the same shape."""
-    with pytest.raises(PlanError, match="what shows no dim of the tokens"):
-        draws_of(blueprint_of(SHARED["flat"]), plan_of(2))
+    with pytest.raises(PlanError, match="does not show which numbers are for the tokens of this rank"):
+        share(SHARED["flat"], HALF)
+
+
+def test_a_rank_whose_share_is_as_long_as_the_example_is_refused() -> None:
+    """A dim of that length could be of its tokens, or the same for all."""
+    tokens = LocalTokens(length=2 * LENGTH, runs=runs_of(2 * LENGTH, 2, 0))
+    with pytest.raises(PlanError, match="does not show which numbers are for the tokens of this rank"):
+        share(SHARED["dropout"], tokens, attending=("",))
 
 
 def test_a_loss_that_draws_is_refused() -> None:

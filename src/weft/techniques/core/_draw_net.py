@@ -51,12 +51,12 @@ class Generators:
         )
 
     def moved(self, later: Generators) -> str:
-        """Whose generator has moved; empty: none."""
-        if self.torch != later.torch or self.device != later.device:
-            return "torch's"
+        """Whose generator has moved, torch's last; empty: none."""
         if self.python != later.python:
             return "Python's random"
-        return "numpy's" if self.numpy != later.numpy else ""
+        if self.numpy != later.numpy:
+            return "numpy's"
+        return "torch's" if self.torch != later.torch or self.device != later.device else ""
 
 
 @functools.cache

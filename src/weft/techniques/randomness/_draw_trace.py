@@ -1,18 +1,24 @@
-"""What a model and its loss draw by functions: found before training by forwards on the meta device, without memory.
+"""What a model and its loss draw by functions: seen before training in one forward on the meta device, without memory.
 
-Batches of two sizes show along which dim of a draw the samples lie: the one that grows with the batch.  Values that the
-forward reads back from a draw (`if torch.rand(1) < p`) are given low and high, so that both branches are seen.
+The batch of that forward has a prime number of samples, which divides no size of the model or of its samples.  So the
+dim of a draw whose size is a multiple of that prime is the dim of the samples.  The forward shows the shapes of whole
+draws.  Which part of a whole draw a rank makes is told by the shape that the rank asks for (`draws.py`).
+
+Values that a forward may read back from a draw (`if torch.rand(1) < p`) are high.  Where there are any, a second
+forward of the same batch has low ones, so that both branches are seen.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import sys
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -26,16 +32,18 @@ from weft.model.blueprint import Blueprint
 from weft.model.examples import token_example
 from weft.model.meta_forward import OneDevice, StandIns, copy_on_meta, on_trial, without_fast_path
 from weft.model.positions import arguments_for
-from weft.model.seeding import others_draw
-from weft.techniques.core._draw_net import OwnPython, is_draw, numpy_lock
+from weft.techniques.core._draw_net import is_draw, watched
+from weft.techniques.randomness._draw_values import noise_shape
 
 LOSS = "the loss"
 """Stands for the loss where a module's name is asked."""
-_SIZES = (13, 17)
-"""Samples of the two batches: primes that are rarely a size of anything else."""
+_SAMPLES = (13, 17, 19, 23, 29, 31, 37)
+"""Numbers of samples to choose from."""
+_HIGH, _LOW = 0.98, 0.02
 _VIEWS = ("view", "_unsafe_view", "reshape", "_reshape_alias")
 
 Place = Literal["sample", "flat", "shared", "unknown"]
+Example = Callable[[int], dict[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +56,8 @@ class DrawLayout:
     dim: int
     whole: tuple[int, ...]
     """Shape with the example's lengths and one sample; where samples are flat, `dim` is what one sample has of it."""
-    tokens: int | None = None
-    """Dim that runs over the tokens of a sample; None: none does, or ranks share no sequence, and nobody has asked."""
-    pairs: bool = False
-    """Whether the last two dims run over them: queries and keys of attention that a model writes out."""
+    line: str = field(default="", compare=False)
+    """File and line of the user's code that draws."""
 
 
 @dataclass(slots=True)
@@ -63,9 +69,16 @@ class Draws:
     )
     """(module, operator, number of its draw within a call of the module) → layouts, more than one where calls differ.
     """
-    foreign: dict[str, str] = field(default_factory=dict[str, str])
-    """Module → whose generator, other than torch's, it draws from."""
+    foreign: str = ""
+    """Whose generator, other than torch's, moved; empty: none."""
     unseen: str = ""
+    varying: frozenset[int] = frozenset()
+    """Sizes of the example's samples.  Other samples may be longer or shorter."""
+    length: int = 0
+    """Tokens of a sample of the example; 0: samples are no sequences."""
+    are_tokens_followed: bool = False
+    """Whether a look at the forward has shown that rows in one dim with samples are tokens in order, and not rows of a
+    mixture, sorted by expert."""
 
     @property
     def modules(self) -> list[str]:
@@ -76,12 +89,16 @@ class Draws:
         return ", ".join(dict.fromkeys(op for name, op, _ in self.layouts if name == module))
 
 
-def noise_shape(func: Any, args: Sequence[Any], result: Any) -> torch.Size:
-    """Shape of what is drawn."""
-    if func.overloadpacket.__name__ == "multinomial":
-        return args[0].shape
-    first = next((leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)), None)
-    return first.shape if first is not None else torch.Size()
+def line_of_user() -> str:
+    """Return the file and line that called into torch or Weft; empty: none did."""
+    frame: Any = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]  # what `inspect` and `logging` use
+    ours = ("weft", "contextlib", "torch", "functools")
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ours:
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+# ── the forward ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def find_draws(blueprint: Blueprint, ignored: Callable[[nn.Module], bool]) -> Draws:
@@ -96,17 +113,29 @@ def find_draws(blueprint: Blueprint, ignored: Callable[[nn.Module], bool]) -> Dr
     if example is None:
         found.unseen = "nothing says what its samples look like (give its Blueprint an `example`)"
         return found
+    found.length, found.are_tokens_followed = blueprint.sequence_length or 0, bool(blueprint.attending)
+    found.varying = frozenset(size for like in example(1).values() for size in like.shape[1:] if size > 1)
+    samples = _samples_of(blueprint, found.varying)
     with _generators_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        runs = [_traced(blueprint, example, _SIZES[0], 0.02, ignored, found)]
-        if runs[0] or found.unseen:
-            runs += [
-                _traced(blueprint, example, size, value, ignored, found)
-                for value, size in ((0.02, _SIZES[1]), (0.98, _SIZES[0]), (0.98, _SIZES[1]))
-            ]
-    for first, second in zip(runs[::2], runs[1::2], strict=False):
-        _compare(first, second, found)
+        for value in (_HIGH, _LOW):
+            recorder = _Recorder(samples, value)
+            with watched(torch.device("cpu")) as watch:
+                found.unseen = found.unseen or _trace(blueprint, example, recorder, ignored)
+            found.foreign = found.foreign or watch.whose.removeprefix("torch's")
+            for key, every in recorder.drawn.items():
+                known = found.layouts.get(key, [])
+                found.layouts[key] = list(dict.fromkeys([*known, *(_layout(each, key[1], samples) for each in every)]))
+            if not recorder.has_values:
+                break
     return found
+
+
+def _samples_of(blueprint: Blueprint, sizes: Iterable[int]) -> int:
+    """A prime that divides neither these sizes nor any of the model's tensors'."""
+    tensors = (*blueprint.module.parameters(), *blueprint.module.buffers())
+    every = {size for size in (*sizes, *(size for tensor in tensors for size in tensor.shape)) if size}
+    return next((prime for prime in _SAMPLES if all(size % prime for size in every)), _SAMPLES[0])
 
 
 @contextmanager
@@ -120,27 +149,15 @@ def _generators_kept() -> Generator[None]:
         np.random.set_state(states[1])
 
 
-_Shapes = dict[tuple[str, str, int], list[tuple[torch.Size, bool]]]
-"""Shapes of draws, and whether their samples lie behind something else in one dim."""
-
-
-def _traced(
-    blueprint: Blueprint,
-    example: Callable[[int], dict[str, Tensor]],
-    samples: int,
-    value: float,
-    ignored: Callable[[nn.Module], bool],
-    found: Draws,
-) -> _Shapes:
-    recorder = _Recorder(samples, value, found)
+def _trace(blueprint: Blueprint, example: Example, recorder: _Recorder, ignored: Callable[[nn.Module], bool]) -> str:
+    """Run the forward and the loss; return why not all of it was seen, empty where it was."""
     try:
         module = copy_on_meta(blueprint.module).train(blueprint.module.training)
         loss = on_trial(blueprint.loss)
-        fields = {name: _field(blueprint, name, like) for name, like in example(samples).items()}
-        fields.setdefault("sample_ids", torch.arange(samples))
+        fields = {name: _field(blueprint, name, like) for name, like in example(recorder.samples).items()}
+        fields.setdefault("sample_ids", torch.arange(recorder.samples))
         placed, named = arguments_for(blueprint.module, blueprint.keywords(fields))
         with ExitStack() as stack:
-            recorder.alone(stack)
             recorder.hook(module, ignored, stack)
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(without_fast_path())
@@ -149,11 +166,10 @@ def _traced(
             outputs = module(*placed, **named)
             recorder.enter(LOSS)
             loss(outputs, fields)
-            recorder.leave()
     except Exception as problem:  # whatever a user's forward raises without values: what was seen until then holds
         first = next(iter(str(problem).splitlines()), "")
-        found.unseen = f"a forward without values ended in {type(problem).__name__}: {first.rstrip('.')[:120]}"
-    return recorder.shapes
+        return f"a forward without values ended in {type(problem).__name__}: {first.rstrip('.')[:120]}"
+    return ""
 
 
 def _field(blueprint: Blueprint, name: str, like: Tensor) -> Tensor:
@@ -168,31 +184,31 @@ def _field(blueprint: Blueprint, name: str, like: Tensor) -> Tensor:
     return torch.randint(0, blueprint.vocabulary_size or 2, like.shape).to(like.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    shape: torch.Size
+    is_turned: bool
+    """Whether its samples lie behind something else in one dim."""
+    line: str
+
+
 class _Recorder(TorchDispatchMode):
     """Writes down draws by module."""
 
-    def __init__(self, samples: int, value: float, found: Draws) -> None:
+    def __init__(self, samples: int, value: float) -> None:
         super().__init__()
-        self.shapes: _Shapes = {}
+        self.samples = samples
+        self.drawn: dict[tuple[str, str, int], list[_Drawn]] = {}
+        self.has_values = False
+        """Whether any draw gave values that the forward may have read back."""
         self._turned: dict[tuple[int, torch.Size], Tensor] = {}
         """Tensors, by storage and shape, with a dim that runs over something else first and samples second."""
-        self._samples, self._value, self._found = samples, value, found
+        self._value = value
         self._stand_ins = StandIns()
         self._stack: list[tuple[str, dict[str, int], bool]] = [("", {}, False)]
-        self._states = _foreign_states()
-        self._own: OwnPython | None = None
-
-    def alone(self, stack: ExitStack) -> None:
-        """Pass over what other threads draw meanwhile."""
-        if others_draw():
-            lock = numpy_lock()
-            if lock is not None:
-                stack.enter_context(lock)
-            self._own = OwnPython()
-            stack.enter_context(self._own)
-            self._states = _foreign_states()
 
     def hook(self, module: nn.Module, ignored: Callable[[nn.Module], bool], stack: ExitStack) -> None:
+        """Follow which module runs, until the stack ends."""
         for name, child in module.named_modules():
             if name:
                 before = partial(self._entered, name, ignored(child))
@@ -201,72 +217,57 @@ class _Recorder(TorchDispatchMode):
         self._stack = [("", {}, ignored(module))]
 
     def enter(self, name: str, ignored: bool = False) -> None:
-        self._notice_foreign()
+        """What is drawn from here on is drawn by `name`."""
         self._stack.append((name, {}, ignored))
-
-    def leave(self) -> None:
-        self._notice_foreign()
-        self._stack.pop()
 
     def _entered(self, name: str, ignored: bool, module: nn.Module, args: Any) -> None:
         self.enter(name, ignored)
 
     def _left(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.leave()
-
-    def _notice_foreign(self) -> None:
-        states = _foreign_states()
-        for which, before, after in zip(("Python's random", "numpy's"), self._states, states, strict=True):
-            others = which == "Python's random" and self._own is not None and not self._own.drew
-            if before != after and not others:
-                self._found.foreign.setdefault(self._stack[-1][0], which)
-        self._states = states
-        if self._own is not None:
-            self._own.drew = self._own.is_busy
+        self._stack.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         name, counts, ignored = self._stack[-1]
-        drawn = is_draw(func, args, given)
-        if drawn:
+        is_drawn = is_draw(func, args, given)
+        if is_drawn:
             given = {**given, "generator": None} if "generator" in given else given
-        with self._torchs_own_kept(func):
+        with _python_kept(func):
             result = self._stand_ins.run(func, args, given, name)
-        turned = isinstance(result, Tensor) and self._look(func.overloadpacket.__name__ in _VIEWS, args, result)
-        if drawn and not ignored:
+        is_turned = isinstance(result, Tensor) and self._look(func.overloadpacket.__name__ in _VIEWS, args, result)
+        if is_drawn and not ignored:
             op = func.overloadpacket.__name__
             key = (name, op, counts.get(op, 0))
             counts[op] = key[2] + 1
-            self.shapes.setdefault(key, []).append((noise_shape(func, args, result), turned))
+            drawn = _Drawn(noise_shape(func, args, result), is_turned, line_of_user())
+            self.drawn.setdefault(key, []).append(drawn)
             if isinstance(result, Tensor) and not result.is_meta and result.is_floating_point():
+                self.has_values = True
                 result.fill_(self._value)
         return result
 
-    @contextmanager
-    def _torchs_own_kept(self, func: Any) -> Generator[None]:
-        """Put Python's generator back after a collective: without values torch draws a number for each from it."""
-        if func.namespace not in ("c10d", "_c10d_functional"):
-            yield
-            return
-        state, drew = random.getstate(), self._own is not None and self._own.drew
-        yield
-        random.setstate(state)
-        if self._own is not None:
-            self._own.drew = drew
-
     def _look(self, is_view: bool, args: Sequence[Any], result: Tensor) -> bool:
         """Whether `result` has a dim of (something × samples): made by a view, or of operands that have one."""
-        merged = [k for k, size in enumerate(result.shape) if size > self._samples and size % self._samples == 0]
-        if not merged or self._samples in result.shape:
+        merged = [dim for dim, size in enumerate(result.shape) if size > self.samples and size % self.samples == 0]
+        if not merged or self.samples in result.shape:
             return False
         operands = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        turned = any(_identity(operand) in self._turned for operand in operands)
+        is_turned = any(_identity(operand) in self._turned for operand in operands)
         before = operands[0].shape if operands else torch.Size()
-        if is_view and self._samples in before:
-            turned = math.prod(before[: before.index(self._samples)]) != math.prod(result.shape[: merged[0]])
-        if turned:
+        if is_view and self.samples in before:
+            is_turned = math.prod(before[: before.index(self.samples)]) != math.prod(result.shape[: merged[0]])
+        if is_turned:
             self._turned[_identity(result)] = result
-        return turned
+        return is_turned
+
+
+@contextmanager
+def _python_kept(func: Any) -> Generator[None]:
+    """Put Python's generator back after a collective: without values torch draws a number for each from it."""
+    state = random.getstate() if func.namespace in ("c10d", "_c10d_functional") else None
+    yield
+    if state is not None:
+        random.setstate(state)
 
 
 def _identity(tensor: Tensor) -> tuple[int, torch.Size]:
@@ -274,37 +275,17 @@ def _identity(tensor: Tensor) -> tuple[int, torch.Size]:
     return storage._cdata, tensor.shape  # pyright: ignore[reportPrivateUsage]  # meta storages have no address
 
 
-def _foreign_states() -> tuple[Any, Any]:
-    kind, words, *rest = np.random.get_state()
-    return random.getstate(), (kind, words.tobytes(), *rest)  # pyright: ignore[reportAttributeAccessIssue]
+# ── what its shapes say ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _compare(first: _Shapes, second: _Shapes, found: Draws) -> None:
-    for key, drawn in first.items():
-        others = second.get(key, [])
-        layouts = found.layouts.setdefault(key, [])
-        for (shape, turned), (other, also) in zip(drawn, others, strict=False):
-            layout = _layout(shape, other, key[1], turned and also)
-            if layout not in layouts:
-                layouts.append(layout)
-        if len(drawn) != len(others):
-            layouts.append(DrawLayout(place="unknown", dim=0, whole=tuple(drawn[0][0])))
-    for key in second.keys() - first.keys():
-        found.layouts.setdefault(key, []).append(DrawLayout(place="unknown", dim=0, whole=()))
-
-
-def _layout(shape: torch.Size, other: torch.Size, op: str, turned: bool) -> DrawLayout:
-    growing = [dim for dim, sizes in enumerate(zip(shape, other, strict=False)) if sizes[0] != sizes[1]]
-    unknown = DrawLayout(place="unknown", dim=0, whole=tuple(shape))
-    if len(shape) != len(other) or len(growing) > 1:
-        return unknown
-    if not growing:
-        return DrawLayout(place="shared", dim=0, whole=tuple(shape))
-    (dim,) = growing
-    if shape[dim] * _SIZES[1] != other[dim] * _SIZES[0] or op == "randperm":
-        return unknown
-    share = shape[dim] // _SIZES[0]
-    whole = (*shape[:dim], share, *shape[dim + 1 :])
-    if share == 1:
-        return DrawLayout(place="sample", dim=dim, whole=whole)
-    return unknown if turned else DrawLayout(place="flat", dim=dim, whole=whole)
+def _layout(drawn: _Drawn, op: str, samples: int) -> DrawLayout:
+    shape = tuple(drawn.shape)
+    multiples = [dim for dim, size in enumerate(shape) if size and size % samples == 0]
+    if not multiples:
+        return DrawLayout(place="shared", dim=0, whole=shape, line=drawn.line)
+    dim = multiples[0]
+    share = shape[dim] // samples
+    place: Place = "sample" if share == 1 else "flat"
+    if len(multiples) > 1 or op == "randperm" or (place == "flat" and drawn.is_turned):
+        return DrawLayout(place="unknown", dim=0, whole=shape, line=drawn.line)
+    return DrawLayout(place=place, dim=dim, whole=(*shape[:dim], share, *shape[dim + 1 :]), line=drawn.line)

@@ -90,3 +90,23 @@ class Elements:
         columns = (mix(pairs * GOLDEN) >> 32).to(torch.int32)
         keep = hashed_mask(rows, columns, dropped - RESOLUTION // 2)
         return keep[:, start % 2 : start % 2 + width].reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Numbers for several runs of tokens, one behind another along a dim; see `Numbers`."""
+
+    parts: Sequence[Elements]
+    dim: int
+
+    def uniform(self, salt: int = 0) -> Tensor:
+        """See `Numbers`."""
+        return torch.cat([part.uniform(salt) for part in self.parts], self.dim)
+
+    def normal(self) -> Tensor:
+        """See `Numbers`."""
+        return torch.cat([part.normal() for part in self.parts], self.dim)
+
+    def kept(self, probability: float) -> Tensor:
+        """See `Numbers`."""
+        return torch.cat([part.kept(probability) for part in self.parts], self.dim)

@@ -17,13 +17,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from weft.comm.collectives import shard_bounds
 from weft.comm.mesh import GroupView, Mesh
@@ -33,9 +33,10 @@ from weft.model.blueprint import Batch, Blueprint, Loss
 from weft.techniques.core._call_numbers import numbered
 from weft.techniques.core._context import MicrobatchState, StepContext
 from weft.techniques.core._draw_net import is_draw
-from weft.techniques.randomness._draw_trace import LOSS, DrawLayout, Draws, find_draws, noise_shape
-from weft.techniques.randomness._draw_values import keyed_value
-from weft.techniques.randomness._noise import Elements, Numbers
+from weft.techniques.core.local_tokens import LocalTokens
+from weft.techniques.randomness._draw_trace import LOSS, DrawLayout, Draws, find_draws, line_of_user
+from weft.techniques.randomness._draw_values import keyed_value, shape_of_draw
+from weft.techniques.randomness._noise import Elements, Joined, Numbers
 from weft.techniques.randomness.keyed_dropout import KeyedDropout, sample_words
 
 _DROPOUTS = (KeyedDropout, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -61,25 +62,26 @@ def draws_of(blueprint: Blueprint, plan: Plan) -> Draws:
     draws = find_draws(blueprint, keys_itself)
     if is_alone(plan):
         return draws
-    for name, whose in draws.foreign.items():
+    if draws.foreign:
         raise PlanError(
-            f"{shown(name, blueprint)} draws from {whose} generator, which cannot be keyed by sample, so plans would"
-            " differ. Draw with torch (torch.rand, F.dropout), or train on one process with the whole batch in one"
-            " microbatch."
+            f"{type(blueprint.module).__name__} or its loss draws from {draws.foreign} generator, which cannot be keyed"
+            " by sample, so plans would differ. Draw with torch (torch.rand, F.dropout), or train on one process with"
+            " the whole batch in one microbatch."
         )
     for (name, op, _), layouts in draws.layouts.items():
-        if any(layout.place == "unknown" for layout in layouts):
-            raise PlanError(_unknown(shown(name, blueprint), op, layouts[-1].whole))
+        if unknown := [layout for layout in layouts if layout.place == "unknown"]:
+            raise PlanError(_unknown(shown(name, blueprint), op, unknown[0].whole, unknown[0].line))
     if plan.compute.compile and draws.modules:
         name = draws.modules[0]
         raise PlanError(
             f"plan.compute.compile = true, but {shown(name, blueprint)} draws by {draws.operators(name)}, whose keys"
             f" change with every step. {_MODULE}, or use compile = false."
         )
-    if plan.mesh.context > 1 and draws.modules:
-        from weft.techniques.randomness.token_draws import with_tokens  # loaded where ranks share what is drawn for
-
-        return with_tokens(draws, blueprint, plan, keys_itself)
+    if plan.mesh.context > 1 and LOSS in draws.modules:
+        raise PlanError(
+            f"plan.mesh.context = {plan.mesh.context} cannot be had for this model: its loss draws random numbers by"
+            " functions. Use plan.mesh.context = 1."
+        )
     return draws
 
 
@@ -87,10 +89,10 @@ def shown(name: str, blueprint: Blueprint) -> str:
     return name or f"the forward of {type(blueprint.module).__name__} itself"
 
 
-def _unknown(where: str, op: str, shape: Sequence[int]) -> str:
+def _unknown(where: str, op: str, shape: Sequence[int], line: str) -> str:
     return (
-        f"{where} draws by {op} a tensor of {tuple(shape)} in which the samples cannot be told apart, so plans would"
-        " draw differently. Draw with samples along a dim of their own (torch.rand(batch, …)), or train on one"
+        f"{where} draws by {op} ({line}) a tensor of {tuple(shape)} in which the samples cannot be told apart, so plans"
+        " would draw differently. Draw with samples along a dim of their own (torch.rand(batch, …)), or train on one"
         " process with the whole batch in one microbatch."
     )
 
@@ -175,99 +177,129 @@ class _Keyed(TorchDispatchMode):
 
             value = still_value(func, args, given)
             return func(*args, **given) if value is None else value
-        shape = noise_shape(func, args, _shapes_of(func, args, given))
-        layout = self._layout(op, number, shape)
-        value = None
-        if layout is not None:
-            operand = next((leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)), None)
-            device = torch.device(given.get("device") or "cpu") if operand is None else operand.device
-            elements = self._elements(layout, shape, self._key(op, number), device)
-            value = keyed_value(func, args, given, elements, lambda made: _arranged(made, layout))
+        shape, device = shape_of_draw(func, args, given)
+        placed, value = self._place(op, number, shape), None
+        if placed is not None:
+            elements = self._elements(placed, self._key(op, number), device)
+            value = keyed_value(func, args, given, elements, lambda made: _arranged(made, placed.layout))
         if value is None and self._context.is_alone:
             return func(*args, **given)
         if value is None:
-            raise PlanError(_unknown(self._name or "the model's forward", op, shape))
+            raise PlanError(self._unplaced(op, number, shape))
         return value
 
-    def claim(self, operators: Sequence[str]) -> tuple[str, DrawLayout] | None:
-        """Count a draw by one of these operators, which nobody makes; return its key and layout, if it has any."""
+    def claim(self, operators: Sequence[str]) -> tuple[str, DrawLayout, int] | None:
+        """Count a draw by one of these operators, which nobody makes; return its key and layout, if it has any, and the
+        tokens of a sample in it."""
         for op in operators:
             number = self._counts.get(op, 0)
             if known := self._draws.layouts.get((self._name, op, number), []):
                 self._counts[op] = number + 1
-                return (self._key(op, number), known[0]) if len(known) == 1 else None
+                return (self._key(op, number), known[0], self._draws.length) if len(known) == 1 else None
         return None
 
     def _key(self, op: str, number: int) -> str:
         return numbered(f"{self._name}\0{op}\0{number}", self._call)
 
-    def _layout(self, op: str, number: int, shape: torch.Size) -> DrawLayout | None:
-        """The layout that fits; several calls of one module may differ in shape."""
-        known = self._draws.layouts.get((self._name, op, number), [])
-        fitting = [layout for layout in known if len(layout.whole) == len(shape) and self._fits(layout, shape)]
-        if self._state.tokens is not None:
-            return next((layout for layout in fitting if self._shares(layout, shape)), None)
-        exact = [layout for layout in fitting if self._part(layout, shape) == layout.whole]
-        return next(iter(exact or fitting), None)
+    def _place(self, op: str, number: int, shape: torch.Size) -> _Placed | None:
+        """What this rank makes of a draw of this shape; None: no layout tells, or none that fits."""
+        layouts = [
+            (self._held(layout, shape), layout) for layout in self._draws.layouts.get((self._name, op, number), [])
+        ]
+        # Several calls of one module may differ in shape: the very shape of the whole model comes first.
+        layouts.sort(key=lambda each: each[0] != each[1].whole)
+        placed = (None if held is None else self._parts(held, layout) for held, layout in layouts)
+        return next((each for each in placed if each is not None), None)
 
-    def _fits(self, layout: DrawLayout, shape: torch.Size) -> bool:
-        samples = self._state.sample_ids.numel()
-        if layout.place == "unknown":
-            return False
-        return layout.place == "shared" or shape[layout.dim] % max(samples, 1) == 0
-
-    def _part(self, layout: DrawLayout, shape: torch.Size) -> tuple[int, ...]:
-        """What this rank holds of one sample."""
+    def _held(self, layout: DrawLayout, shape: torch.Size) -> tuple[int, ...] | None:
+        """The shape of what this rank holds of one sample."""
+        if layout.place == "unknown" or len(shape) != len(layout.whole):
+            return None
         if layout.place == "shared":
             return tuple(shape)
-        share = shape[layout.dim] // max(self._state.sample_ids.numel(), 1)
+        share, rest = divmod(shape[layout.dim], max(self._state.sample_ids.numel(), 1))
+        if rest or (layout.place == "sample" and share != 1):
+            return None
         return (*shape[: layout.dim], share, *shape[layout.dim + 1 :])
 
-    def _elements(self, layout: DrawLayout, shape: torch.Size, key: str, device: torch.device) -> Numbers:
-        held, state = self._part(layout, shape), self._state
+    def _parts(self, held: tuple[int, ...], layout: DrawLayout) -> _Placed | None:
+        """Which parts of a sample's whole draw these sizes are, for each run of the rank's tokens.
+
+        A dim that is as long as a sample in the whole draw, and as long as the rank's tokens here, is that of the
+        tokens.  Tensor ranks may have a share of one dim: of the tokens that context ranks have, or of another one.
+        """
+        tokens, length, view = self._state.tokens, self._draws.length, self._view
+        is_free = view.group is None and tokens is None
+        if tokens is not None and not self._can_share(layout, tokens):
+            return None
+        starts, whole, along, num_cut = [0] * len(held), list(layout.whole), None, 0
+        for dim, size in enumerate(held):
+            if size == whole[dim]:
+                continue
+            if is_free and (layout.place != "shared" or whole[dim] in self._draws.varying):
+                whole[dim] = size  # samples of another length
+                continue
+            full = whole[dim]
+            if tokens is not None and full == length and along is None:
+                along, full, whole[dim] = dim, tokens.held, tokens.length
+            first, last = (0, full) if size == full or view.group is None else shard_bounds(full, view)
+            if last - first != size:
+                return None
+            starts[dim] = first
+            num_cut += size != full
+        if num_cut > 1:
+            return None
+        if tokens is None or along is None:
+            return _Placed(layout, [(starts, list(held), whole)], None)
+        runs = tokens.within(starts[along], starts[along] + held[along])
+        parts = [(_with(starts, along, start), _with(held, along, stop - start), whole) for start, stop in runs]
+        return _Placed(layout, parts, along)
+
+    def _can_share(self, layout: DrawLayout, tokens: LocalTokens) -> bool:
+        """Whether sizes can tell the dim of the tokens, and rows of one dim are in their order."""
+        is_followed = layout.place != "flat" or self._draws.are_tokens_followed
+        return is_followed and not (tokens.held == self._draws.length and self._draws.length in layout.whole)
+
+    def _unplaced(self, op: str, number: int, shape: torch.Size) -> str:
+        where, line = self._name or "the model's forward", line_of_user()
+        layouts = self._draws.layouts.get((self._name, op, number), [])
+        if self._state.tokens is not None:
+            return (
+                f"{where} draws by {op} ({line}) a tensor of {tuple(shape)}, which does not show which numbers are for"
+                f" the tokens of this rank. {_MODULE}, or use plan.mesh.context = 1."
+            )
+        held = next((held for each in layouts if (held := self._held(each, shape)) is not None), None)
+        if held is not None and self._view.group is not None:
+            return (
+                f"{where} draws by {op} ({line}) a tensor of {held} for one sample where the whole model draws"
+                f" {layouts[0].whole}, and plan.mesh.tensor = {self._view.size} does not say which part that is."
+                f" {_MODULE} (with the kind heads or features in [model.split] where their input is split), or use"
+                " plan.mesh.tensor = 1."
+            )
+        return _unknown(where, op, shape, line)
+
+    def _elements(self, placed: _Placed, key: str, device: torch.device) -> Numbers:
+        layout, state = placed.layout, self._state
         ids = state.sample_ids.new_full((1,), -1) if layout.place == "shared" else state.sample_ids
         words = sample_words(key, state.seed, state.step, ids).to(device)
-        order = [layout.dim, *(dim for dim in range(len(held)) if dim != layout.dim)] if held else []
+        rank = len(layout.whole)
+        order = [layout.dim, *(dim for dim in range(rank) if dim != layout.dim)] if rank else []
+        parts = [Elements(words, *([sizes[dim] for dim in order] for sizes in part)) for part in placed.parts]
+        if placed.tokens is None:
+            return parts[0]
+        return Joined(parts, 1 + order.index(placed.tokens))
 
-        def part(starts: Sequence[int], sizes: Sequence[int], whole: Sequence[int]) -> Elements:
-            starts, sizes, whole = ([each[dim] for dim in order] for each in (starts, sizes, whole))
-            return Elements(samples=words, starts=starts, sizes=sizes, whole=whole)
 
-        if state.tokens is None:
-            starts, whole = self._placed(held, layout)
-            return part(starts, held, whole)
-        from weft.techniques.randomness.token_draws import Joined, parts_of  # as above
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """What a rank makes of a draw."""
 
-        parts = parts_of(held, layout, state.tokens, self._view)
-        assert parts is not None, "a layout that does not fit was left out"
-        dim, joined = layout.tokens, [part(*each) for each in parts]
-        return joined[0] if dim is None else Joined(joined, 1 + order.index(dim))
-
-    def _shares(self, layout: DrawLayout, shape: torch.Size) -> bool:
-        """Whether it is known which part of the layout a rank has that has some of the tokens."""
-        from weft.techniques.randomness.token_draws import parts_of  # as above
-
-        assert self._state.tokens is not None, "asked of ranks that share a sequence"
-        return parts_of(self._part(layout, shape), layout, self._state.tokens, self._view) is not None
-
-    def _placed(self, held: tuple[int, ...], layout: DrawLayout) -> tuple[list[int], list[int]]:
-        """First index and whole size of each dim; under a tensor axis a dim may hold this rank's share."""
-        starts, whole = [0] * len(held), list(held)
-        if self._view.group is None or held == layout.whole:
-            return starts, whole
-        cut = [dim for dim, sizes in enumerate(zip(held, layout.whole, strict=True)) if sizes[0] != sizes[1]]
-        if len(cut) == 1:
-            (dim,) = cut
-            first, last = shard_bounds(layout.whole[dim], self._view)
-            if last - first == held[dim]:
-                starts[dim], whole[dim] = first, layout.whole[dim]
-                return starts, whole
-        raise PlanError(
-            f"{self._name or 'the forward of the model'} draws a tensor of {held} for one sample where the whole model"
-            f" draws {layout.whole}, and plan.mesh.tensor = {self._view.size} does not say which part that is."
-            f" {_MODULE} (with the kind heads or features in [model.split] where their input is split), or use"
-            " plan.mesh.tensor = 1."
-        )
+    layout: DrawLayout
+    parts: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]
+    """First index, indices held, and indices of the whole, along each dim of a sample's draw; more than one part where
+    ranks share tokens."""
+    tokens: int | None
+    """Dim along which the parts stand one behind the other."""
 
 
 _CHECKPOINTED = (
@@ -287,13 +319,8 @@ def _in_checkpoint() -> bool:
     return False
 
 
-def _shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """Something of the result's shape, without drawing."""
-    operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if operands:
-        return torch.broadcast_tensors(*operands)[0] if func.overloadpacket.__name__ == "normal" else operands[0]
-    moved = {name: None if name == "generator" else value for name, value in kwargs.items() if name != "pin_memory"}
-    return func(*args, **(moved | {"device": torch.device("meta")}))
+def _with(sizes: Sequence[int], at: int, size: int) -> list[int]:
+    return [size if dim == at else each for dim, each in enumerate(sizes)]
 
 
 def _arranged(made: Tensor, layout: DrawLayout) -> Tensor:

@@ -15,12 +15,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from weft.techniques.core._context import StepContext
 from weft.techniques.core._draw_net import is_draw
-from weft.techniques.randomness._draw_trace import noise_shape
-from weft.techniques.randomness._draw_values import keyed_value
+from weft.techniques.randomness._draw_values import keyed_value, shape_of_draw
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
@@ -48,16 +46,7 @@ class Still:
 
 def still_value(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return what a random operator of ATen gives of constants; None for an operator that is not known."""
-    operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if operands:
-        is_normal = func.overloadpacket.__name__ == "normal"
-        like = torch.broadcast_tensors(*operands)[0] if is_normal else operands[0]
-        device = like.device
-    else:
-        moved = {name: value for name, value in kwargs.items() if name not in ("generator", "pin_memory")}
-        like = func(*args, **(moved | {"device": torch.device("meta")}))
-        device = torch.device(kwargs.get("device") or "cpu")
-    return keyed_value(func, args, kwargs, Still(noise_shape(func, args, like), device), lambda made: made)
+    return keyed_value(func, args, kwargs, Still(*shape_of_draw(func, args, kwargs)), lambda made: made)
 
 
 @dataclass(slots=True)

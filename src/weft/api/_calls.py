@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from weft.api._words import words_of_session
 from weft.comm.mesh import Mesh
 from weft.comm.release import release_groups
 from weft.errors import CheckpointError, CollectiveError, RecipeError, WeftError
+from weft.techniques.randomness.draws import line_of_user
 
 _LOOK_SECONDS = 0.25
 _STUCK_SECONDS = 1.0
@@ -139,7 +139,7 @@ class Calls:
     @contextmanager
     def _compared(self, name: str, meets: bool, facts: Callable[[], Mapping[str, str]]) -> Generator[None]:
         number = self._calls[-1].number + 1 if self._calls else 1
-        self._calls.append(_Call(number, name, _line_of_user()))
+        self._calls.append(_Call(number, name, line_of_user()))
         self._depth, self._since, self._facts = 1, time.monotonic(), facts
         self._forward = ("", "")  # one that failed, and whose error the loop has caught
         self._nesting.clear()
@@ -179,7 +179,7 @@ class Calls:
                 return
             if self._depth == 0 and nesting.get(name, 0) == 0:
                 self._forwards[name] = self._forwards.get(name, 0) + 1
-                self._forward, self._since = (name, _line_of_user()), time.monotonic()
+                self._forward, self._since = (name, line_of_user()), time.monotonic()
             nesting[name] = nesting.get(name, 0) + 1
 
         def end(module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -393,15 +393,3 @@ def _within(seconds: float, ask: Callable[[], str | None]) -> str:
 def _may_be_of_others(error: BaseException) -> bool:
     """Whether an error may come of what other ranks did: a collective's, Weft's or torch's own, or a checkpoint's."""
     return isinstance(error, CollectiveError | CheckpointError | dist.DistError) or "gloo" in str(error).lower()
-
-
-def _line_of_user() -> str:
-    """File and line that called into Weft."""
-    frame: Any = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # what `inspect` and `logging` use
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
-        "weft",
-        "contextlib",
-        "torch",
-    ):
-        frame = frame.f_back
-    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import (
 from weft.comm.mesh import GroupView
 from weft.errors import PlanError
 from weft.model.attention.scored import DrawnDropout
-from weft.model.blueprint import Blueprint
-from weft.model.examples import token_example
 from weft.techniques.core._context import StepContext
 from weft.techniques.randomness._draw_trace import DrawLayout
 from weft.techniques.randomness._noise import COARSE, MANTISSA

@@ -220,12 +220,13 @@ def _ancestors(module: str, node: ast.ClassDef) -> list[ast.ClassDef]:
 
 def _inner_bases(module: str, node: ast.ClassDef) -> list[ast.ClassDef]:
     """The bases of Weft whose methods no page shows, because their package does not hand them out."""
-    package = module.rpartition(".")[0]
-    shown = _imports(_tree(_path(package))) if package else {}
+    package = ".".join(module.split(".")[:2])
+    shown = _imports(_tree(_path(package)))
     found: list[ast.ClassDef] = []
     for base in node.bases:
         home, original = _imports(_tree(_path(module))).get(ast.unparse(base), ("", ""))
-        if not home.startswith(f"{package}._") or original in shown:
+        is_inside = home.startswith(f"{package}._") or (home.startswith(f"{package}.") and home.count(".") > 2)
+        if not is_inside or original in shown:
             continue
         parent = _find(home, original).node
         found += [parent] if isinstance(parent, ast.ClassDef) else []

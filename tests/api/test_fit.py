@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import weft
-from weft.api._fit import fit_microbatch, measure_peak_in_job, measure_peak_in_processes
+from weft.api.training.memory_fit import fit_microbatch, measure_peak_in_job, measure_peak_in_processes
 from weft.config.cluster import parse_cluster_spec
 from weft.config.plan import MeshPlan, MicrobatchPlan, Plan, dump_plan, parse_plan
 from weft.config.recipe import BatchRecipe, DecoderShape, ModelRecipe, Recipe, RunRecipe, dump_recipe, parse_recipe

@@ -277,7 +277,7 @@ def test_what_workers_would_have_done_is_said(tmp_path: Path) -> None:
 
 
 def session_loader_says(loader: Any) -> None:
-    from weft.api._user_batches import BatchStream
+    from weft.api.batches.stream import BatchStream
 
     BatchStream(loader, 1, lambda fields: None).warn_of_workers()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weft.api import TimedPlan, decide_by_trials, step_seconds, time_plans
-from weft.api._trials import _fit_together, _key, close_rivals
+from weft.api.training.time_trials import _fit_together, _key, close_rivals
 from weft.cli._read import read_choice
 from weft.config.cluster import Cluster
 from weft.config.plan import MeshPlan, MicrobatchPlan, PipelineParallelPlan, Plan

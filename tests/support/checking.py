@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from pool import RankPool
 
-from weft.api._check import Launch
+from weft.api.training.check import Launch
 from weft.run.launch import RankInfo
 from weft.verify.numerics._check_rank import run_rank
 

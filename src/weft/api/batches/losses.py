@@ -1,0 +1,150 @@
+"""The user's loss by Weft's contract, and what else may be made of a model's outputs where the loss is computed."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from weft.api.batches.batch_shape import FILLER, BatchShape, taken_apart
+from weft.errors import RecipeError
+from weft.model.auxiliary import AuxiliaryLoss, auxiliary_of
+from weft.model.blueprint import Batch
+from weft.techniques.data.find_whole_batch import GatheredBatch
+
+
+class LossOfUser:
+    """The user's loss by Weft's contract; a plain scalar is taken as a mean over samples, which is said once."""
+
+    def __init__(self, loss: Callable[[Any, Any], Any], like: BatchShape | None = None, hint: str = "") -> None:
+        """`like`: shape of the loader's batches; `hint`: what to say where the loss of the model's outputs is None."""
+        self._loss = loss
+        self._told = False
+        self.per_sample: bool = getattr(loss, "per_sample", True)
+        self.like: BatchShape = like or taken_apart({"x": torch.empty(1)})[1]
+        self.auxiliary = {name: self._of_user(term) for name, term in auxiliary_of(loss).items()}
+        self._look: Callable[[Any, Any], None] | None = None
+        self._counts = True
+        self._hint = hint
+
+    @contextmanager
+    def on_trial(self, like: BatchShape) -> Generator[None]:
+        """Take batches of this shape within, and give no warning: the first step after gives it."""
+        before = self._told, self.like
+        self._told, self.like = True, like
+        try:
+            yield
+        finally:
+            self._told, self.like = before
+
+    @contextmanager
+    def watched(self, look: Callable[[Any, Any], None], *, counts: bool) -> Generator[None]:
+        """Show `look` the outputs and the batch of every microbatch; without `counts` no loss is computed.
+
+        Ranks that do not compute the loss (all stages but the last) see nothing.
+        """
+        self._look, self._counts = look, counts
+        try:
+            yield
+        finally:
+            self._look, self._counts = None, True
+
+    def part(self, name: str, batch: Batch) -> Any:
+        """Return an entry of the batch that the model is given, and that is no tensor by itself."""
+        return self.like.part(name, batch)
+
+    def show(self, outputs: Any, batch: Batch) -> bool:
+        """Show what this rank's own samples gave, before the samples of others are gathered; return whether the loss is
+        to be computed."""
+        if self._look is not None:
+            self._look(outputs, self.like.restored(batch))
+        return self._counts
+
+    def _of_user(self, term: AuxiliaryLoss) -> AuxiliaryLoss:
+        def sums(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+            return term.sums(outputs, self.like.restored(batch))
+
+        return replace(term, sums=sums)
+
+    def _call(self, outputs: Any, own: Any) -> Any:
+        try:
+            found = self._loss(outputs, own)
+        except TypeError as problem:
+            if self._hint and getattr(outputs, "loss", outputs) is None:
+                raise RecipeError(f"the loss raised TypeError: {problem}.{self._hint}") from problem
+            raise
+        if found is None:
+            raise RecipeError(f"the loss returned None.{self._hint or ' ' + _CONTRACT}")
+        return found
+
+    def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        if isinstance(batch, GatheredBatch) and self.like.has_rows:
+            raise RecipeError(_NO_ROWS)
+        own = self.like.restored(batch)
+        if self._look is not None and not isinstance(batch, GatheredBatch):
+            self._look(outputs, own)
+        if not self._counts:
+            nothing = torch.zeros((), dtype=torch.float64, device=batch["sample_ids"].device)
+            return nothing, nothing
+        loss_sum, count = self._totals(self._call(outputs, own), batch)
+        return (loss_sum * 0.0, torch.zeros_like(count)) if FILLER in batch else (loss_sum, count)
+
+    def _totals(self, found: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What the user's loss has returned, as sum and count."""
+        learnt = found[0] if isinstance(found, tuple) and found else found
+        if isinstance(learnt, Tensor) and torch.is_grad_enabled() and not learnt.requires_grad:
+            raise RecipeError(
+                "the loss does not depend on what the model computed, so nothing can be learnt from it. Make it of the"
+                " outputs, without detach(), item() and torch.no_grad()."
+            )
+        if isinstance(found, tuple):
+            loss_sum, count = _pair(cast(tuple[Any, ...], found))
+            return loss_sum, torch.as_tensor(count, dtype=torch.float64, device=loss_sum.device)
+        _refuse_no_sum(found)
+        samples = next(iter(batch.values())).shape[0]
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                "the loss returned one number, which is taken as the mean over the batch's samples. If it is a mean"
+                " over"
+                " something else (tokens, pixels), return (sum, count), so that microbatches and ranks are weighted"
+                " right.",
+                stacklevel=2,
+            )
+        return found * samples, found.new_full((), float(samples), dtype=torch.float64)
+
+
+def _pair(found: tuple[Any, ...]) -> tuple[Tensor, Any]:
+    if len(found) != 2:
+        raise RecipeError(f"the loss returned {len(found)} values. {_CONTRACT}")
+    loss_sum, count = found
+    _refuse_no_sum(loss_sum)
+    if isinstance(count, Tensor):
+        is_number = count.ndim == 0 and not count.is_complex()
+        is_known = is_number and count.device.type == "cpu"  # to read another would wait for the device
+    else:
+        is_number = is_known = isinstance(count, int | float)
+    if not is_number or (is_known and not 0 <= float(count) < math.inf):
+        raise RecipeError(f"the loss returned {count!r} as its count. {_CONTRACT}")
+    return loss_sum, count
+
+
+def _refuse_no_sum(value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise RecipeError(f"the loss returned a {type(value).__name__}. {_CONTRACT}")
+    if value.ndim or not value.is_floating_point():
+        raise RecipeError(f"the loss returned a tensor of shape {tuple(value.shape)} and {value.dtype}. {_CONTRACT}")
+
+
+_CONTRACT = "Return (sum, count): a tensor with the sum over the samples, and how many there are; or their mean alone."
+_NO_ROWS = (
+    "the loss is of the whole batch, whose samples data ranks gather, and the batch holds texts or tensors of several"
+    " sizes, which are no tensor with a row for each sample and stay where the loader put them. Give the loss tensors"
+    " (encode the texts in collate_fn), or use one data rank."
+)

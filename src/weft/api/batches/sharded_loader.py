@@ -1,0 +1,379 @@
+"""A loop's own loader, which goes on looking like itself and hands out this rank's rows of every global batch."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from weft.api.batches.batch_shape import samples_in, taken_apart
+from weft.api.batches.batch_shares import bounds_of
+from weft.api.batches.generators import (
+    own_states,
+    process_states,
+    states_of,
+    take_own_states,
+    take_process_states,
+    take_states,
+)
+from weft.api.batches.keyed_reads import Asked, KeyedReader
+from weft.api.batches.placed_draws import PlacedDraws
+from weft.api.ranks.agreement import check_same_batches, gather_texts
+from weft.api.ranks.calls import Calls
+from weft.errors import CheckpointError, DataError
+
+_KNOWN = 256
+"""Tensors of the last batches that are known again."""
+_COMPARED = 3
+"""Batches of a loader that only iterates which ranks compare: one that differs does so from the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOut:
+    """A global batch of `size` samples, of which this rank was handed those from `start` to `stop`."""
+
+    size: int
+    first: int
+    """Place of its first sample among those of all passes."""
+    start: int
+    stop: int
+    has_fillers: bool
+    """Whether some rank has none, and was handed one that does not count."""
+    source: int = 0
+    """Number of the loader that it comes from; below 0: the loop has made it, with so many samples."""
+
+    @property
+    def share(self) -> float:
+        """What the mean over this rank's samples counts in the mean over all."""
+        return (self.stop - self.start) / self.size
+
+
+@dataclass(slots=True)
+class Handing:
+    """How a loop's data are shared out over the data ranks, and what was handed out last."""
+
+    ranks: int
+    index: int
+    device: torch.device
+    world: dist.ProcessGroup | None
+    calls: Calls
+    seed: int
+    last: HandedOut | None = None
+    """None: no loader was prepared, or none was gone through yet."""
+    draws: PlacedDraws | None = None
+    """What places the loop's own draws, on several data ranks."""
+    _given: dict[int, tuple[weakref.ref[Tensor], HandedOut]] = field(default_factory=dict[int, Any])
+    """Tensor by its id → the batch that it came with, of the last ones."""
+    shared: str = ""
+    """Digest of all that the loop has shared out itself; equal on all ranks."""
+    _handed: dict[int, HandedOut] = field(default_factory=dict[int, HandedOut])
+    """Batches that were handed out since the last backward, by source, of passes that go on."""
+    _trained: dict[int, HandedOut] = field(default_factory=dict[int, HandedOut])
+    """Batches that forwards which train were given since the last backward, by source."""
+
+    def hand_out(self, batch: HandedOut, *, is_made: bool = False) -> None:
+        """The loop is handed a batch, or its rows of one that it has made itself."""
+        self.last = self._handed[batch.source] = batch
+        if self.draws is not None:
+            self.draws.begin(batch.size, batch.start, batch.stop, is_made=is_made)
+
+    def know(self, value: Any, batch: HandedOut) -> None:
+        """Remember what a batch has handed out: a loop may take several before it trains on the first."""
+        for leaf in tree_leaves(dict(value) if isinstance(value, Mapping) else value):
+            if isinstance(leaf, Tensor):
+                self._given.pop(id(leaf), None)
+                self._given[id(leaf)] = (weakref.ref(leaf), batch)
+        while len(self._given) > _KNOWN:
+            self._given.pop(next(iter(self._given)))
+
+    def turn_to(self, leaves: Iterable[Any], *, trains: bool) -> None:
+        """A forward, which trains or not, is given these: the batch that they came with is the present one."""
+        found = next((known[1] for leaf in leaves if (known := self._given.get(id(leaf))) and known[0]() is leaf), None)
+        if found is not None:
+            self.last = found
+        if trains:  # of what the loop has made of its batches it could be any
+            self._trained |= self._handed if found is None else {found.source: found}
+
+    def check_shares(self) -> None:
+        """Refuse a loss of batches of several sources of which this rank has other shares: it can have one weight.
+
+        Raises:
+            DataError: names the batches.
+        """
+        trained, self._trained = list(self._trained.values()), {}
+        self._handed.clear()
+        if self.ranks > 1 and len({each.share for each in trained}) > 1:
+            sizes = " and ".join(f"{each.stop - each.start} of {each.size}" for each in trained)
+            raise DataError(
+                f"this loss comes of batches of which the rank has {sizes} samples: no one weight makes a mean over all"
+                f" of its terms. Use batch sizes that {self.ranks} ranks divide (drop_last=True), or call"
+                " session.backward() for each term right after its own forward."
+            )
+
+    def has_ended(self, source: int) -> None:
+        """A pass through this loader is over."""
+        self._handed.pop(source, None)
+
+    def take_back(self) -> None:
+        """It asks for the next, or for none: loaders draw now."""
+        if self.draws is not None:
+            self.draws.end()
+
+    def aside(self) -> AbstractContextManager[None]:
+        """What is drawn within is no draw of the loop's."""
+        return nullcontext() if self.draws is None else self.draws.aside()
+
+    def at(self, index: int) -> Handing:
+        """How they are shared out to another data rank."""
+        return replace(self, index=index)
+
+    def share_of(self, size: int, first: int, source: int = 0) -> HandedOut:
+        """This rank's share of a batch."""
+        bounds = bounds_of(size, [1] * self.ranks)
+        start, stop = bounds[self.index], bounds[self.index + 1]
+        return HandedOut(size, first, start, stop, has_fillers=size < self.ranks, source=source)
+
+
+@final
+class LoopLoader:
+    """What `session.prepare` returns for a loader: the same to look at, with the same length, data set and samplers.
+
+    `batch_size` stays that of the global batch, which the ranks share out; the first ones have the larger shares of one
+    that does not divide.  A pass draws its order as plain PyTorch does on one process, from rank 0's generators.
+    """
+
+    def __init__(self, loader: Iterable[Any], handing: Handing, number: int) -> None:
+        """`number`: of the session's loaders, from 1."""
+        _refuse_shared(loader)
+        self._loader, self._handing, self._number = loader, handing, number
+        self._ahead: deque[HandedOut] = deque()
+        """What the sampler has given out and the loop has not been handed yet: workers read ahead."""
+        self._position = self._given = 0
+        """Samples of all passes before the present one, and of that."""
+        self._taken = self._skipped = 0
+        self._passes = self._present = 0
+        self._begun = ""
+        """Where the generators stood when the present pass began."""
+        self._resumes = ""
+        """Where they shall stand when the next pass begins; and how the process's stand behind what it leaves out."""
+        self._keeps = False
+        self._kept: dict[str, Any] | None = None
+        self.is_at_end = False
+        """Whether the batch that was handed out last ends its pass."""
+        self._inner = _inner_of(loader, _Shares(self), handing.seed + number - 1, alone=handing.ranks == 1)
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(self._loader)
+
+    @__class__.setter
+    def __class__(self, value: Any) -> None:
+        raise TypeError("the class of a loader is what it was made as")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(cast(Any, self._loader))
+
+    def __iter__(self) -> Iterator[Any]:
+        self._begin_pass()
+        present, batches = self._present, self._whole_batches() if self._inner is None else self._read()
+        try:
+            ahead = next(batches, None)
+            while ahead is not None:  # one is read ahead, so that a loop can know which is the last
+                batch, handed = ahead
+                ahead = next(batches, None)
+                self.is_at_end = ahead is None
+                if not handed.size:
+                    raise DataError(f"batch {self._taken} of the loader has no samples, so no step can be made of it.")
+                self._taken += 1
+                self._given = max(self._given, handed.first + handed.size - self._position)
+                moved = _moved(batch, self._handing.device)
+                self._handing.hand_out(handed)
+                self._handing.know(moved, handed)
+                yield moved
+                self._handing.take_back()
+            self._passes += 1
+        finally:  # of a pass that the loop leaves early, too: the next one begins anew
+            self._handing.take_back()
+            self._handing.has_ended(self._number)
+            if self._present == present:
+                self._taken = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop is in its passes, for a save; equal on all ranks."""
+        return {
+            "passes": self._passes,
+            "batches": self._taken,
+            "position": self._position + (0 if self._taken else self._given),
+            "began": self._begun if self._taken else "",
+            "own": own_states(self._loader),
+        }
+
+    def skip(self, batches: int) -> None:
+        """Leave out so many batches of the next pass, from its first on, and none of later passes."""
+        self._skipped = batches
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """`load_state_dict`, where the generators of the process were put where they stood at the save: they stand
+        there again behind the batches that the next pass leaves out."""
+        self.load_state_dict(state)
+        self._keeps = bool(self._skipped)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the batches that were handed out: the next pass is the rest of the one that was saved.
+
+        Raises:
+            CheckpointError: the state is no loader's.
+        """
+        try:
+            passes, taken, position = (int(state[name]) for name in ("passes", "batches", "position"))
+            began = str(state["began"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"this is no state of a loader ({type(error).__name__}: {error}). Give what its state_dict() returned."
+            ) from None
+        self._passes, self._position, self._given, self._skipped = passes, position, 0, taken
+        self._resumes, self._keeps = began if taken else "", False
+        if not taken and "own" in state:
+            try:
+                take_own_states(self._loader, state["own"])
+            except ValueError:
+                raise CheckpointError(
+                    "this state is that of a loader with other generators. Give the loader the same sampler and"
+                    " generator as where it was saved."
+                ) from None
+
+    # ── inside ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin_pass(self) -> None:
+        """Let all ranks draw the same order, which is rank 0's."""
+        handing, text = self._handing, self._resumes
+        self._kept = process_states(handing.device) if self._keeps and self._skipped else None
+        with handing.calls.call(f"a pass through loader {self._number}", meets=True):
+            if not text and handing.world is not None:
+                own = states_of(self._loader, handing.device) if dist.get_rank() == 0 else ""
+                text = gather_texts(own, handing.device, handing.world)[0]
+        if text:
+            take_states(self._loader, handing.device, text)
+        self._begun, self._resumes, self._keeps = text or states_of(self._loader, handing.device), "", False
+        self._present += 1
+        self._ahead.clear()
+        self._position, self._given, self._taken = self._position + self._given, 0, self._skipped
+
+    def _read(self) -> Iterator[tuple[Any, HandedOut]]:
+        """Of a map-style data set: this rank's samples alone are read."""
+        assert self._inner is not None, "asked of loaders that read by index"
+        for batch in self._inner:
+            yield batch, self._ahead.popleft()
+
+    def asked(self) -> Iterator[Asked]:
+        """What this rank reads of the batches of a pass, as the user's own sampler makes them up."""
+        sampler = cast(Any, self._loader).batch_sampler
+        skipped, self._skipped = self._skipped, 0
+        first = self._position
+        for number, drawn in enumerate(sampler):  # one is drawn ahead, where the save was made, too
+            indices = list(drawn)
+            if number >= skipped:
+                self._put_back()
+                handed = self._handing.share_of(len(indices), first, self._number)
+                self._ahead.append(handed)
+                yield Asked(indices, first, handed.start, handed.stop)
+            first += len(indices)
+        self._put_back()
+
+    def _put_back(self) -> None:
+        """The loop goes on from here: its generators stood elsewhere than behind the sampler's draws alone."""
+        if self._kept is not None:
+            take_process_states(self._handing.device, self._kept)
+            self._kept = None
+
+    def _whole_batches(self) -> Iterator[tuple[Any, HandedOut]]:
+        """Of anything else that iterates: every rank takes its rows of batches that it has whole."""
+        handing = self._handing
+        skipped, self._skipped = self._skipped, 0
+        first = self._position
+        for number, batch in enumerate(self._loader):
+            size = samples_in(batch)
+            if number == skipped:
+                self._put_back()
+            if number < skipped:
+                pass
+            elif handing.world is None:
+                yield batch, handing.share_of(size, first, self._number)
+            else:
+                fields, shape = taken_apart(batch)
+                if number < skipped + _COMPARED:
+                    with handing.calls.call(f"a batch of loader {self._number}", meets=True):
+                        check_same_batches(fields, handing.world)
+                handed = handing.share_of(next(iter(fields.values())).shape[0], first, self._number)
+                rows = slice(handed.start, handed.stop) if handed.start < handed.stop else slice(0, 1)
+                yield shape.restored({name: value[rows] for name, value in fields.items()}), handed
+            first += size
+        self._put_back()
+
+
+@final
+class _Shares:
+    """In place of a batch sampler."""
+
+    def __init__(self, loader: LoopLoader) -> None:
+        self._of = loader
+
+    def __iter__(self) -> Iterator[Asked]:
+        return self._of.asked()
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+
+def _inner_of(loader: Iterable[Any], shares: _Shares, seed: int, *, alone: bool) -> DataLoader[Any] | None:
+    """A loader of the same settings that reads what this rank is to have; None: it cannot be read by index."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    given = cast(DataLoader[Any], loader)
+    if given.batch_sampler is None:
+        return None
+    reader = KeyedReader(given.dataset, given.collate_fn, seed, alone=alone)
+    ahead: dict[str, Any] = {"prefetch_factor": given.prefetch_factor} if given.num_workers else {}
+    return DataLoader(
+        cast(Any, reader),
+        batch_sampler=cast(Any, shares),
+        collate_fn=cast(Any, reader),
+        num_workers=given.num_workers,
+        pin_memory=given.pin_memory,
+        timeout=given.timeout,
+        worker_init_fn=given.worker_init_fn,
+        multiprocessing_context=given.multiprocessing_context if given.num_workers else None,
+        generator=given.generator,
+        persistent_workers=given.persistent_workers,
+        **ahead,
+    )
+
+
+def _refuse_shared(loader: object) -> None:
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if isinstance(sampler, DistributedSampler):
+        raise DataError(
+            "the loader has a DistributedSampler, which gives this rank a share, and the session would share that out"
+            " again. Leave it out: DataLoader(dataset, batch_size=…, shuffle=True) with the global batch."
+        )
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return batch
+    moved = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+    return moved.to(device) if moved is batch and callable(getattr(batch, "to", None)) else moved

@@ -1,0 +1,340 @@
+"""A user's own batches: drawn so that every rank agrees, cut into shares and microbatches, and handed to a loss as
+they came."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from weft.api.batches.batch_shape import ROWS, BatchShape, taken_apart
+from weft.api.batches.drawn_reads import DrawnReads, seeded
+from weft.errors import DataError, RecipeError
+from weft.run.data import Permutation
+
+UserBatch = Tensor | Mapping[str, Any] | Sequence[Any]
+
+
+def fields_of(batch: UserBatch) -> dict[str, Tensor]:
+    """Return the tensors of a batch by name: mappings by key, sequences by position ("0", "1", …), a tensor as "0",
+    inner ones as "image.boxes"; what is no tensor as row numbers (`weft.api.batches.batch_shape`).
+
+    Raises:
+        DataError: it has no samples, or its entries disagree about their number.
+    """
+    return taken_apart(batch)[0]
+
+
+def shape_of(batch: UserBatch) -> BatchShape:
+    """Return how a batch is put together, and what it holds beside its tensors."""
+    return taken_apart(batch)[1]
+
+
+def trainable(batch: UserBatch) -> UserBatch:
+    """Return a batch whose tensors were made under `torch.inference_mode` as copies that can be kept for a backward."""
+    fields, shape = taken_apart(batch)
+    if not any(value.is_inference() for value in fields.values()):
+        return batch
+    return shape.restored({name: value.clone() if value.is_inference() else value for name, value in fields.items()})
+
+
+def digest_of(fields: Mapping[str, Tensor]) -> str:
+    """Return what two batches share only if all their values are equal."""
+    found = xxhash.xxh3_64()
+    for name, value in fields.items():
+        found.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
+        found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def infer_inputs(model: nn.Module, shape: BatchShape) -> dict[str, str]:
+    """Return keyword of the model's forward → field of the batch.
+
+    Fields that bear the names of arguments go to these; of a tuple the first entries go to the arguments that have no
+    default, at least one.  Labels go to a model that cannot run without them; where they are optional, it would compute
+    a loss that nobody reads.
+
+    Raises:
+        RecipeError: no field fits the forward.
+    """
+    parameters = [*inspect.signature(model.forward).parameters.values()]
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if shape.has("0") and named:
+        needed = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+        given = {name: str(place) for place, name in enumerate(needed)}
+        return given if len(needed) > 1 and all(map(shape.has, given.values())) else {named[0]: "0"}
+    wants_labels = needs_labels(model, shape)
+    matching = {name: name for name in named if shape.has(name) and (name != "labels" or wants_labels)}
+    if not matching:
+        raise RecipeError(
+            f"none of the batch's fields ({', '.join(shape.names)}) is an argument of"
+            f" {type(model).__name__}.forward({', '.join(named)}). Say which goes where:"
+            f' session.prepare(…, inputs={{"{named[0] if named else "x"}": "{next(iter(shape.names))}"}}).'
+        )
+    return matching
+
+
+def needs_labels(model: nn.Module, example: BatchShape) -> bool:
+    """Whether the forward takes labels and cannot do without: it has no default for them, or makes the decoder's inputs
+    of them, as encoder-decoder models of Transformers do."""
+    labels = inspect.signature(model.forward).parameters.get("labels")
+    if labels is None or not example.has("labels"):
+        return False
+    makes_inputs = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return labels.default is inspect.Parameter.empty or (makes_inputs and not example.has("decoder_input_ids"))
+
+
+def without_labels(model: nn.Module, example: BatchShape, inputs: Mapping[str, str]) -> str:
+    """What is to be said of a loss that a model did not compute, because it was given no labels; empty where it was."""
+    takes = "labels" in inspect.signature(model.forward).parameters and example.has("labels")
+    if not takes or "labels" in inputs:
+        return ""
+    given = ", ".join(f'"{name}": "{field}"' for name, field in {**inputs, "labels": "labels"}.items())
+    return (
+        f" The model was not given the labels, so its outputs have no loss. Compute it of outputs.logits and"
+        f' batch["labels"], or name them: session.prepare(…, inputs={{{given}}}).'
+    )
+
+
+class BatchStream:
+    """The loader's samples as one endless stream of global batches, the same on every rank; each rank reads its share.
+
+    A map-style dataset is read sample by sample: shuffled loaders by a permutation of (seed, epoch), others in order.
+    An epoch has as many steps as the loader has batches.  Its last batch runs on into the samples of the next pass, so
+    that none is short and no sample is lost or seen twice; under `drop_last` the loader's remainder is left out of each
+    pass.  Any other loader is iterated whole on every rank and must yield the same batches everywhere, which `check`
+    compares.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[UserBatch],
+        seed: int,
+        check: Callable[[Mapping[str, Tensor]], None],
+        batch_size: int | None = None,
+    ) -> None:
+        self._loader = loader
+        self._seed = seed
+        self._check = check
+        self._dataset = _map_style(loader)
+        self.batch_size = _batch_size(loader, batch_size)
+        self._orders: dict[tuple[int, int], Permutation] = {}
+        """The order that was last asked for, by size and epoch."""
+        self._drawn = DrawnReads(self._dataset, getattr(loader, "collate_fn", None))
+        self._collates_whole: bool | None = None
+        """Whether the collate function looks at the whole batch, so that shares are cut out of what it returns."""
+        self.digest = ""
+        """Digest of the last batch that `iterate` took, before it was cut."""
+        self._refuse_what_is_not_read()
+
+    @property
+    def dataset(self) -> Any | None:
+        """The data set of a loader that is read by index; None for a loader that only iterates."""
+        return self._dataset
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples per pass; None for a loader that only iterates."""
+        if self._dataset is None:
+            return None
+        found = len(_sampler(cast(DataLoader[Any], self._loader)).data_source)
+        return found - found % self.batch_size if self._drops_last else found
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """What `len(loader)` says; None for a loader that only iterates."""
+        return -(-self.num_samples // self.batch_size) if self.num_samples else None
+
+    @property
+    def epoch_length(self) -> int | None:
+        """What `len(loader)` says, where it is true: of batch samplers, too; None for data that only iterate."""
+        sampler = getattr(self._loader, "batch_sampler", None)
+        return self.steps_per_epoch if self._dataset is not None or sampler is None else _length(sampler)
+
+    @property
+    def _drops_last(self) -> bool:
+        return bool(getattr(self._loader, "drop_last", False))
+
+    def epoch_of(self, step: int) -> int | None:
+        """The epoch in which a step lies."""
+        return step // self.steps_per_epoch if self.steps_per_epoch else None
+
+    def read(self, step: int, start: int, stop: int) -> UserBatch:
+        """Samples [start, stop) of a step's global batch, collated by the loader's own function."""
+        assert self._dataset is not None, "an iterated loader is not read by index"
+        first = step * self.batch_size
+        is_all = stop - start == self.batch_size
+        if self._collates_whole is None and not is_all:
+            self._collates_whole = self._looks_at_the_whole(first, start, stop)
+        if is_all or not self._collates_whole:
+            return self._collated(range(first + start, first + stop), first)
+        # What the function makes of one sample depends on the others, so every rank collates all and takes its rows.
+        fields, shape = taken_apart(self._collated(range(first, first + self.batch_size), first))
+        return shape.restored({name: value[start:stop] for name, value in fields.items()})
+
+    def _collated(self, positions: range, key: int) -> Any:
+        dataset, indices = cast(Any, self._dataset), self._indices(positions)
+        collate = cast(DataLoader[Any], self._loader).collate_fn
+        if not self._drawn.draw:
+
+            def read() -> list[Any]:
+                return [collate([dataset[index] for index in indices])]
+
+            found = self._drawn.tried(read)
+            if found is not None:
+                return found[0]
+        samples: list[Any] = []
+        for position, index in zip(positions, indices, strict=True):
+            with seeded(self._seed, position):
+                samples.append(dataset[index])
+        with seeded(self._seed, key):
+            return collate(samples)
+
+    def _looks_at_the_whole(self, first: int, start: int, stop: int) -> bool:
+        """Try the collate function on a batch and on this rank's share of it; lengths that it pads to may differ.  Its
+        draws are seeded by something else in the two: what is random is drawn for the whole batch, too."""
+        # Padding to the longest sample differs between the two and is harmless: a model masks it.  Only the part that
+        # both have is compared.
+        whole = fields_of(self._collated(range(first, first + self.batch_size), first))
+        share = fields_of(self._collated(range(first + start, first + stop), first + self.batch_size))
+        if whole.keys() != share.keys():
+            return True
+        for name, value in share.items():
+            other = whole[name][start:stop]
+            if name == ROWS:  # rows are counted from the first of each; what stands in them is compared
+                value, other = value[:, 1], other[:, 1]
+            common = tuple(slice(min(sizes)) for sizes in zip(value.shape, other.shape, strict=False))
+            if value.ndim != other.ndim or len(value) != len(other) or not torch.equal(value[common], other[common]):
+                return True
+        return False
+
+    def _indices(self, positions: range) -> list[int]:
+        """Where positions of the whole training lie in the data set."""
+        assert self.num_samples is not None
+        epochs, indices = np.divmod(np.arange(positions.start, positions.stop, dtype=np.int64), self.num_samples)
+        sampler = _sampler(cast(DataLoader[Any], self._loader))
+        if isinstance(sampler, RandomSampler):
+            # Permuted over the whole data set, also where drop_last leaves samples out: each epoch leaves out others.
+            # A batch at once: an order costs about as much for one position as for a thousand.
+            size = len(sampler.data_source)
+            for epoch in np.unique(epochs).tolist():
+                if (size, epoch) not in self._orders:
+                    self._orders = {(size, epoch): Permutation(size, self._seed, epoch)}
+                indices[epochs == epoch] = self._orders[size, epoch](indices[epochs == epoch])
+        return indices.tolist()
+
+    def _refuse_what_is_not_read(self) -> None:
+        """Settings of a loader that would be ignored, or would undo what Weft does."""
+        loader = self._loader
+        if not isinstance(loader, DataLoader):
+            return
+        sampler = getattr(loader.batch_sampler, "sampler", None)
+        if isinstance(sampler, DistributedSampler):
+            raise DataError(
+                "the loader has a DistributedSampler, which gives this rank a share, and Weft would share that out"
+                " again. Leave it out: DataLoader(dataset, batch_size=…, shuffle=True) with the global batch."
+            )
+        if self._dataset is None:
+            return  # it is iterated as it is, with all its settings
+        generator = loader.generator if loader.generator is not None else getattr(sampler, "generator", None)
+        if generator is not None:
+            raise DataError(
+                "the loader's generator would not be read: the order of samples is made of the session's seed and the"
+                " epoch, so that a resumed run goes on with it. Leave generator= out and write"
+                f" weft.session(seed={generator.initial_seed()})."
+            )
+        if loader.worker_init_fn is not None:
+            raise DataError(
+                "the loader's worker_init_fn would not be called: every rank reads the samples of its share in its own"
+                " process. Do what it does in the dataset's __getitem__, or leave it out; random draws there are seeded"
+                " by sample already."
+            )
+        if self._drops_last and not self.num_samples:
+            raise DataError(
+                f"drop_last=True leaves none of the loader's {len(cast(Any, loader.dataset))} samples, which are fewer"
+                f" than a batch of {self.batch_size}. Use drop_last=False, or a smaller batch size."
+            )
+
+    def warn_of_workers(self) -> None:
+        """Say once that a loader's workers are not started."""
+        workers = getattr(self._loader, "num_workers", 0)
+        if self._dataset is not None and workers:
+            warnings.warn(
+                f"the loader's num_workers = {workers} are not started: every rank reads the samples of its share in"
+                " its own process. Write num_workers=0; where reading is slow, prepare the data, or give an"
+                " IterableDataset, whose workers are the loader's own.",
+                stacklevel=2,
+            )
+
+    def iterate(self) -> Iterator[UserBatch]:
+        """Every batch of a loader that only iterates, whole; they may differ in size."""
+        for number, batch in enumerate(self._loader):
+            fields = fields_of(batch)
+            if number < 3:  # comparing costs a collective; loaders that differ between ranks do so from the start
+                self._check(fields)
+            if not next(iter(fields.values())).shape[0]:
+                raise DataError(f"batch {number} of the loader has no samples, so no step can be made of it.")
+            self.digest = digest_of(fields)
+            yield batch
+
+
+def _sampler(loader: DataLoader[Any]) -> Any:
+    sampler = loader.batch_sampler
+    return sampler.sampler if type(sampler) is BatchSampler else None
+
+
+def _map_style(loader: Iterable[Any]) -> Any | None:
+    """The dataset of a loader that Weft may read by index; None for anything with an order of its own."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    sampler = _sampler(loader)
+    if type(sampler) is RandomSampler:
+        plain = not sampler.replacement and sampler.num_samples == len(cast(Any, sampler.data_source))
+        return loader.dataset if plain else None
+    return loader.dataset if type(sampler) is SequentialSampler else None
+
+
+def _length(sampler: Any) -> int | None:
+    """The number of a sampler's batches, where it says it."""
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _batch_size(loader: Iterable[Any], given: int | None) -> int:
+    size = getattr(loader, "batch_size", None)
+    if given is not None and type(given) is int and isinstance(size, int) and size not in (0, given):
+        raise DataError(
+            f"batch_size = {given} is for loaders that do not say it, and this one has batch_size = {size}, its"
+            f" global batch. Leave one out, or make the loader with batch_size={given}."
+        )
+    if given is not None:
+        return given
+    if isinstance(size, int) and size > 0:
+        return size
+    sampled = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    if isinstance(sampled, int):
+        return sampled
+    sampler = getattr(loader, "batch_sampler", None)
+    if sampler is not None and _length(sampler) and iter(sampler) is not sampler:
+        with seeded(0, 0):  # what it draws is drawn again when it is gone through
+            return max(len(indices) for indices in sampler)
+    raise DataError(
+        f"{type(loader).__name__} does not say its batch_size, which is the global batch that all ranks share."
+        " Use a torch DataLoader, or give your loader an attribute batch_size."
+    )

@@ -1,0 +1,404 @@
+"""What a prepared model, its parameters and its optimizer refuse afterwards, where it would do nothing or do harm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from weft.api.guards.edits import Edits
+from weft.api.guards.fixed_norms import FixedNorms
+from weft.api.guards.loss_parameters import LossParameters
+from weft.api.guards.messages import GuardWords
+from weft.api.guards.plain_model import PlainModel
+from weft.config.plan import Plan
+from weft.config.recipe import Recipe
+from weft.errors import PlanError, RecipeError
+from weft.events import StepEvent
+from weft.model.blueprint import Blueprint
+from weft.techniques.build import ParallelModel
+
+
+class MovedParameter(nn.Parameter):
+    """A parameter that the model has left: whoever still holds it hears so when it is used."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RecipeError(
+            "this is a parameter as it was before session.prepare: under the plan the model holds its share in another"
+            " object. Take parameters (for an average, a norm, another optimizer) from state.model.parameters() after"
+            " prepare."
+        )
+
+    def __repr__(self, **_: Any) -> str:  # a debugger may look
+        return "MovedParameter()"
+
+
+class Guard:
+    """Knows when a model's step is under way, and refuses what only makes sense inside one."""
+
+    def __init__(
+        self, model: nn.Module, loss_parameters: LossParameters, words: GuardWords, *, watches_edits: bool = True
+    ) -> None:
+        """`model` is as the user gave it."""
+        self._words = words
+        self._loss_parameters = loss_parameters
+        self._plain: PlainModel | None = PlainModel(model)
+        self._depth = 0
+        self._watches_edits = watches_edits
+        self._edits: Edits | None = None
+        self._is_manual = False
+        self.is_closed = False
+        """Whether the model takes no more steps."""
+        self._norms: FixedNorms | None = None
+        self._handles: list[RemovableHandle] = []
+        self.refused_backward = False
+        """Whether a backward outside a step was refused half way, since somebody last set this back."""
+
+    @contextmanager
+    def inside(self) -> Generator[None]:
+        """What Weft does by itself.  What the loop has written into the weights until then is taken over first."""
+        if not self._depth and self._edits is not None:
+            self._edits.settle(gathered=self._is_manual)
+        try:
+            with self.within():
+                yield
+        finally:
+            if not self._depth and self._edits is not None:
+                self._edits.note(gathered=self._is_manual)
+
+    @contextmanager
+    def within(self) -> Generator[None]:
+        """What Weft does by itself where it neither reads nor writes weights that stay: nothing is taken over."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    @contextmanager
+    def manual(self) -> Generator[None]:
+        """A step whose forwards and backwards the loop writes."""
+        self.set_manual(True)
+        try:
+            yield
+        finally:
+            self.set_manual(False)
+
+    def set_manual(self, is_manual: bool) -> None:
+        """Such a step begins, or has ended."""
+        self._is_manual = is_manual
+
+    def refuse_within_manual(self, call: str) -> None:
+        """Raises `RecipeError` inside a manual step of the same model."""
+        if self._is_manual:
+            raise RecipeError(
+                f"{call} was called inside a manual step of the same model, whose gradients and weights it would change"
+                " under way. Leave the block first."
+            )
+
+    def check_ready(self, call: str, model: nn.Module, frozen: Iterable[str], left: LeftGradients | None) -> None:
+        """Refuse a step that cannot be taken, or that would hide a mistake made since the last one.
+
+        Raises:
+            RecipeError: the model is closed or in a manual step, cannot train, or its gradients were changed.
+        """
+        if self.is_closed:
+            raise RecipeError(
+                f"{call} was called after close(), and what is closed takes no more steps. Take them before, or prepare"
+                " the model again in a new session."
+            )
+        self.refuse_within_manual(call)
+        refuse_untrainable(model, frozen, self._words.untrained)
+        if self._norms is not None:
+            self._norms.check()
+        if left is not None and not self.refused_backward:  # which has left a part of itself
+            left.check()
+        self._loss_parameters.begin()
+
+    @property
+    def loss_parameters(self) -> LossParameters:
+        """What looks after parameters that the loss holds."""
+        return self._loss_parameters
+
+    def after_step(self, event: StepEvent) -> None:
+        """A step is through.  Call on every rank."""
+        self._loss_parameters.end(event)
+        self.refused_backward = False
+
+    @property
+    def is_inside(self) -> bool:
+        return self._depth > 0
+
+    def watch(self, model: ParallelModel, before: Mapping[str, nn.Parameter], recipe: Recipe, *, gathers: bool) -> None:
+        """Begin to refuse what does nothing or does harm from now on.
+
+        Args:
+            before: parameters that the model had before its plan.
+            gathers: whether weights are gathered for each forward.
+        """
+        parts = [part.module for part in model.parts]
+        retire(before, *parts)
+        trained = [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]
+        self.watch_gradients(() if gathers else trained, parts[:1] if gathers else ())
+        self.watch_state(parts[0], model.plan)
+        self.watch_norms(parts, model.blueprint, model.plan, recipe)
+        self.watch_edits(model)
+
+    def watch_edits(self, model: ParallelModel) -> None:
+        """Have what a loop writes into the weights taken over, or refused, before anything else is done."""
+        if self._watches_edits and not model.plan.memory.offloads_parameters:  # which come and go by themselves
+            self._edits = Edits(model.parts, model.stores, model.plan)
+
+    def facts(self) -> dict[str, str]:
+        """What must be equal on all ranks of what the loop has written into the weights since the last step."""
+        return {} if self._edits is None else self._edits.take_facts()
+
+    def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse the optimizer's own `step`, `state_dict` and `load_state_dict`."""
+        optimizer.register_step_pre_hook(self._refusal(self._words.step))
+        optimizer.register_state_dict_pre_hook(self._refusal(self._words.optimizer_state))
+        optimizer.register_load_state_dict_pre_hook(self._refusal(self._words.optimizer_load))
+
+    def watch_gradients(self, parameters: Iterable[nn.Parameter], roots: Iterable[nn.Module]) -> None:
+        """Refuse a backward outside a step into `parameters`; where these are gathered for each forward, a forward of
+        `roots` that would lead to one."""
+        for parameter in parameters:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._refuse_backward))
+        for root in roots:
+            self._handles.append(root.register_forward_pre_hook(self._refuse_forward, prepend=True))
+            self._handles.append(root.register_forward_hook(self._drop_gathered))
+
+    def let_go(self) -> None:
+        """Watch gradients no more, and leave the model plain; the optimizer stays refused, it holds nothing of it."""
+        while self._handles:
+            self._handles.pop().remove()
+        if self._edits is not None:
+            self._edits.let_go()
+            self._edits = None
+        self._loss_parameters.let_go()
+        if self._plain is not None:
+            self._plain.restore()
+            self._plain = None
+
+    def watch_state(self, model: nn.Module, plan: Plan) -> None:
+        """Refuse `state_dict` (and so `save_pretrained`) where a rank holds a part of the model only, and
+        `load_state_dict` where weights are copies of what trains."""
+        mesh = plan.mesh
+        is_cut = mesh.tensor > 1 or mesh.pipeline > 1 or plan.data_parallel.shards_weights
+        self._plain = None if is_cut else self._plain
+        for module in model.modules() if is_cut else ():
+            module.register_state_dict_pre_hook(self._refusal(self._words.model_state))
+        if is_cut or plan.compute.precision in ("bf16", "fp16"):
+            model.register_load_state_dict_pre_hook(self._refusal(self._words.model_load))
+
+    def watch_norms(self, parts: Sequence[nn.Module], blueprint: Blueprint, plan: Plan, recipe: Recipe) -> None:
+        """Refuse steps in which batch norms take statistics that took none before, where the plan cannot have that."""
+        self._norms = FixedNorms(parts, blueprint, plan, recipe)
+
+    def _refuse_backward(self, *_: Any) -> None:
+        if not self._depth:
+            self.refused_backward = True
+            raise RecipeError(self._words.backward)
+
+    def _refuse_forward(self, root: nn.Module, *_: Any) -> None:
+        """Before anything is gathered: a backward that is given up half way would leave its gathers behind."""
+        if self.is_inside or self._is_manual:
+            return
+        if torch.is_grad_enabled() and any(p.requires_grad for p in root.parameters()):
+            raise RecipeError(self._words.forward)
+
+    def _drop_gathered(self, *_: Any) -> None:
+        """After a forward of the loop's own: what is written into weights that were gathered for it would be lost."""
+        if not self.is_inside and not self._is_manual and not torch.is_grad_enabled() and self._edits is not None:
+            self._edits.release()
+
+    def _refusal(self, reason: str) -> Callable[..., None]:
+        """A hook that raises for `reason` outside a step."""
+
+        def check(*_: Any) -> None:
+            if not self.is_inside:
+                raise RecipeError(reason)
+
+        return check
+
+
+_WRAPPERS: Mapping[str, tuple[str, str]] = {
+    "DistributedDataParallel": ("model.module", "Weft reduces the gradients"),
+    "DataParallel": ("model.module", "Weft shares the batch out"),
+    "FullyShardedDataParallel": ("the model as it was before", "the plan shards it (data_parallel.zero = 3)"),
+    "OptimizedModule": ("the model as it was before torch.compile", "plan.compute.compile = true compiles its blocks"),
+}
+"""Classes that wrap a model → what to give instead, and why."""
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Refuse a model that something else has wrapped, sharded or compiled already.
+
+    Raises:
+        RecipeError: it is so wrapped; the line to write is named.
+    """
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in _WRAPPERS and type(module).__module__.startswith("torch."):
+            instead, why = _WRAPPERS[kind]
+            where = f"{name} is" if name else "the model is"
+            raise RecipeError(
+                f"{where} wrapped in {kind}. Give session.prepare {instead}: {why}. Create the optimizer over its"
+                " parameters, too."
+            )
+    sharded = next((name for name, value in model.named_parameters() if isinstance(value, DTensor)), None)
+    if sharded is not None:
+        raise RecipeError(
+            f"{sharded} is a DTensor: the model is sharded already (fully_shard, parallelize_module). Give"
+            " session.prepare the model as it was before; the plan shards it (data_parallel.zero = 3, mesh.tensor)."
+        )
+
+
+class Modes:
+    """What of a model a loop may switch, and must on all ranks alike; stages have other parts of it.
+
+    Modules and parameters are those that were there at `prepare`: to walk through them took 4 % of a step of 5 ms.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._model = model
+        self._is_whole = plan.mesh.pipeline == 1
+        self._modules, self._parameters = list(model.modules()), list(model.parameters())
+
+    def facts(self) -> dict[str, str]:
+        """What must be equal, by name."""
+        found = {"the model's training mode": str(self._model.training)}
+        if self._is_whole:
+            found["the number of modules in training mode"] = str(sum(each.training for each in self._modules))
+            wanted = sum(each.requires_grad for each in self._parameters)
+            found["the number of parameters that want a gradient"] = str(wanted)
+        return found
+
+
+def refuse_untrainable(model: nn.Module, frozen: Iterable[str], untrained: str) -> None:
+    """Refuse a step that could not train what the loop means to: the parameters named `frozen` were so at `prepare`.
+
+    Raises:
+        RecipeError: gradients are switched off, or one of these wants a gradient now.
+    """
+    if not torch.is_grad_enabled():
+        raise RecipeError(untrained)
+    for name in frozen:
+        try:
+            thawed = model.get_parameter(name).requires_grad
+        except AttributeError:
+            continue  # another stage's
+        if thawed:
+            raise RecipeError(
+                f"{name} was frozen when session.prepare was given the model, and wants a gradient now: it would never"
+                " change. Prepare the model with all that is to be trained at any time, and freeze it by"
+                " requires_grad_(False) after prepare, until its time has come."
+            )
+
+
+@contextmanager
+def frozen(plan: Plan, modules: Iterable[nn.Module]) -> Generator[None]:
+    """The modules without gradients for their parameters.
+
+    Raises:
+        PlanError: under a pipeline, where no rank has the whole model.
+    """
+    if plan.mesh.pipeline > 1:
+        raise PlanError(
+            f"the plan cuts the model into {plan.num_stages} stages, so that no rank can run it inside another"
+            " model's loss. Use mesh.pipeline = 1."
+        )
+    trained = [p for module in modules for p in module.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def retire(before: Mapping[str, nn.Parameter], *parts: nn.Module) -> None:
+    """Let parameters that the model has no more say so to whoever still holds them."""
+    kept = {id(parameter) for part in parts for parameter in part.parameters()}
+    for parameter in before.values():
+        if id(parameter) not in kept and type(parameter) is nn.Parameter:
+            parameter.data = torch.empty(0)
+            parameter.__class__ = MovedParameter
+
+
+class LeftGradients:
+    """Gradients that a step has left in the parameters: what a loop does to them afterwards has no effect."""
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        left = [(name, parameter, parameter.grad) for name, parameter in parameters]
+        # Weak, so that a loop which sets its gradients to None gets their memory back.
+        self._left = [(name, parameter, ref(grad), grad._version) for name, parameter, grad in left if grad is not None]
+
+    def check_kept(self) -> None:
+        """Refuse gradients that were changed or dropped since, inside a step that goes on adding to them.
+
+        Raises:
+            RecipeError: there are some; the first is named.
+        """
+        for name, parameter, left, version in self._left:
+            grad = left()
+            if grad is None or parameter.grad is not grad or grad._version != version:
+                raise RecipeError(
+                    f"the gradient of {name} was changed inside a manual step, as clip_grad_norm_ and zero_grad do: it"
+                    " is this rank's part of a sum that is not made yet, so plans would differ. Clip by"
+                    " session.prepare(…, max_grad_norm=1.0); scale the loss that step.backward is given, or leave a"
+                    " backward out, in place of its gradient."
+                )
+
+    def check(self) -> None:
+        """Refuse gradients that were changed since, to something else than zero.
+
+        Raises:
+            RecipeError: there are some; the first is named.
+        """
+        for name, parameter, left, version in self._left:
+            grad = left()
+            if grad is not None and parameter.grad is grad and grad._version != version and bool(grad.any()):
+                raise RecipeError(
+                    f"the gradient of {name} was changed after state.step(), as torch.nn.utils.clip_grad_norm_ and"
+                    " clip_grad_value_ do: without effect, the step had updated the weights by then. Clip by"
+                    " session.prepare(…, max_grad_norm=1.0), whose norm is that of the whole gradient"
+                    " (state.step(batch).gradient_norm); mask or scale a gradient in the model's forward."
+                )
+
+
+class WatchedGradients:
+    """Gradients of a rank that are part of a sum over the ranks: nobody else may change them until that is made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        self._seen: list[tuple[torch.Tensor | None, int]] = []
+
+    def note(self) -> None:
+        """They are as they should be."""
+        found = [each.grad for _, each in self._parameters]
+        self._seen = [(None, 0) if grad is None else (grad, grad._version) for grad in found]
+
+    def check(self) -> None:
+        """Refuse gradients that were changed since `note`.
+
+        Raises:
+            RecipeError: the first is named.
+        """
+        for (name, parameter), (grad, version) in zip(self._parameters, self._seen, strict=False):
+            now = parameter.grad
+            if now is not grad or (now is not None and now._version != version):
+                raise RecipeError(
+                    f"the gradient of {name} was changed between backward and optimizer.step(), as"
+                    " torch.nn.utils.clip_grad_norm_ does: it is this rank's part of a sum that is not made yet. Clip"
+                    " by session.clip_grad_norm_(model, 1.0), whose norm is that of the whole gradient; scale the loss"
+                    " in place of its gradient; clear gradients by optimizer.zero_grad()."
+                )

@@ -1,0 +1,206 @@
+"""Parameters that a loss holds and another optimizer of the loop's steps: reduced over the ranks as the model's are."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from weft.api.ranks.agreement import check_same_facts
+from weft.comm.mesh import Mesh
+from weft.config.plan import Plan
+from weft.errors import RecipeError
+from weft.events import StepEvent
+
+_DEEPEST = 6
+
+
+@final
+class LossParameters:
+    """Parameters that a loss can reach and the model has not.  What a step adds to their gradients becomes what one
+    process would have added; they stay the loop's in all else.  Create and call it on every rank alike."""
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        prepared: Container[int],
+        plan: Plan,
+        mesh: Mesh,
+        *,
+        nominal_count: float,
+    ) -> None:
+        """`prepared` are the identities of parameters of models, which have owners.  `nominal_count` is what a step
+        divides the sum of its losses by before it knows their count.
+
+        Raises:
+            RecipeError: the loss holds other parameters on other ranks.
+        """
+        self._mesh, self._nominal_count = mesh, nominal_count
+        self._held = [each for each in _reached(loss) if id(each) not in prepared and not isinstance(each, DTensor)]
+        data = plan.mesh.data == plan.mesh.world_size and not plan.data_parallel.replicas_step_alone
+        # A loss that is no sum over samples is computed whole by every rank: there is no part of a sum.
+        self._is_reduced = plan.mesh.world_size == 1 or (data and getattr(loss, "per_sample", True))
+        self._before: Sequence[Tensor | None] | None = None
+        self._is_first = mesh["world"].group is not None
+        self._handles: list[RemovableHandle] = []
+        self._refused: tuple[int, ...] | None = None
+        """Shape of a parameter that had a gradient in this step, which nobody would sum."""
+        group = mesh["world"].group
+        shapes = ", ".join(f"{tuple(each.shape)} {each.dtype}" for each in self._held)
+        check_same_facts({"what the loss holds that wants a gradient": shapes}, mesh.device, group)
+        for each in self._held if group is not None and self._is_reduced else ():
+            dist.broadcast(each.detach(), src=0, group=group)
+        self._known, self._prepared = tuple(self._held), prepared
+
+    def begin(self) -> None:
+        """A step begins: gradients are its own from now on."""
+        self._unhook()
+        # Others are of models that were prepared since: a loss may name the other side of a game.
+        self._held = [each for each in self._held if id(each) not in self._prepared]
+        hooked = [each for each in self._known if id(each) not in self._prepared]
+        self._handles = [each.register_post_accumulate_grad_hook(self._note) for each in hooked]
+        if self._before is None or len(self._before) != len(self._held):  # else of a step that was left by an error
+            self._before = [each.grad for each in self._held]
+        for each in self._held:
+            each.grad = None
+
+    @torch.no_grad()
+    def end(self, event: StepEvent) -> None:
+        """A step has ended: sum what ranks have, and add it to what was there.
+
+        Raises:
+            RecipeError: a parameter had a gradient that nobody sums.
+        """
+        self._unhook()
+        self._check()
+        if not self._held or self._before is None:
+            self._before = None
+            return
+        used = torch.tensor([float(each.grad is not None) for each in self._held], device=self._mesh.device)
+        kinds = dict.fromkeys(each.dtype for each in self._held)
+        flats = [used, *(self._flat(kind) for kind in kinds)]
+        if (group := self._mesh["world"].group) is not None and self._is_reduced:
+            for flat in flats:
+                dist.all_reduce(flat, group=group)
+        factor = self._nominal_count / ((event.count or 1.0) * event.loss_scale)
+        sums = {kind: iter(flat.split(self._sizes(kind))) for kind, flat in zip(kinds, flats[1:], strict=True)}
+        for each, before, users in zip(self._held, self._before, used.tolist(), strict=True):
+            summed = next(sums[each.dtype]).view(each.shape).mul(factor).to(each.device)
+            each.grad = before if not users else summed if before is None else before.add_(summed)
+        self._before = None
+        if self._is_first:  # the others are of modules that a loss only looks at
+            self._held = [each for each, users in zip(self._held, used.tolist(), strict=True) if users]
+            self._is_first = False
+
+    def let_go(self) -> None:
+        """Look after them no more."""
+        self._unhook()
+        self._held, self._known = [], ()
+
+    def _unhook(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _sizes(self, kind: torch.dtype) -> list[int]:
+        return [each.numel() for each in self._held if each.dtype == kind]
+
+    def _flat(self, kind: torch.dtype) -> Tensor:
+        found = [each if each.grad is None else each.grad for each in self._held if each.dtype == kind]
+        zeros = [each.grad is None for each in self._held if each.dtype == kind]
+        flat = torch.cat([each.detach().reshape(-1).to(self._mesh.device) for each in found])
+        for part, is_zero in zip(flat.split(self._sizes(kind)), zeros, strict=True):
+            if is_zero:
+                part.zero_()
+        return flat
+
+    def _note(self, parameter: Tensor) -> None:
+        """Note a parameter that has just had a gradient in a step.
+
+        Nothing is raised here: of a backward that a hook ends, autograd keeps the rest of the graph, and with it the
+        process groups, for as long as the thread lives (torch 2.13).
+        """
+        if not self._is_reduced or all(each is not parameter for each in self._held):
+            self._refused = tuple(parameter.shape)
+
+    def _check(self) -> None:
+        """Refuse what was noted in the step."""
+        shape, self._refused = self._refused, None
+        if shape is None:
+            return
+        if not self._is_reduced:
+            raise RecipeError(
+                f"the loss holds a parameter of shape {shape} that wants a gradient, and under this plan nobody would"
+                " sum it over the ranks. Make the loss's module a submodule of the model, compute with it in the"
+                " model's forward, and give its parameters to the optimizer that prepare takes."
+            )
+        raise RecipeError(
+            f"a parameter of shape {shape} that the loss holds had its first gradient after the first step, when ranks"
+            " had agreed on which they sum. Let all of the loss's parameters take part in the first step, or make its"
+            " module a submodule of the model."
+        )
+
+
+def _reached(loss: Any) -> list[Tensor]:
+    """Leaves that want a gradient and that a loss can reach: by its own attributes, its closure, its defaults, and the
+    globals that it names."""
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    level = [loss]
+    for _ in range(_DEEPEST):
+        inside: list[Any] = []
+        for value in level:
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, Tensor):
+                if value.requires_grad and value.is_leaf:
+                    found[id(value)] = value
+            else:
+                inside += _inside(value)
+        level = inside
+    return list(found.values())
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    if isinstance(value, nn.Module):
+        yield from value.parameters()
+        yield from (each for module in value.modules() for each in vars(module).values() if isinstance(each, Tensor))
+    elif isinstance(value, functools.partial):
+        yield from (cast(Any, value.func), *value.args, *value.keywords.values())
+    elif isinstance(value, types.MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, types.FunctionType):
+        yield from _of_function(value)
+    elif isinstance(value, Mapping):
+        yield from cast(Mapping[Any, Any], value).values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from cast(Sequence[Any], value)
+    elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType) and not _is_of_weft(value):
+        yield from vars(value).values()
+
+
+def _is_of_weft(value: object) -> bool:
+    """Whether it is a session's: what that holds has an owner."""
+    return type(value).__module__.partition(".")[0] == "weft" and not hasattr(value, "per_sample")
+
+
+def _of_function(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            continue  # not set yet
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)

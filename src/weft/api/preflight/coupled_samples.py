@@ -1,0 +1,312 @@
+"""Samples that meet: a forward or a loss in which what is made of a sample depends on the others of its batch.
+
+Data ranks and microbatches each see a part of the batch, so they would compute something else than one process, without
+a word.  A few samples are tried before training, together and in two parts: where every sample goes by itself, the loss
+of the parts adds up to that of the whole.  Where the loss alone lets them meet (InfoNCE), it is a loss of the whole
+batch, whose samples data ranks gather.  Batch norms have a rule of their own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from weft.api.batches.losses import LossOfUser
+from weft.api.preflight.extremes import extremes_of
+from weft.api.preflight.sample_trials import Seen, Trials, difference, is_costly, mean_of
+from weft.api.preflight.trial_copies import LOSS, TrialCopy
+from weft.config.plan import Plan
+from weft.errors import PlanError
+from weft.model.blueprint import Batch
+from weft.techniques.data.find_whole_batch import GatheredBatch, Gathering, WholeBatch, find_whole_batch, gathered
+from weft.techniques.randomness.draws import is_alone
+
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Share of a loss that adding in another order may change."""
+_COARSE = 5e-2
+"""The same in bf16 and fp16, and where a loss rounds by itself."""
+
+
+_ROUGHLY = {torch.float64: 1e-9, torch.float32: 1e-3}
+"""The same of outputs that no model has computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleMeeting:
+    """Where samples meet, and what follows."""
+
+    where: str = ""
+    """The loss, or the forward of a module, as the beginning of a sentence; empty: nowhere."""
+    figures: str = ""
+    """What was seen: losses together and in parts."""
+    no_gathering: str = ""
+    """Why data ranks cannot gather the samples that meet in the loss; empty: they can."""
+
+    @property
+    def in_loss(self) -> bool:
+        return self.where == LOSS
+
+
+def find_meeting(trials: Trials, *, is_declared: bool) -> SampleMeeting:
+    """Try a few samples.  Raises whatever the model's forward raises.
+
+    `is_declared`: the loss says by itself that it sees the whole batch, and what is asked is whether it can.
+    """
+    whole, *parts = trials.seen or _tried(trials)
+    if not is_declared and not _meet(trials, whole, parts):
+        unit, is_kept, more = trials.part, trials.seen is None, _more(trials, whole)
+        if more is not None:
+            trials, (whole, *parts) = more
+        if more is None or not _meet(trials, whole, parts):
+            return _at_extremes(trials, whole, parts, unit, is_kept=is_kept)
+    where, reason = _where(trials), _why_no_gathering(trials)
+    figures = f"{whole.mean:.6g} and {mean_of(parts):.6g}"
+    if where != LOSS and not reason:  # of two encoders whose outputs a forward multiplies, ranks gather the operands
+        where = LOSS
+    return SampleMeeting(where=where, figures=figures, no_gathering=reason)
+
+
+_MOST_SAMPLES, _MOST_NUMBERS = 32, 1 << 22
+"""Samples that a second look takes, and numbers in what the model may return for them."""
+
+
+def _more(trials: Trials, whole: Seen) -> tuple[Trials, list[Seen]] | None:
+    """A look at more of the batch: a mean over tokens is one over samples, too, while all have equally many.
+
+    None where it would take long, there are no more, or the model or the loss do not take them together.
+    """
+    grown = trials.grown(_MOST_SAMPLES // 2)
+    numbers = sum(each.numel() for each in whole.numbers) * grown.part // trials.part
+    if grown.part == trials.part or numbers > _MOST_NUMBERS or is_costly(grown, share=0.1):
+        return None
+    try:
+        return grown, _tried(grown)
+    except Exception:  # batches of a shape that only few samples have
+        return None
+
+
+def _at_extremes(trials: Trials, whole: Seen, parts: Sequence[Seen], unit: int, *, is_kept: bool) -> SampleMeeting:
+    """What samples of very unlike losses say, beside each other and alone."""
+    limit, found = _ROUGHLY.get(trials.dtype, _COARSE), None
+    with suppress(Exception), trials.calm():  # whatever a loss raises of so few samples, and of outputs made up
+        pairs = extremes_of(trials, whole, parts[0], unit, is_kept=is_kept)
+        found = next((pair for pair in pairs if difference(*pair) > limit), None)
+    if found is None:
+        return SampleMeeting()
+    figures = f"{found[0].mean:.6g} and {mean_of(found[1]):.6g}"
+    return SampleMeeting(where=LOSS, figures=figures, no_gathering=_why_no_gathering(trials))
+
+
+def _meet(trials: Trials, whole: Seen, parts: Sequence[Seen]) -> bool:
+    """Whether the loss of the parts does not add up to that of the whole."""
+    return not _adds_up(whole, parts, trials.dtype) and _is_confirmed(trials, whole, parts)
+
+
+def _tried(trials: Trials) -> list[Seen]:
+    """What comes of all samples together, and of the parts."""
+    with trials.calm():
+        return [trials.run(trials.copied(), batch) for batch in (trials.fields, trials.first, trials.second)]
+
+
+def refuse_meeting(meeting: SampleMeeting, plan: Plan) -> None:
+    """Refuse a plan under which samples that meet would be apart.
+
+    Raises:
+        PlanError: it is such a plan.
+    """
+    if is_alone(plan) or not meeting.where:
+        return
+    apart = plan.mesh.data > 1 or plan.mesh.context > 1
+    is_split = plan.microbatch.is_split
+    if not meeting.in_loss and (apart or is_split):
+        raise PlanError(
+            f"{meeting.where} lets the samples of a batch meet: the first samples give a loss of {meeting.figures},"
+            " together and in two parts, so that data ranks and microbatches would train on something else than one"
+            " process. Train on one process with the whole batch in one microbatch, or let each sample go by itself"
+            " there (nn.LayerNorm, nn.GroupNorm; the statistics of nn.BatchNorm1d, 2d and 3d are shared by ranks)."
+        )
+    if meeting.in_loss and is_split:
+        raise PlanError(
+            f"the loss is no sum over samples: the first ones give {meeting.figures}, together and in two parts, so"
+            f" that microbatches would train on something else than one process. Use microbatch.per_step = 1. {_MEAN}"
+        )
+    if meeting.in_loss and apart and meeting.no_gathering:
+        raise PlanError(
+            f"the loss is no sum over samples: the first ones give {meeting.figures}, together and in two parts, and"
+            f" data ranks cannot gather what it sees: {meeting.no_gathering}. Train on one process with the whole batch"
+            f" in one microbatch. {_MEAN}"
+        )
+
+
+_MEAN = "If it is a mean over something else than samples (tokens, pixels), return (sum, count)."
+
+
+class WholeBatchLoss:
+    """A loss that says of itself what was found: that it sees the whole batch."""
+
+    per_sample = False
+
+    def __init__(self, loss: Callable[[Any, Any], Any]) -> None:
+        self._loss = loss
+        self.auxiliary: Any = getattr(loss, "auxiliary", {})
+
+    def __call__(self, outputs: Any, batch: Any) -> Any:
+        return self._loss(outputs, batch)
+
+
+def _adds_up(whole: Seen, parts: Sequence[Seen], dtype: torch.dtype) -> bool:
+    return difference(whole, parts) <= _ROUNDING.get(dtype, _COARSE)
+
+
+def _is_confirmed(trials: Trials, whole: Seen, parts: Sequence[Seen]) -> bool:
+    """Whether samples meet in fp64, too, where roundings cannot be taken for it; else whether they do by far."""
+    if trials.dtype == torch.float64:
+        return True
+    wide = replace(trials, is_wide=True, fields=_widened(trials.fields), own=set(trials.own), seen=None)
+    try:
+        seen = _tried(wide)
+    except Exception:  # a forward or a loss that asks for its own dtype
+        return difference(whole, parts) > _COARSE
+    return not _adds_up(seen[0], seen[1:], torch.float32)  # a forward may go on in fp32 by itself
+
+
+def _widened(fields: Batch) -> Batch:
+    return {name: value.double() if value.is_floating_point() else value for name, value in fields.items()}
+
+
+# ── where ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class _Calls:
+    """What every module was given and made, in the order in which they end."""
+
+    found: list[tuple[str, list[Tensor], list[Tensor]]] = field(
+        default_factory=list[tuple[str, list[Tensor], list[Tensor]]]
+    )
+
+    def watch(self, copied: TrialCopy) -> None:
+        for name, module in copied.model.named_modules():
+            module.register_forward_hook(partial(self._note, name), with_kwargs=True)
+
+    def _note(self, name: str, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        self.found.append((name, _tensors((args, kwargs)), _tensors(outputs)))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf.detach() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _where(trials: Trials) -> str:
+    """The first module that is given samples which have not met, and returns some that have; else the loss."""
+    seen = [_Calls(), _Calls(), _Calls()]
+    with trials.calm():
+        for calls, batch in zip(seen, (trials.fields, trials.first, trials.second), strict=True):
+            copied = trials.copied()
+            calls.watch(copied)
+            trials.forward(copied, batch)
+    kind = type(trials.blueprint.module).__name__
+    if len({len(calls.found) for calls in seen}) > 1:
+        return f"the forward of {kind}"
+    for (name, given, made), first, second in zip(*(calls.found for calls in seen), strict=True):
+        if _joins(given, first[1], second[1], trials.dtype) and not _joins(made, first[2], second[2], trials.dtype):
+            return f"the forward of {name} in {kind}" if name else f"the forward of {kind}"
+    return LOSS
+
+
+def _joins(whole: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    """Whether tensors of two parts, one behind the other, are those of the whole; sums over samples are left out."""
+    if not len(whole) == len(first) == len(second):
+        return False
+    for together, *parts in zip(whole, first, second, strict=True):
+        if together.shape == parts[0].shape:
+            continue
+        if together.dim() != parts[0].dim():
+            return False
+        dims = [dim for dim, sizes in enumerate(zip(together.shape, parts[0].shape, strict=True)) if len({*sizes}) > 1]
+        if len(dims) != 1 or not _is_close(together, torch.cat(parts, dims[0]), dtype):
+            return False
+    return True
+
+
+def _is_close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return bool(torch.equal(one, other))
+    difference = float((one.double() - other.double()).nan_to_num().norm())
+    return difference <= _ROUNDING.get(dtype, _COARSE) * float(one.double().nan_to_num().norm())
+
+
+# ── gathering ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _why_no_gathering(trials: Trials) -> str:
+    """Why data ranks cannot gather what the loss sees; empty: both parts gave the loss of the whole when they did."""
+    known = LossOfUser(WholeBatchLoss(trials.loss))
+    known.like = trials.like
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of the user's loss are shown when training calls it
+        whole = find_whole_batch(replace(trials.blueprint, loss=known, example=trials.example))
+    if whole.reason:
+        return whole.reason
+    if known.auxiliary:
+        return "it has auxiliary terms, which are sums over samples"
+    with trials.calm():
+        return "" if _gathers(trials, whole) else "the samples meet in the forward, before its outputs"
+
+
+def _gathers(trials: Trials, whole: WholeBatch) -> bool:
+    """Whether each of two ranks, with half of the samples each, would see the loss of the whole."""
+    operands: list[Tensor] = []
+    copied = trials.copied()
+    with Gathering(whole.products, lambda tensor, dim: _kept(tensor, operands)):
+        outputs = trials.forward(copied, trials.fields)
+    gathered(outputs, whole.outputs, lambda tensor, dim: _kept(tensor, operands))
+    expected = trials.judged(copied, outputs, trials.fields)
+    for start, batch in ((0, trials.first), (trials.part, trials.second)):
+        rank = _Rank(trials, batch, start, list(operands))
+        if not _adds_up(expected, [rank.loss(whole)], trials.dtype) or rank.differs:
+            return False
+    return True
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One of two ranks, which is given what both gather."""
+
+    trials: Trials
+    batch: Batch
+    start: int
+    rest: list[Tensor]
+    """What is to be gathered next, of all samples."""
+    differs: bool = False
+    """Whether its own part of something was another than of the whole."""
+
+    def loss(self, whole: WholeBatch) -> Seen:
+        copied = self.trials.copied()
+        with Gathering(whole.products, self._gather):
+            outputs = self.trials.forward(copied, self.batch)
+        outputs = gathered(outputs, whole.outputs, self._gather)
+        names = {id(value): name for name, value in self.batch.items()}
+        fields = GatheredBatch(self.batch, lambda own, dim: self.trials.fields[names[id(own)]])
+        return self.trials.judged(copied, outputs, fields)
+
+    def _gather(self, own: Tensor, dim: int) -> Tensor:
+        every = self.rest.pop(0)
+        mine = every.narrow(dim, self.start, self.trials.part)
+        self.differs |= not _is_close(mine, own, self.trials.dtype)
+        return every
+
+
+def _kept(tensor: Tensor, into: list[Tensor]) -> Tensor:
+    into.append(tensor)
+    return tensor

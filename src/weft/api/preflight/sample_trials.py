@@ -1,0 +1,225 @@
+"""A few samples on trial before training: together, and in two parts, each on a copy of the model and its loss."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from weft.api.batches.batch_shape import BatchShape, taken_apart
+from weft.api.batches.losses import LossOfUser
+from weft.api.batches.stream import UserBatch
+from weft.api.preflight.calm import on_trial
+from weft.api.preflight.trial_copies import Kept, TrialCopy
+from weft.config.plan import Plan
+from weft.model.blueprint import Batch, Blueprint
+from weft.model.positions import call_model
+from weft.techniques.core import compute_dtype_of, model_inputs
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""Classes of batch norms, which Weft keeps by a rule of their own."""
+
+_LARGEST_PART = 8
+_LEAST = 1e-2
+"""Loss of a sample that a rounding is held against at least: those of copies that cancel out leave nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one forward made."""
+
+    outputs: Any
+    loss_sum: float
+    count: float
+
+    @property
+    def mean(self) -> float:
+        return self.loss_sum / self.count if self.count else math.nan
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        held = [leaf.detach() for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor)]
+        return [*held, torch.tensor([self.loss_sum, self.count], dtype=torch.float64)]
+
+
+def mean_of(parts: Sequence[Seen]) -> float:
+    count = sum(part.count for part in parts)
+    return sum(part.loss_sum for part in parts) / count if count else math.nan
+
+
+def difference(whole: Seen, parts: Sequence[Seen]) -> float:
+    """How far the loss of the whole is from that of the parts, relative; 0 where it is no number."""
+    sums, counts = [part.loss_sum for part in parts], [part.count for part in parts]
+    if not all(map(math.isfinite, (whole.loss_sum, whole.count, *sums, *counts))):
+        return 0.0
+    least = _LEAST * max(1.0, abs(whole.count))
+    size = max(abs(whole.loss_sum), *map(abs, sums), least)
+    by_sum = max(abs(whole.loss_sum - sum(sums)) / size, abs(whole.count - sum(counts)) / (abs(whole.count) or 1.0))
+    if not whole.count or not sum(counts):
+        return by_sum
+    by_mean = abs(whole.mean - mean_of(parts)) * abs(whole.count) / size
+    return min(by_sum, by_mean)  # a mean beside the count 1 is weighted right, where parts are equal
+
+
+@dataclass(slots=True)
+class Trials:
+    """The runs of a few samples, and how to make more."""
+
+    blueprint: Blueprint
+    loss: Callable[..., Any]
+    like: BatchShape
+    fields: Batch
+    part: int
+    """Samples of each of the two parts."""
+    rest: Batch = field(default_factory=dict[str, Tensor])
+    """Every sample of the batch, from the first on; empty: nobody asks for more."""
+    own: set[str] = field(default_factory=set[str])
+    """Weights that a forward writes to."""
+    is_wide: bool = False
+    """Whether everything is computed in fp64."""
+    seen: tuple[Seen, Seen, Seen] | None = None
+    """What came of all samples together, of the first part and of the second, where nothing was left behind."""
+
+    @property
+    def first(self) -> Batch:
+        return {name: value[: self.part] for name, value in self.fields.items()}
+
+    @property
+    def second(self) -> Batch:
+        return {name: value[self.part :] for name, value in self.fields.items()}
+
+    def example(self, number: int) -> Batch:
+        """A batch without values, with every field of the data: a recipe's own model names its inputs alone."""
+        fields = {name: value for name, value in self.fields.items() if name != "sample_ids"}
+        empty = {
+            name: torch.empty((number, *value.shape[1:]), dtype=value.dtype, device="meta")
+            for name, value in fields.items()
+        }
+        return empty if self.blueprint.example is None else empty | self.blueprint.example(number)
+
+    def grown(self, part: int) -> Trials:
+        """The same of as many samples as the batch has, at most `part` in each part."""
+        number = len(next(iter(self.rest.values()), ()))
+        part = min(part, number // 2) // self.part * self.part
+        if part <= self.part:
+            return self
+        device = self.fields["sample_ids"].device
+        fields = {name: value[: 2 * part].to(device, copy=True) for name, value in self.rest.items()}
+        fields["sample_ids"] = torch.arange(2 * part, device=device)
+        return replace(self, fields=fields, part=part, own=set(self.own), seen=None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.is_wide else compute_dtype_of(self.blueprint.module) or torch.float32
+
+    @property
+    def flops(self) -> float:
+        """Roughly what the forwards of a look cost: every weight for every position of a sample."""
+        weights = sum(parameter.numel() for parameter in self.blueprint.module.parameters())
+        whole = [value for value in self.fields.values() if not value.is_floating_point()]
+        positions = max((value[0].numel() for value in whole), default=1)
+        return 2.0 * weights * max(positions, 1) * 4 * self.part
+
+    def copied(self) -> TrialCopy:
+        """A copy in training, whose batch norms see each sample by itself."""
+        model = self.blueprint.module
+        names = [name for name, _ in model.named_parameters()] if self.is_wide else self.own
+        made = TrialCopy(model, self.loss, names)
+        if not model.training:  # as models of a library come: a loop switches them on
+            made.model.train()
+        if self.is_wide:
+            made.model.double()
+        for module in made.model.modules():
+            if isinstance(module, _NORMS):
+                module.forward = _each_by_itself
+        return made
+
+    def run(self, copied: TrialCopy, batch: Batch) -> Seen:
+        """One forward and its loss."""
+        batch = {name: value.clone() for name, value in batch.items()}  # which a forward may write to
+        outputs = self.forward(copied, batch)
+        return self.judged(copied, outputs, batch)
+
+    def forward(self, copied: TrialCopy, batch: Batch) -> Any:
+        random.seed(0)
+        np.random.seed(0)
+        dtype = self.dtype if self.is_wide else compute_dtype_of(copied.model)
+        return call_model(copied.model, model_inputs(self.blueprint, batch, dtype))
+
+    def judged(self, copied: TrialCopy, outputs: Any, batch: Batch) -> Seen:
+        loss = LossOfUser(copied.loss)
+        loss.like = self.like
+        loss_sum, count = loss(outputs, batch)
+        return Seen(outputs, float(loss_sum.detach()), float(count.detach()))
+
+    @contextmanager
+    def calm(self) -> Generator[None]:
+        """Where forwards run: nothing is drawn, and weights are as before afterwards."""
+        weights = dict(self.blueprint.module.named_parameters())
+        with _no_zeros(weights), on_trial(weights) as written:
+            yield
+        self.own |= written.names
+
+
+_MOST_FLOPS = 5e11
+"""Largest look at a model in this host's memory, which takes about 10 s."""
+
+
+def is_costly(trials: Trials, share: float = 1.0) -> bool:
+    """Whether a look would take too long: more than that share of what one may take."""
+    on_host = next(iter(trials.fields.values())).device.type == "cpu"
+    return on_host and trials.flops > share * _MOST_FLOPS
+
+
+def trials_of(blueprint: Blueprint, loss: Callable[..., Any], example: UserBatch, part: int) -> Trials | None:
+    """Trials of the first samples of a batch; None where there are too few."""
+    device = next((parameter.device for parameter in blueprint.module.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        return None
+    whole, shape = taken_apart(example)
+    fields = {name: value[: 2 * part].to(device, copy=True) for name, value in whole.items()}
+    number = next(iter(fields.values())).shape[0]
+    fields["sample_ids"] = torch.arange(number, device=device)
+    return Trials(blueprint, loss, shape, fields, part, rest=whole) if number == 2 * part else None
+
+
+def part_of(plan: Plan | None) -> int:
+    """Samples of a part: as few as keep together what a microbatch keeps (pairs, triples)."""
+    size = plan.microbatch.size if plan is not None else 2
+    factors = [number for number in range(2, _LARGEST_PART + 1) if size % number == 0]
+    return next(iter(factors), 1 if plan is not None else 2)
+
+
+def changed(one: Mapping[Kept, Any], other: Mapping[Kept, Any], alike: Callable[[Kept], bool]) -> list[Kept]:
+    """What is there in one of them only, or is not alike."""
+    every: Collection[Kept] = dict.fromkeys([*other, *one])
+    return [kept for kept in every if not (kept in one and kept in other and alike(kept))]
+
+
+def _each_by_itself(input: Tensor) -> Tensor:
+    """In place of a batch norm."""
+    dims = list(range(1, input.dim()))
+    return input / (input.square().mean(dims, keepdim=True) + 1e-5).sqrt()
+
+
+@contextmanager
+def _no_zeros(weights: Mapping[str, nn.Parameter]) -> Generator[None]:
+    """Small numbers in place of weights that begin at zero, which would hide what a forward does."""
+    zeros = [each for each in weights.values() if each.is_floating_point() and each.numel() and not each.detach().any()]
+    kept = [each.data for each in zeros]
+    for place, each in enumerate(zeros):
+        numbers = torch.arange(each.numel(), dtype=torch.float64, device=each.device)
+        each.data = (0.02 * torch.sin(12.9898 * numbers + place)).view(each.shape).to(each.dtype)
+    try:
+        yield
+    finally:
+        for each, before in zip(zeros, kept, strict=True):
+            each.data = before

@@ -1,0 +1,272 @@
+"""A model and its optimizer under a plan, whoever writes the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import xxhash
+from torch import nn
+
+from weft.api.batches.losses import LossOfUser
+from weft.api.guards.copied_state import CopiedState
+from weft.api.guards.guards import Guard, LeftGradients, frozen
+from weft.api.planning.arguments import saved_path_of
+from weft.api.prepared.rounds import RoundsOfSession
+from weft.api.ranks.agreement import check_same_facts, take_weights_of_rank_0
+from weft.api.ranks.calls import Calls
+from weft.api.ranks.recording import ModelRun
+from weft.api.saving.attached import Attached
+from weft.api.saving.export import export_model
+from weft.api.saving.optimizer import UserOptimizer, cuts_of, settings_of
+from weft.api.saving.saves import Saves
+from weft.comm.mesh import Mesh
+from weft.comm.telemetry import Recorder
+from weft.config.document import Json
+from weft.config.plan import Plan
+from weft.config.recipe import Recipe
+from weft.events import CheckpointEvent, EndEvent, StepEvent
+from weft.model.blueprint import Blueprint
+from weft.run.engine import StepReporter, begin_training
+from weft.techniques.build import ParallelModel, parallelize
+from weft.techniques.core import Piece
+
+if TYPE_CHECKING:
+    from weft.api.preflight.proof import SessionProof
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a prepared model is made of, on every rank alike."""
+
+    recipe: Recipe
+    plan: Plan
+    blueprint: Blueprint
+    mesh: Mesh
+    optimizer: torch.optim.Optimizer
+    groups: Mapping[str, int]
+    loss: LossOfUser
+    recorded: ModelRun
+    calls: Calls
+    rounds: RoundsOfSession
+    guard: Guard
+    name: str
+    """How messages call it."""
+    proof: SessionProof | None = None
+
+
+class PreparedModel:
+    """A model and its optimizer under a plan.  Every method is called on every rank."""
+
+    def __init__(self, given: Given, nominal_count: float | None = None) -> None:
+        """`nominal_count`: see `begin_training`."""
+        recipe, plan, mesh, optimizer = given.recipe, given.plan, given.mesh, given.optimizer
+        self.plan, self._calls, self._name, self._guard = plan, given.calls, given.name, given.guard
+        self.optimizer, self._mesh, self._recipe, self._loss = optimizer, mesh, recipe, given.loss
+        self._left: LeftGradients | None = None
+        """What the last step has left in the model's gradients, for the next to look at."""
+        self._facts = dict[str, str]()
+        self._blueprint = blueprint = replace(given.blueprint, loss=self._loss, beside=self._loss.part)
+        take_weights_of_rank_0(blueprint.module, mesh.device, mesh["world"].group)
+        before = dict(blueprint.module.named_parameters())
+        cuts = cuts_of(optimizer)
+        self._parallel: ParallelModel = parallelize(
+            blueprint,
+            plan,
+            mesh,
+            seed=recipe.run.seed,
+            group_parameters=lambda shapes: {name: given.groups[name] for name in shapes},
+            cuts="anywhere" if cuts == "anywhere" else "parameter",
+        )
+        shards, order = self._parallel.stores.shards, [*given.groups]
+        self._optimizer = UserOptimizer(optimizer, shards, order=order, whole=cuts != "anywhere", guard=self._guard)
+        self._recorder = Recorder()
+        self._training = begin_training(recipe, self._parallel, self._optimizer, None, self._recorder, nominal_count)
+        if given.proof is not None:
+            given.proof.check(self._training, self._guard, self._recorder, self._loss)
+        self._rounds = given.rounds.of(self._training, self._name, self._guard)
+        self._run = given.recorded.run
+        self._reporter = StepReporter(self._run, self._recorder, self._parallel)
+        self._reporter.start(0, None)
+        self._steps, self._attached = 0, Attached()
+        self._frozen = [name for name, value in blueprint.module.named_parameters() if not value.requires_grad]
+        self._saves = Saves(given.recorded.checkpointer(mesh), self._training, self._optimizer, self._attached, mesh)
+        self._copied = CopiedState(self._parallel)
+        gathers = plan.data_parallel.shards_weights and mesh.size("shard") > 1
+        self._guard.watch(self._parallel, before, recipe, gathers=gathers)
+        self._calls.watch_exchanges(self.model, self._name, mesh, gathers=gathers, batch_norm=blueprint.has_batch_norm)
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model; under a pipeline, this rank's stage of it."""
+        return self._parallel.module
+
+    @property
+    def steps(self) -> int:
+        """Finished steps."""
+        return self._steps
+
+    def attach(self, **objects: Any) -> None:
+        """Save objects with the run from now on: schedulers, counters, whatever has `state_dict` and `load_state_dict`.
+
+        `save` writes their states, which must be equal on all ranks, and `load` gives them back: attach before it.
+
+        Raises:
+            RecipeError: an object has no such methods or is saved anyway, or its name is taken.
+        """
+        self._attached.add(objects, saved_anyway=(self.model, self.optimizer))
+
+    def end_round(self) -> None:
+        """Average the replicas now, though their round of local steps is not through (`weft.session(local_steps=…)`).
+
+        Rounds end after every `local_steps` steps, with the last step of `epochs`, and where the session ends.  Until
+        then `evaluate`, `predict` and `export` see what replicas agreed on last, and the model has this replica's own
+        weights.  Nothing happens where no step was taken since, or the plan has no local steps.
+        """
+        self._guard.refuse_within_manual(f"{self._name}.end_round()")
+        self._rounds.end()
+
+    def save(self) -> Path:
+        """Save model, optimizer, place in the data and what is attached; any later plan can load it.
+
+        What a scheduler has made of the optimizer's settings is saved with them; its own state, if it is attached.
+
+        Raises:
+            RecipeError: on every rank; what is attached has other states on other ranks.
+            CheckpointError: on every rank; it cannot be written.
+        """
+        recording = self._reporter.phase("checkpoint")
+        with self._calls.call(f"{self._name}.save()", meets=True), self._guard.inside(), recording as seconds:
+            path = self._saves.write(self._steps, self._place(), self.optimizer)
+        self._run.emit(CheckpointEvent(step=self._steps, path=str(path), seconds=seconds()))
+        return path
+
+    def export(self, folder: str | Path) -> Path:
+        """Write the whole model as `transformers` loads it (safetensors, and `config.json` where it has one), under any
+        plan; of a model with adapters, these alone, as `peft` loads them.  Call on every rank; all must see the folder.
+
+        Raises:
+            CheckpointError: on every rank; the folder is not empty or cannot be written.
+        """
+        called, peers = self._calls.call(f"{self._name}.export()", meets=True), self._saves.peers
+        with called, self._guard.inside():
+            self._rounds.warn("export")
+            return export_model(self._training.weights(), self._parallel, self._steps, folder, peers, self.plan)
+
+    def load(self, path: str | Path | None = None) -> int:
+        """Load the newest save of this session's folder, or the one given, and return its number of steps.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it is another model's.
+        """
+        self._guard.refuse_within_manual(f"{self._name}.load()")
+        which = "latest" if path is None else saved_path_of(path)
+        with self._calls.call(f"{self._name}.load()", meets=True), self._guard.inside():
+            state = self._saves.read(which)
+        self.loaded(state)
+        return self._steps
+
+    def written(self) -> tuple[dict[str, Json], list[Piece]]:
+        """Return what `save` writes, for a save of several models."""
+        with self._guard.inside():
+            return self._saves.written(self._steps, self._place(), self.optimizer)
+
+    @contextmanager
+    def loading(self) -> Generator[Saves]:
+        """What fills the model within, from the save of several models."""
+        self._guard.refuse_within_manual(f"{self._name}.load()")
+        with self._guard.inside(), self._saves.loading():
+            yield self._saves
+
+    def loaded(self, state: Mapping[str, Json]) -> None:
+        """Go on where a save was made, whose model was filled."""
+        self._go_on(state)
+        self._steps = cast(int, state["steps"])
+        self._reporter.start(self._steps, None)
+
+    def note_save(self, path: Path, seconds: float) -> None:
+        """Record a save of several models, of which this is one."""
+        self._run.emit(CheckpointEvent(step=self._steps, path=str(path), seconds=seconds))
+
+    @contextmanager
+    def frozen(self) -> Generator[nn.Module]:
+        """The model without gradients for its parameters, as the fixed side of another model's loss.
+
+        Gradients still flow through it to its inputs: an adversary, a teacher, a critic.
+
+        Raises:
+            PlanError: under a pipeline, where no rank has the whole model.
+        """
+        with frozen(self.plan, [part.module for part in self._parallel.parts]):
+            yield self.model
+
+    def close(self) -> None:
+        """End what runs in the background, and the last round of local steps; no steps follow.  Leaving the session
+        does it."""
+        if self._guard.is_closed:
+            return
+        self._rounds.close()
+        self._guard.is_closed = True
+        self.let_go()
+        try:
+            self._reporter.report()
+            self._run.emit(EndEvent(step=self._steps, stopped=False))
+        finally:  # whatever a callback raises
+            self._training.close()
+
+    def let_go(self) -> None:
+        """Refuse no backward of the model any more: it may be prepared again, in another session.  Not collective."""
+        self._guard.let_go()
+
+    def _place(self) -> dict[str, Json]:
+        """Where the run is in its data, for a save."""
+        return {}
+
+    def _go_on(self, state: Mapping[str, Json]) -> None:
+        """Go on in the data where a save was made.
+
+        Raises:
+            CheckpointError: it was of other data.
+        """
+
+    def _check_ready(self, call: str) -> None:
+        self._guard.check_ready(f"{self._name}.{call}", self.model, self._frozen, self._left)
+        self._left, self._facts = None, {}  # until the step is through: one left by an error has changed gradients
+
+    def _agreement(self) -> dict[str, Any]:
+        """What every step compares and reports."""
+        return {
+            "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
+            "fingerprint": float(xxhash.xxh64_intdigest(repr(self._facts).encode()) >> 12),
+            "on_difference": lambda: check_same_facts(self._facts, self._mesh.device, self._mesh["world"].group),
+        }
+
+    def _note(self, event: StepEvent, samples: int) -> None:
+        self._steps += 1
+        self._saves.warn_of_earlier(self._steps)
+        self._guard.after_step(event)
+        self._reporter.step(event, samples=samples)
+        if self._reports_now():
+            self._reporter.report()
+
+    def _reports_now(self) -> bool:
+        """Whether what the last steps took is said behind this one."""
+        return True
+
+    def _settings(self) -> dict[str, str]:
+        """What must be equal on all ranks in a step."""
+        return {
+            "the number of finished steps": str(self._steps),
+            "the model": self._name,
+            **self._data_facts(),
+            **(settings_of(self.optimizer) | self._guard.facts()),
+            **self._copied.facts(self._steps),
+        }
+
+    def _data_facts(self) -> dict[str, str]:
+        """What of the data must be."""
+        return {}

@@ -1,0 +1,180 @@
+"""Values that the ranks of a loop tell one another: what rank 0 knows, what each has, what all have together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.api.ranks.agreement import gather_texts
+from weft.api.ranks.calls import Calls
+from weft.api.ranks.json_values import NoFormError, read_form, write_form
+from weft.config.plan import MeshPlan, axis_coordinates
+from weft.errors import DataError
+
+Operation = Literal["sum", "mean", "min", "max"]
+_ASKED = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_REFUSED = "refused"
+
+
+@final
+class Together:
+    """Collectives of a loop.  Ranks of one data rank have the same samples, so they count once.
+
+    Every method is called on every rank.
+    """
+
+    def __init__(self, calls: Calls, device: torch.device, world: dist.ProcessGroup | None, mesh: MeshPlan) -> None:
+        self._calls, self._device, self._world = calls, device, world
+        ranks = mesh.world_size
+        self._first = [rank for rank in range(ranks) if _is_first(axis_coordinates(mesh, rank))]
+        """One rank of each data rank."""
+        self._copies = ranks // len(self._first)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks that share out the batches."""
+        return len(self._first)
+
+    def wait(self) -> None:
+        """Go on when all ranks are here."""
+        with self._calls.call("session.wait()", meets=True):
+            pass
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """Return what the rank `source` has given.
+
+        Raises:
+            DataError: on every rank; it is nothing that JSON and tensors can hold.
+        """
+        with self._calls.call("session.broadcast()", meets=True):
+            if self._world is None:
+                return value
+            return self._told(value, source)
+
+    def _told(self, value: Any, source: int) -> Any:
+        own: dict[str, Tensor] = {}
+        text = _text_of(value, own) if dist.get_rank() == source else ""
+        form, kinds = _read_told(gather_texts(text, self._device, self._world)[source], "session.broadcast()")
+        told = {str(name): self._sent(own.get(name), dtype, shape, source) for name, dtype, shape in kinds}
+        return value if dist.get_rank() == source else read_form(form, told, self._device)
+
+    def _sent(self, own: Tensor | None, dtype: str, shape: list[int], source: int) -> Tensor:
+        kind: torch.dtype = getattr(torch, dtype)
+        raw = torch.empty(torch.Size(shape).numel() * kind.itemsize, dtype=torch.uint8, device=self._device)
+        if own is not None:
+            raw = _bytes_of(own.to(self._device))
+        dist.broadcast(raw, src=source, group=self._world)
+        return raw.view(kind).view(shape)
+
+    def all_gather(self, value: Tensor) -> list[Tensor]:
+        """Return what each data rank has given, in their order; shapes may differ."""
+        with self._calls.call("session.all_gather()", meets=True):
+            value = value.detach().to(self._device)
+            return [value] if self._world is None else self._exchanged(value, "session.all_gather()")
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return what each data rank has given, in their order.
+
+        Raises:
+            DataError: on every rank; it is nothing that JSON and tensors can hold.
+        """
+        with self._calls.call("session.exchange()", meets=True):
+            return [value] if self._world is None else self._exchanged(value, "session.exchange()")
+
+    def exchange_of_ranks(self, value: Any) -> list[Any]:
+        """Return what each rank has given, data rank or not; within a call that all ranks meet in."""
+        return [value] if self._world is None else self._exchanged(value, "", range(dist.get_world_size(self._world)))
+
+    def _exchanged(self, value: Any, call: str, ranks: Iterable[int] | None = None) -> list[Any]:
+        """All tensors of a rank go in one message."""
+        own: dict[str, Tensor] = {}
+        texts = gather_texts(_text_of(value, own), self._device, self._world)
+        told = [_read_told(text, call) for text in texts]
+        sizes = [[_size_of(dtype, shape) for _, dtype, shape in kinds] for _, kinds in told]
+        longest = max(sum(each) for each in sizes)
+        gathered = [torch.zeros(longest, dtype=torch.uint8, device=self._device) for _ in told]
+        if longest:
+            message, start = torch.zeros_like(gathered[0]), 0
+            for each, size in zip(own.values(), sizes[dist.get_rank()], strict=True):
+                raw = _bytes_of(each.to(self._device))
+                message[start : start + len(raw)] = raw
+                start += size
+            dist.all_gather(gathered, message, group=self._world)
+        found: list[Any] = []
+        for rank in self._first if ranks is None else ranks:
+            form, kinds = told[rank]
+            tensors, start = dict[str, Tensor](), 0
+            for (name, dtype, shape), size in zip(kinds, sizes[rank], strict=True):
+                kind: torch.dtype = getattr(torch, dtype)
+                stop = start + torch.Size(shape).numel() * kind.itemsize
+                tensors[name] = gathered[rank][start:stop].clone().view(kind).view(shape)
+                start += size
+            found.append(read_form(form, tensors, self._device))
+        return found
+
+    def all_reduce(self, value: Tensor | float, operation: Operation) -> Tensor:
+        """Return the sum, mean, smallest or largest of what the data ranks have given, element by element.
+
+        Raises:
+            DataError: there is no such operation.
+        """
+        if operation not in _ASKED:
+            raise DataError(f"session.all_reduce() cannot {operation!r}. Use {', '.join(map(repr, _ASKED))}.")
+        with self._calls.call("session.all_reduce()"):
+            made = torch.as_tensor(value).detach().to(self._device).clone()
+            if self._world is None:
+                return made
+            dist.all_reduce(made, _ASKED[operation], group=self._world)
+            if operation == "mean":
+                return made / dist.get_world_size(self._world)
+            if operation == "sum" and self._copies > 1:
+                return made / self._copies if _is_real(made) else made // self._copies
+            return made
+
+
+def _text_of(value: Any, own: dict[str, Tensor]) -> str:
+    """A value as text; its tensors are put into `own`."""
+    try:
+        form = write_form(value, "value", own)
+    except NoFormError as problem:
+        own.clear()
+        return json.dumps([_REFUSED, f"{problem.place} is a {type(problem.value).__name__}"])
+    kinds = [[name, str(each.dtype).removeprefix("torch."), [*each.shape]] for name, each in own.items()]
+    return json.dumps([form, kinds])
+
+
+def _read_told(text: str, call: str) -> tuple[Any, list[Any]]:
+    """The form of a value, and names, types and shapes of its tensors.
+
+    Raises:
+        DataError: the rank that has told it has given something else.
+    """
+    form, kinds = json.loads(text)
+    if form == _REFUSED and isinstance(kinds, str):
+        raise DataError(
+            f"{call} was given what cannot be told to other ranks: {kinds}. Give tensors, numbers and texts, and lists,"
+            " tuples and dictionaries of such."
+        )
+    return form, kinds
+
+
+def _size_of(dtype: str, shape: list[int]) -> int:
+    """Bytes of a tensor in a message, where tensors begin at multiples of 16: the largest elements have so many."""
+    return -(-torch.Size(shape).numel() * getattr(torch, dtype).itemsize // 16) * 16
+
+
+def _is_first(coordinates: Mapping[Any, int]) -> bool:
+    return not any(coordinates.get(axis, 0) for axis in ("tensor", "context", "pipeline"))
+
+
+def _is_real(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def _bytes_of(value: Tensor) -> Tensor:
+    return value.detach().contiguous().view(-1).view(torch.uint8)

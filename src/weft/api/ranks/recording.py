@@ -1,0 +1,215 @@
+"""Where a run keeps what it says: a session's folders, and the one path that all ranks agree on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+import weft.errors
+from weft.api.ranks.agreement import gather_texts
+from weft.comm.mesh import Mesh
+from weft.config.plan import Plan, dump_plan
+from weft.errors import LaunchError, WeftError
+from weft.events import (
+    LogSink,
+    MetricsSink,
+    OnEvent,
+    OwnerSink,
+    Run,
+    RunFolder,
+    ScalarSink,
+    Sink,
+    Track,
+    loggers_to,
+)
+from weft.events.folder_lock import FolderLock
+from weft.run.checkpoint import Checkpointer, Peers
+from weft.run.launch import RankInfo
+
+if TYPE_CHECKING:
+    from weft.api.ranks.callbacks import Callback
+
+logger = logging.getLogger(__name__)
+
+
+def run_name(recipe: Path) -> str:
+    """The name of a run of this recipe or script: the file's, or its folder's where the file is just called
+    recipe.toml, or __main__.py as under `python -m`."""
+    stem = recipe.resolve().parent.name if recipe.stem in ("recipe", "__main__") else recipe.stem
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "run"
+
+
+def create_folder(name: str, folder: str | Path | None) -> RunFolder:
+    """Make the folder of a run: the one given, or `runs/<name>-<date>-<n>`.  Call on one rank.
+
+    Raises:
+        LaunchError: it cannot be made.
+    """
+    if folder is None:
+        return RunFolder.create(Path("runs"), name)
+    path = Path(folder)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        if os.path.isfile(path):
+            raise LaunchError(f"{path} is a file, and a run needs a folder. Give another name.") from None
+        raise LaunchError(
+            f"the run folder {path} cannot be made: {error.strerror}. Give a folder that is writable."
+        ) from None
+    return RunFolder(path)
+
+
+def folder_of_rank_0(make: Callable[[], RunFolder]) -> RunFolder:
+    """Return on every rank the folder that rank 0 makes.  Call on every rank.
+
+    Raises:
+        WeftError: on every rank; what `make` raised on rank 0.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return make()
+    text = ""
+    if dist.get_rank() == 0:
+        try:
+            text = str(make().path.resolve())
+        except WeftError as problem:
+            text = f"{type(problem).__name__}:{problem}"
+    text = gather_texts(text, torch.device("cpu"))[0]
+    if text.startswith("/"):
+        return RunFolder(Path(text))
+    kind, _, problem = text.partition(":")
+    raise getattr(weft.errors, kind, WeftError)(problem)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRun:
+    """Where one prepared model's training is recorded."""
+
+    folder: RunFolder
+    run: Run
+    lock: FolderLock
+
+    def checkpointer(self, mesh: Mesh) -> Checkpointer:
+        """What saves there, where the folder is this session's.  Call on every rank."""
+        return Checkpointer(self.folder.checkpoints, Peers.of_group(mesh["world"]), owned=self.lock)
+
+
+class SessionRuns:
+    """A session's folder, laid out as that of `weft train`, with one below it for each model after the first.
+
+    It is made, and locked, when the first model is prepared.  Without `record` nothing is written here: the first save
+    locks it.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        rank_info: RankInfo,
+        *,
+        record: bool,
+        track: Track | None = None,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        self._given = folder
+        self._track, self._on_event = track, on_event
+        self._callbacks: list[Callback] = []
+        self._rank_info = rank_info
+        self._rank = rank_info.rank
+        self._record = record
+        self._folder: RunFolder | None = None
+        self._lock: FolderLock | None = None
+        self._note = ""
+        self._runs: list[Run] = []
+        self._stack = ExitStack()
+
+    def open(self, number: int, plan: Plan) -> ModelRun:
+        """Begin the record of the session's model `number`, from 1.  Call on every rank.
+
+        Raises:
+            LaunchError: on every rank; the folder cannot be made, or is another's.
+        """
+        own = folder_of_rank_0(lambda: self._create(number, plan))
+        self._folder = self._folder if self._folder is not None else own
+        lock = self._lock_of(self._folder, plan)
+        sinks: list[Sink] = []
+        if self._record:
+            with suppress(OSError):  # of other hosts, where they share no files; the log counts what it loses
+                own.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            sinks.append(LogSink(self._folder.log(self._rank)))
+        if self._record and self._rank == 0:
+            sinks.append(MetricsSink(own.metrics))
+            self._rank_info.name_run_folder(self._folder.path)
+        if self._rank == 0:
+            sinks.append(OwnerSink(lock))
+        if self._track is not None and self._rank == 0:
+            sinks.append(ScalarSink(self._track, prefix=f"model-{number}/" if number > 1 else ""))
+        run = self._stack.enter_context(Run(self._rank, sinks))
+        if number == 1:
+            self._stack.enter_context(loggers_to(run, all_of_process=False))
+        if self._note:
+            logger.warning("%s", self._note)
+            self._note = ""
+        self._runs.append(run)
+        return ModelRun(own, self._called(run, number), lock)
+
+    def _lock_of(self, folder: RunFolder, plan: Plan) -> FolderLock:
+        """The lock of the session's folder, which only rank 0 takes."""
+        if self._lock is None:
+            self._lock = FolderLock(folder.path, silent_seconds=2 * plan.compute.timeout_seconds)
+            self._stack.callback(self._lock.release)
+        return self._lock
+
+    def _called(self, run: Run, number: int) -> Run:
+        """A run whose events the user's function hears, where there is one."""
+        if self._on_event is None:
+            return run
+        from weft.api.ranks.callbacks import Callback, CalledRun  # loaded where a session has such a function
+
+        callback = Callback(self._on_event, number)
+        run.attach(callback)
+        self._callbacks.append(callback)
+        return CalledRun(run, callback)
+
+    def tell_failure(self) -> None:
+        """Let the user's function hear of it, too."""
+        for callback in self._callbacks:
+            callback.deliver_last()
+
+    def fail(self, error: BaseException) -> None:
+        """Record the error that this rank leaves with."""
+        for run in self._runs[:1]:
+            run.fail(error)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._stack.close()
+
+    def _create(self, number: int, plan: Plan) -> RunFolder:
+        """Make the folder of a model, with its plan; only on rank 0."""
+        folder_name = self._given
+        if not self._record:
+            folder = folder_name if folder_name is not None else Path("runs") / "session"
+            return RunFolder(folder / f"model-{number}" if number > 1 else folder)
+        if self._folder is not None:
+            folder_name = self._folder.path / f"model-{number}"
+        script = Path(sys.argv[0])
+        own = create_folder(run_name(script) if script.suffix == ".py" else "session", folder_name)
+        if self._folder is None:
+            self._note = self._lock_of(own, plan).acquire()
+        try:
+            own.plan.write_text(dump_plan(plan))
+        except OSError as error:
+            raise LaunchError(
+                f"the session cannot be recorded in {own.path}: {error.strerror}. Give a folder that is writable, or"
+                " write weft.session(record=False)."
+            ) from None
+        return own

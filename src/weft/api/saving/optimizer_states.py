@@ -1,0 +1,348 @@
+"""What a user's optimizer keeps, as checkpoints hold it: read off the optimizer, and given back without calling it.
+
+An optimizer keeps states by parameter, settings in its groups, what it wants under keys of its own in `state`, and
+attributes.  States that are tensors travel as pieces, so that any plan loads them; all else is written as JSON.  What a
+parameter has not yet, because it took no step, a checkpoint has not either.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from weft.api.ranks.json_values import (
+    NoFormError,
+    digest_of_form,
+    form_pieces,
+    read_form,
+    tensors_named,
+    write_form,
+)
+from weft.config.document import Json, JsonObject
+from weft.errors import CheckpointError, PlanError, RecipeError
+from weft.run.checkpoint import StoredCheckpoint
+from weft.techniques.core import NestedSplit, Piece, Segment, Shard
+
+_STATES, _OWN = "optimizer/", "kept/"
+"""Prefixes of stored names: a state of a parameter; what is kept beside these."""
+_WITHOUT_STATE = (
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type),
+    *(torch.dtype, torch.device),
+)
+"""Kinds of attributes that say what an optimizer does, not what it has done."""
+
+_GatherTexts = Callable[[str], Sequence[str]]
+
+
+class HeldRun(NamedTuple):
+    """A run of a parameter that this rank updates, as the optimizer has it."""
+
+    shard: Shard
+    segment: Segment
+    view: Tensor
+
+    @property
+    def name(self) -> str:
+        return self.segment.layout.name
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the optimizer has the parameter in its own shape."""
+        return self.view.shape == self.segment.layout.shape and self.segment.is_whole
+
+    @property
+    def holds_first(self) -> bool:
+        """Whether the first element of the whole parameter lies in this run: one rank's does, and it writes what there
+        is once for each parameter."""
+        return self.segment.start == 0 and self.segment.layout.split.index == 0
+
+
+class KeptStates:
+    """What one optimizer keeps on this rank."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, runs: Sequence[HeldRun]) -> None:
+        self._optimizer, self._runs = optimizer, runs
+        self._kind = type(optimizer).__name__
+        self._incoming: dict[int, dict[str, Tensor]] | None = None
+        """States that a load fills, by run."""
+        self._others: dict[str, Tensor] = {}
+        """Further tensors that it fills, by their stored names."""
+
+    # ── saving ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def facts(self) -> dict[str, str]:
+        """What must be equal on all ranks beside the settings of the groups."""
+        forms, tensors = self._own_forms()
+        return {
+            f"{self._kind}'s {name.replace('_', ' ')}": digest_of_form(forms[name], tensors)
+            for name in ("attributes", "own_states")
+        }
+
+    def state(self, gather: _GatherTexts) -> dict[str, Json]:
+        """Return what is no tensor, for a checkpoint.  Call on every rank: `gather` returns every rank's text.
+
+        Raises:
+            CheckpointError: something has no form in a checkpoint, with its name.
+            RecipeError: on every rank; ranks that hold the same parameter keep other things for it.
+        """
+        forms, _ = self._own_forms()
+        mine = {run.name: form for run in self._runs if (form := self._parameter_form(run, {})) is not None}
+        parameters: dict[str, Json] = {}
+        for text in gather(json.dumps(mine)):
+            for name, found in cast(dict[str, Json], json.loads(text)).items():
+                if parameters.setdefault(name, found) != found:
+                    raise RecipeError(
+                        f"what the {self._kind} keeps for {name} differs between the ranks: {parameters[name]} and"
+                        f" {found}. Let its step do the same on every rank."
+                    )
+        keeps: dict[str, Json] = {
+            "class": self._kind,
+            "attributes": forms["attributes"],
+            "own_states": forms["own_states"],
+            "parameters": parameters,
+        }
+        return {"optimizer": forms["groups"], "optimizer_keeps": keeps}
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the tensors by parameter, or while a load is under way those that it fills."""
+        for index, run in enumerate(self._runs):
+            if self._incoming is not None:
+                yield from (self._piece(run, key, value) for key, value in self._incoming[index].items())
+                continue
+            for key, value in self._optimizer.state.get(run.view, {}).items():
+                if isinstance(value, Tensor):
+                    yield self._piece(run, key, value)
+            inside: dict[str, Tensor] = {}
+            self._parameter_form(run, inside)
+            yield from form_pieces(inside, counts=run.shard.counts)
+
+    def own_pieces(self, *, counts: bool) -> Iterator[Piece]:
+        """Yield all other tensors, to be written by the rank that `counts`; while a load is under way, those that it
+        fills."""
+        yield from form_pieces(self._own_forms()[1] if self._incoming is None else self._others, counts=counts)
+
+    def _own_forms(self) -> tuple[dict[str, Json], dict[str, Tensor]]:
+        """Forms of groups, attributes and states of the optimizer's own, and the tensors that these name."""
+        tensors: dict[str, Tensor] = {}
+        groups: list[Json] = [
+            {
+                name: self._form(value, f"groups/{index}/{name}", tensors)
+                for name, value in group.items()
+                if name != "params"
+            }
+            for index, group in enumerate(self._optimizer.param_groups)
+        ]
+        attributes = self._form(own_attributes(self._optimizer), "attributes", tensors)
+        views = {id(run.view) for run in self._runs}
+        states: dict[str, Any] = {}
+        for key, value in cast(Mapping[Any, Any], self._optimizer.state).items():
+            if id(key) in views:
+                continue
+            if not isinstance(key, str):
+                raise PlanError(
+                    f"the {self._kind} keeps states for a {type(key).__name__} that is no parameter of its groups, so"
+                    " they cannot be saved. Let it keep them by parameter, or by a text."
+                )
+            states[key] = value
+        own = self._form(states, "own", tensors)
+        return {"groups": groups, "attributes": attributes, "own_states": own}, tensors
+
+    def _parameter_form(self, run: HeldRun, tensors: dict[str, Tensor]) -> Json:
+        """The form of all that is kept for a parameter and is no tensor, None where there is nothing; `tensors` takes
+        those that it names."""
+        found: dict[str, Any] = {}
+        for key, value in self._optimizer.state.get(run.view, {}).items():
+            if not isinstance(key, str) or "/" in key:
+                raise PlanError(
+                    f"the {self._kind} names a state of {run.name} {key!r}, and a checkpoint wants a text without"
+                    " slashes. Rename it."
+                )
+            if not isinstance(value, Tensor):
+                found[key] = value
+        form = self._form(found, f"parameters/{run.name}", tensors) if found else None
+        if tensors and not run.is_whole:
+            raise PlanError(
+                f"the {self._kind} keeps lists of tensors for {run.name}, which this plan cuts, so they cannot be"
+                " saved. Use data_parallel.zero = 0 and mesh.tensor = 1."
+            )
+        return form
+
+    def _form(self, value: Any, place: str, tensors: dict[str, Tensor]) -> Json:
+        try:
+            return write_form(value, _OWN + place, tensors)
+        except NoFormError as found:
+            self._refuse_form(found)
+
+    def _refuse_form(self, found: NoFormError) -> NoReturn:
+        kind, *names = found.place.removeprefix(_OWN).split("/")
+        places = {
+            "groups": lambda: f"{'.'.join(names[1:])} (group {names[0]})",
+            "attributes": lambda: f"attribute {'.'.join(names)}",
+            "own": lambda: f"state {'.'.join(names)}",
+            "parameters": lambda: f"state {'.'.join(names[1:])} of {names[0]}",
+        }
+        raise CheckpointError(
+            f"the {self._kind}'s {places[kind]()} is a {type(found.value).__name__}, which a checkpoint cannot hold:"
+            " numbers, text, tensors, lists, tuples and dictionaries can be saved. Keep it outside of the optimizer, or"
+            " as one of these."
+        )
+
+    def _piece(self, run: HeldRun, key: str, value: Tensor) -> Piece:
+        layout = run.segment.layout
+        if value.shape == run.view.shape:
+            shape, split, start, counts = layout.shape, layout.split, run.segment.start, run.shard.counts
+        else:
+            if value.numel() != 1 and not run.is_whole:
+                raise PlanError(
+                    f"the state {key!r} of {self._kind} has shape {tuple(value.shape)} for {run.view.numel():,}"
+                    f" elements of {run.name}, so it cannot be saved. Use data_parallel.zero = 0 and mesh.tensor = 1."
+                )
+            shape, split, start = value.shape, NestedSplit(), 0
+            counts = run.shard.counts and run.holds_first
+        return Piece(
+            name=f"{_STATES}{key}/{run.name}",
+            shape=shape,
+            tensor=value.detach().reshape(-1),
+            split=split,
+            start=start,
+            counts=counts,
+        )
+
+    # ── loading ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def check(self, state: JsonObject) -> None:
+        """Refuse what `state` cannot have returned for this optimizer.
+
+        Raises:
+            CheckpointError: names file and place.
+        """
+        groups, mine = list(state.objects("optimizer")), self._optimizer.param_groups
+        if len(groups) != len(mine):
+            raise state.fail("optimizer", f"a list of {len(mine)} parameter groups, as the optimizer has")
+        knows_all = False
+        if "optimizer_keeps" in state.values:
+            keeps = state.object("optimizer_keeps")
+            keeps.only(("class", "attributes", "own_states", "parameters"))
+            knows_all = keeps.text("class") == self._kind
+            for name in ("attributes", "own_states"):
+                _check_form(keeps, name, keeps.values[name])
+            parameters = keeps.object("parameters")
+            for name, form in parameters.values.items():
+                _check_form(parameters, name, form)
+        for group, own in zip(groups, mine, strict=True):
+            for name, form in group.values.items():
+                if name == "params" or (name not in own and not knows_all):
+                    raise group.fail(name, f"a setting of the {self._kind}'s group")
+                _check_setting(group, name, form, own.get(name))
+
+    def expect(self, stored: StoredCheckpoint) -> None:
+        """Make tensors for all that a checkpoint holds; `pieces` and `own_pieces` yield them until `forget`.
+
+        Raises:
+            CheckpointError: it holds a state in a shape that this plan cuts, or lacks one that it names.
+        """
+        keys: dict[str, list[str]] = {}
+        for name in stored.runs:
+            if name.startswith(_STATES):
+                key, _, parameter = name.removeprefix(_STATES).partition("/")
+                keys.setdefault(parameter, []).append(key)
+        self._incoming = {
+            index: {key: self._room(stored, run, key) for key in keys.get(run.name, ())}
+            for index, run in enumerate(self._runs)
+        }
+        named = {name for form in _forms_in(stored.manifest.state) for name in tensors_named(form)}
+        if lost := sorted(name for name in named if name not in stored.runs):
+            raise CheckpointError(f"{stored.folder} lacks {lost[0]}, which its manifest names. Load an earlier one.")
+        self._others = {name: torch.zeros(stored.shape(name), dtype=stored.dtype(name)) for name in sorted(named)}
+
+    def _room(self, stored: StoredCheckpoint, run: HeldRun, key: str) -> Tensor:
+        name = f"{_STATES}{key}/{run.name}"
+        shape, dtype = stored.shape(name), stored.dtype(name)
+        if shape == run.segment.layout.shape:
+            return torch.zeros(run.view.shape, dtype=dtype, device=run.view.device)
+        if shape.numel() != 1 and not run.is_whole:
+            raise CheckpointError(
+                f"{stored.folder} holds the state {key!r} of {run.name} in the shape {tuple(shape)}, and this plan cuts"
+                " the parameter. Load it with data_parallel.zero = 0 and mesh.tensor = 1."
+            )
+        return torch.zeros(shape, dtype=dtype, device=self._device_of(run, key))
+
+    def _device_of(self, run: HeldRun, key: str) -> torch.device:
+        """As torch's own `load_state_dict` has it: counts of steps stay with the host."""
+        group = self._optimizer.param_groups[run.shard.group]
+        on_host = key == "step" and not group.get("capturable") and not group.get("fused")
+        return torch.device("cpu") if on_host else run.view.device
+
+    def take(self, state: Mapping[str, Json]) -> None:
+        """Give the optimizer what `expect` has made room for, filled, and what is no tensor."""
+        assert self._incoming is not None, "nothing was expected"
+        keeps = cast(Mapping[str, Any], state.get("optimizer_keeps") or {})
+        parameters = cast(Mapping[str, Json], keeps.get("parameters", {}))
+        for key in [key for key in keys_of(self._optimizer) if keeps or isinstance(key, Tensor)]:
+            del self._optimizer.state[key]
+        for index, run in enumerate(self._runs):
+            form = parameters.get(run.name)
+            others = {} if form is None else self._read(form, run.view.device)
+            if found := self._incoming[index] | others:
+                self._optimizer.state[run.view] = found
+        device = next((run.view.device for run in self._runs), None)
+        if keeps:
+            self._optimizer.state.update(self._read(keeps["own_states"], device))
+            for name, value in self._read(keeps["attributes"], device).items():
+                setattr(self._optimizer, name, value)
+        for group, saved in zip(self._optimizer.param_groups, cast(Any, state["optimizer"]), strict=True):
+            group.update({name: self._read(form, device) for name, form in saved.items()})
+
+    def forget(self) -> None:
+        """End a load, whether it came to its end or not."""
+        self._incoming, self._others = None, {}
+
+    def _read(self, form: Json, device: torch.device | None) -> Any:
+        return read_form(form, self._others, device)
+
+
+def keys_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return what an optimizer keeps states for: parameters, and whatever else it likes."""
+    return list(cast(Mapping[Any, Any], optimizer.state))
+
+
+def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what an optimizer has in attributes beside what every one of torch's has, and what has a state."""
+    plain = vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.1))
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in plain and not isinstance(value, _WITHOUT_STATE)
+    }
+
+
+def _forms_in(state: Mapping[str, Json]) -> Iterator[Json]:
+    """Yield all forms that `KeptStates.state` has put into a checkpoint's state."""
+    for group in cast(list[dict[str, Json]], state["optimizer"]):
+        yield from group.values()
+    keeps = cast(dict[str, Any], state.get("optimizer_keeps") or {})
+    yield from (keeps[name] for name in ("attributes", "own_states") if name in keeps)
+    yield from keeps.get("parameters", {}).values()
+
+
+def _check_setting(group: JsonObject, name: str, form: Any, mine: Any) -> None:
+    """Refuse a form that is none, or is of another kind than the setting here."""
+    plain = isinstance(form, bool | int | float | str) and isinstance(mine, bool | int | float | str)
+    if not plain:
+        _check_form(group, name, form)
+    elif isinstance(form, bool) != isinstance(mine, bool) or isinstance(form, str) != isinstance(mine, str):
+        raise group.fail(name, f"a {type(mine).__name__}")
+    elif isinstance(form, int | float) and not isinstance(form, bool):
+        group.number(name, least=-1e30, most=1e30)
+
+
+def _check_form(place: JsonObject, name: str, form: Any) -> None:
+    try:
+        read_form(form, dict.fromkeys(tensors_named(form), torch.empty(0)))
+    except (ValueError, TypeError, KeyError):
+        raise place.fail(name, "what save() writes of an optimizer") from None

@@ -1,0 +1,123 @@
+"""The way into a job: `weft.session`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from weft.api.planning.arguments import check_session, run_folder_of
+from weft.api.planning.planning import Planning, with_timeout
+from weft.api.planning.settings import PlanSettings
+from weft.api.preflight.proof import check_prove
+from weft.api.ranks.recording import SessionRuns
+from weft.api.sessions.session import Session
+from weft.config.plan import Plan, load_plan
+from weft.config.recipe import PermitRecipe, Precision
+from weft.errors import RecipeError
+from weft.events import OnEvent, Track
+from weft.run.engine.proof import Prove
+from weft.run.launch import RankInfo, initialise_distributed
+
+
+def session(
+    plan: Plan | str | Path = "auto",
+    *,
+    seed: int = 1234,
+    permit: Sequence[Precision] = ("fp32",),
+    compression: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+    accumulate: int | None = None,
+    local_steps: int = 0,
+    folder: str | Path | None = None,
+    record: bool = True,
+    track: Track | None = None,
+    on_event: OnEvent | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    collective_timeout_seconds: float | None = None,
+    prove: Prove = "auto",
+    quiet: bool = False,
+) -> Session:
+    """Join this process to its job (torchrun, `weft launch`, or alone in plain Python).
+
+    Leave it by `with`, by `session.close()`, or with the script: what comes first.
+
+    Args:
+        plan: how to split; `auto` is the fastest predicted split of the data over the job's ranks: ZeRO stage,
+            microbatch, recomputation and precision.  It never splits the model, because a loop of one's own may use
+            the model, or several, as it likes: name a plan for that.
+        seed: of data order and of dropout.
+        permit: precisions that a plan may choose from.
+        compression: lossy compressions of gradients that a plan may name.
+        settings: of the plan by dotted key, such as `{"data_parallel.zero": 3, "compute.compile": True}`: laid over the
+            plan, or what `auto` must leave as it is.
+        accumulate: beside `auto`, microbatches of a rank in a step; the global batch stays the loader's.
+        local_steps: steps that each data rank may take by itself before all average their weights, which is other
+            mathematics than that of one process (0: none).  Beside `auto` they take so many, and the average is plain
+            (local SGD), unless `settings` say otherwise (DiLoCo's `data_parallel.outer_momentum`); one process has
+            nobody to average with.  A plan of your own says how many it takes, at most these.
+        folder: of the run, as that of `weft train`: plan, metrics, logs, and what `save` writes.  By default
+            `runs/<script>-<date>-<n>`; to go on with an earlier run, give its folder and call `load`.
+        record: keep plan, metrics and logs; False leaves nothing in the folder (then by default `runs/session`) but
+            what `save` writes.
+        track: `track(name, value, step)` is called on rank 0 with every number that the run reports (`train/loss`,
+            `evaluation/accuracy`, `rate/samples_per_second`, …), such as `SummaryWriter(…).add_scalar`; of further
+            models with names that begin with `model-2/`.  One that raises is asked no more, with a warning.
+        on_event: `on_event(event, model)` is called on every rank with everything that happens to the session's models
+            (counted from 1): `StepEvent`, `EpochEvent`, `EvaluationEvent`, `CheckpointEvent`, … of `weft.events`, each
+            with its `kind`.  It is called when the call that it is about is through (`state.step`, …), may call the
+            state itself where all ranks do, and what it raises comes out of that call.
+        device: of this job's ranks.
+        collective_timeout_seconds: how long ranks wait for one another; by default the plan's own
+            (`compute.collective_timeout_seconds`), 600 s under `auto`.
+        prove: compare two steps of every prepared model under its plan with plain PyTorch on one process, before the
+            first real one: `auto` where it takes no longer than 10 s, and once for the same code, plan and versions;
+            `always`; or `never`.
+        quiet: do not print the plan and the proof.
+
+    Raises:
+        WeftError: the plan cannot be read, or the ranks cannot be joined.
+
+    Example::
+
+        with weft.session(plan="auto") as session:
+            state = session.prepare(model, optimizer, loader, loss=loss_fn)
+            for batch in state.batches():
+                step = state.step(batch)
+    """
+    check_session(permit, compression, settings, device, track, record=record, quiet=quiet)
+    own_folder = run_folder_of(folder)
+    given = PlanSettings(settings=settings or {}, accumulate=accumulate, local_steps=local_steps)
+    if type(seed) is not int or seed < 0:
+        raise RecipeError(f"seed = {seed!r} is no seed. Give a whole number from 0 on.")
+    requested = load_plan(plan) if plan != "auto" and not isinstance(plan, Plan) else plan
+    requested = given.over(requested) if isinstance(requested, Plan) else requested
+    if isinstance(requested, Plan) and requested.compute.device != "auto":
+        device = requested.compute.device
+    own_plan = with_timeout(requested if isinstance(requested, Plan) else Plan(), collective_timeout_seconds)
+    timeout_seconds, backend = own_plan.compute.timeout_seconds, own_plan.compute.backend
+    with ExitStack() as stack:
+        distributed = stack.enter_context(
+            initialise_distributed(device, backend=backend, timeout_seconds=timeout_seconds)
+        )
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        planning = Planning(
+            plan=own_plan if isinstance(requested, Plan) else None,
+            given=given,
+            rank_info=RankInfo.from_environment(),
+            rank=distributed.rank,
+            world_size=distributed.world_size,
+            device=distributed.device,
+            timeout_seconds=timeout_seconds,
+            seed=seed,
+            permit=PermitRecipe(
+                precision=tuple(permit), compression=tuple(compression), local_steps=given.most_local_steps
+            ),
+            quiet=quiet,
+        )
+        runs = SessionRuns(own_folder, distributed.rank_info, record=record, track=track, on_event=on_event)
+        stack.callback(runs.close)
+        return Session(distributed, planning, runs, check_prove(prove), stack)

@@ -125,7 +125,8 @@ def test_a_forward_that_fails_is_a_sentence_and_no_exception() -> None:
 
 def test_one_sentence_names_the_module_for_whoever_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "whole_model.py").write_text(
-        "import torch\nfrom torch import nn\nfrom weft.model.blueprint import Blueprint\nfrom weft.model.losses import regression_loss\n"
+        "import torch\nfrom torch import nn\nfrom weft.model.blueprint import Blueprint\n"
+        "from weft.model.losses import regression_loss\n"
         "class Sorting(nn.Module):\n"
         "    def __init__(self):\n"
         "        super().__init__()\n"

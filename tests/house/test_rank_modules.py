@@ -18,7 +18,7 @@ PROOF_LINES = 1_700
 """Lines beside them of the proof at the start, where it was not kept from an earlier one."""
 ENGINE_LINES = 1_900
 """Lines of them that a rank over Gloo does not load."""
-PLANNER = {"cli", "describe", "eject", "entry", "explain", "price", "search", "systems"}
+PLANNER = {"cli", "api", "interop", "planning"}
 
 TELLING = """
 import json, os, sys

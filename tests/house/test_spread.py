@@ -1,6 +1,6 @@
 """A setting of the plan has one home: few rooms speak of it, and a technique says all of itself in one place.
 
-A room is a package of `weft`, and below `techniques` a technique.  It speaks of what is an identifier, an attribute,
+A room is a package inside of a wing, and below `techniques` a technique.  It speaks of what is an identifier, an attribute,
 a keyword, or (the last word of) a whole string there; docstrings and comments do not count.
 """
 
@@ -66,7 +66,7 @@ def rooms() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {name: set() for name in COUNTED}
     for path in SOURCE.rglob("*.py"):
         parts = path.relative_to(SOURCE).parts
-        room = "/".join(parts[:2]) if parts[0] == "techniques" else parts[0]
+        room = "/".join(parts[:-1][:2])
         for name in set(words(ast.parse(path.read_text(encoding="utf-8")))) & found.keys():
             found[name].add(room)
     return found
@@ -79,7 +79,8 @@ def test_a_setting_is_spoken_of_in_few_rooms() -> None:
 
 
 def test_every_folder_of_techniques_has_settings_and_a_contract() -> None:
-    folders = [path for path in (SOURCE / "techniques").iterdir() if path.is_dir() and path.name != "__pycache__"]
+    shared = {"core", "randomness", "send_trace", "__pycache__"}
+    folders = [path for path in (SOURCE / "techniques").iterdir() if path.is_dir() and path.name not in shared]
     assert len(folders) >= 12
     for folder in folders:
         assert (folder / "settings.py").is_file(), folder.name

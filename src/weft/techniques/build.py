@@ -275,7 +275,7 @@ def _filled_in_shards(part: ModelPart, blueprint: Blueprint, plan: Plan, mesh: M
         name
         for name, parameter in part.module.named_parameters()
         if names[name] == 1 and parameter.is_floating_point() and part.layout[name].name not in tables
-        if not part.layout[name].tied and cut_of(part.layout[name], mesh) is not None
+        if not part.layout[name].tied and zero3.cut_of(part.layout[name], mesh) is not None
     }
 
 
@@ -297,27 +297,22 @@ def _create_stores(
     shards_weights = _shards_weights(plan, mesh)
     stores: list[GradientStore] = []
     if shards_weights:
-        from weft.techniques.zero.sharded_weights import (  # where weights are cut
-            FullyShardedStore,
-            apply_zero3,
-            cut_of,
-            fill_shards,
-        )
+        from weft.techniques.zero import sharded_weights as zero3  # loaded where weights are cut
 
         kept_out = tables.keys() | {
             key
             for key, each in members.items()
             if key[1] in parts[key[0]].ties
-            or cut_of(each.layout, mesh) is None
+            or zero3.cut_of(each.layout, mesh) is None
             or each.parameter.dtype != dtypes.master
         }
         sharded = {key: member for key, member in members.items() if key not in kept_out}
         frozen = _cast_frozen(
-            parts, dtypes, lambda layout, dtype: cut_of(layout, mesh) is None or dtype != dtypes.master
+            parts, dtypes, lambda layout, dtype: zero3.cut_of(layout, mesh) is None or dtype != dtypes.master
         )
         empty = {each for part in parts for each in part.module.parameters() if not each.numel()}
         for part in parts:
-            apply_zero3(
+            zero3.apply_zero3(
                 part,
                 mesh,
                 blocks=[]
@@ -330,9 +325,9 @@ def _create_stores(
                 sum_replicas=compression is None,
                 techniques=techniques,
             )
-            fill_shards(part, blueprint, mesh, build.seed, techniques)
+            zero3.fill_shards(part, blueprint, mesh, build.seed, techniques)
         stores.append(
-            FullyShardedStore(
+            zero3.FullyShardedStore(
                 parts,
                 sharded,
                 mesh,

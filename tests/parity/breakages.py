@@ -17,8 +17,6 @@ import dispatcher_breakages
 import token_breakages
 import torch
 import torch.distributed as dist
-import whole_breakages
-import wide_breakages
 import written_breakages
 from torch import Tensor, nn
 
@@ -409,8 +407,6 @@ PATCHES: Mapping[str, Callable[[], list[Patch]]] = {
     **channel_breakages.PATCHES,
     **dispatcher_breakages.PATCHES,
     **token_breakages.PATCHES,
-    **whole_breakages.PATCHES,
-    **wide_breakages.PATCHES,
     **written_breakages.PATCHES,
 }
 BLUEPRINTS: Mapping[str, Callable[[Blueprint], Blueprint]] = {

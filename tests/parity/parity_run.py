@@ -20,7 +20,6 @@ from predicted import unlike_predicted
 from torch import Tensor
 
 from weft.analysis.blueprint import look_for_blocks
-from weft.analysis.features._find_features import look_at_features
 from weft.analysis.look import look
 from weft.analysis.tokens.find_sequence import look_at_tokens
 from weft.config.plan import Plan
@@ -112,15 +111,11 @@ def run_rank(recipe: Recipe, plan: Plan, steps: int, breakage: str | None = None
 
 
 def look_at(blueprint: Blueprint, plan: Plan) -> None:
-    """See what nothing says of a model, and a plan needs to know: its blocks; and how it splits over a grid."""
-    has_grid = plan.tensor_parallel.scheme != "1d"
-    is_bare = has_grid and not blueprint.splits
-    if plan.mesh.context > 1 or is_bare:
+    """See what nothing says of a model, and a plan needs to know: its blocks, and how it splits."""
+    if plan.mesh.context > 1:
         look_for_blocks(blueprint, plan)
-    if is_bare or (plan.mesh.context > 1 and plan.mesh.tensor > 1 and not blueprint.splits):
-        look(blueprint)
-    if has_grid and not blueprint.has_known_features:
-        look_at_features(blueprint)
+        if plan.mesh.tensor > 1 and not blueprint.splits:
+            look(blueprint)
 
 
 @contextmanager

@@ -1,9 +1,10 @@
-"""Squares of tensor ranks for families that looking at a model shows, against one process."""
+"""Grids of tensor ranks for families of `transformers`: with windows against one process, and refused for models that
+were only looked at, whose tensor ranks split in one dimension."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import cells
 import looked_grids
@@ -11,16 +12,29 @@ import pytest
 from cells import Cell, plan
 from parity_run import Matrix
 from pool import RankPool
+from test_dry_runs import check
 
 from weft.analysis.blueprint import build_blueprint
 from weft.api import describe_recipe
+from weft.config.cluster import Cluster
+from weft.config.plan import Plan
 from weft.config.recipe import ModelRecipe, Recipe
 from weft.errors import PlanError
 from weft.model.description import facts_of
+from weft.planning.search import recipe_space
 from weft.run.worker import facts_of_blueprint
 from weft.techniques.check import check_plan
 
 STEPS = 3
+CUBE = plan(tensor=8, grid="3d", micro=4, fused=False)
+
+
+class Isolating(Matrix):
+    """Cells whose samples hold several documents, kept apart."""
+
+    def recipe(self, model: str, precision: str, **optimizer: Any) -> Recipe:
+        recipe = super().recipe(model, precision, **optimizer)
+        return replace(recipe, data=replace(recipe.data, documents="isolated"))
 
 
 @pytest.fixture(scope="module")
@@ -43,51 +57,46 @@ def test_equals_one_process(parity: Matrix, cell: Cell) -> None:
     assert parity.verdict(cell).failures("fp64") == []
 
 
-def recipe_of(models: dict[str, ModelRecipe], name: str) -> Recipe:
-    return cells.recipe_of(models[name], "fp64")
+def test_windows_of_isolated_documents_equal_one_process(ranks: RankPool, models: dict[str, ModelRecipe]) -> None:
+    isolating = Isolating(ranks, models, steps=STEPS, backend="cpu:weft")
+    assert isolating.verdict(Cell("mistral", plan(tensor=4, grid="2d"))).failures("fp64") == []
+
+
+def test_a_dry_run_sends_what_is_predicted(models: dict[str, ModelRecipe]) -> None:
+    check(looked_grids.ALL[0], models, "fp32")
 
 
 @pytest.mark.parametrize("documents", ["packed", "isolated"])
-@pytest.mark.parametrize("name", ["mistral", "qwen2", "mixtral"])
-def test_a_file_and_a_look_agree(
+@pytest.mark.parametrize("name", looked_grids.WINDOWED)
+def test_a_file_and_the_built_model_agree_on_windows(
     models: dict[str, ModelRecipe], name: str, documents: Literal["packed", "isolated"]
 ) -> None:
-    recipe = recipe_of(models, name)
+    recipe = cells.recipe_of(models[name], "fp64")
     recipe = replace(recipe, data=replace(recipe.data, documents=documents))
     described, built = facts_of(recipe), facts_of_blueprint(build_blueprint(recipe), recipe)
-    assert (described.no_grid, described.no_cube) == (built.no_grid, built.no_cube)
-    assert bool(described.no_grid) == (documents == "isolated")
+    for facts in (described, built):
+        check_plan(plan(tensor=4, grid="2d"), recipe, facts)
+        with pytest.raises(PlanError, match=r"its masks of windows are made for other samples|isolated"):
+            check_plan(CUBE, recipe, facts)
+    with pytest.raises(PlanError, match="cannot join mesh.pipeline = 2 for this model: its blocks were found"):
+        check_plan(plan(tensor=4, grid="2d", pipeline=2), recipe, built)
 
 
-def test_all_that_know_a_model_agree_on_its_squares(models: dict[str, ModelRecipe]) -> None:
-    recipe, chosen = recipe_of(models, "arcee"), plan(tensor=4, grid="2d")
-    built, described = facts_of_blueprint(build_blueprint(recipe), recipe), describe_recipe(recipe).facts
-    for facts in (facts_of(recipe), built, described, describe_recipe(recipe).facts):
-        check_plan(chosen, recipe, facts)
-    assert build_blueprint(recipe, chosen).no_grid == ""
-    for facts in (built, described):
-        with pytest.raises(PlanError, match="looked at for squares of ranks"):
-            check_plan(plan(tensor=8, grid="3d", micro=4, fused=False), recipe, facts)
-        with pytest.raises(PlanError, match="cannot join mesh.pipeline = 2 for this model: its blocks were found"):
-            check_plan(plan(tensor=4, grid="2d", pipeline=2), recipe, facts)
-
-
+@pytest.mark.parametrize("scheme", ["2d", "2.5d", "3d"])
 @pytest.mark.parametrize("name", looked_grids.REFUSED)
-def test_what_stands_in_the_way_is_said(models: dict[str, ModelRecipe], name: str) -> None:
-    recipe, chosen = recipe_of(models, name), plan(tensor=4, grid="2d")
+def test_other_models_form_no_grid_and_are_told_of_one_dimension(
+    models: dict[str, ModelRecipe], name: str, scheme: str
+) -> None:
+    recipe, why = cells.recipe_of(models[name], "fp64"), looked_grids.REFUSED[name][1]
+    chosen = {"2d": plan(tensor=4, grid="2d"), "2.5d": plan(tensor=8, grid="2.5d", micro=4), "3d": CUBE}[scheme]
     built = build_blueprint(recipe)
-    described = describe_recipe(recipe).facts
-    assert built.no_grid == described.no_grid == build_blueprint(recipe, chosen).no_grid
-    for facts in (facts_of_blueprint(built, recipe), described):
-        with pytest.raises(PlanError) as refused:
+    description = describe_recipe(recipe)
+    for facts in (facts_of_blueprint(built, recipe), description.facts):
+        with pytest.raises(PlanError, match=rf'(?s)cannot be had for this model: {why}.*\nUse "1d"\.'):
             check_plan(chosen, recipe, facts)
-        assert looked_grids.REFUSED[name][1] in str(refused.value)
-
-
-def test_isolated_documents_are_refused(models: dict[str, ModelRecipe]) -> None:
-    recipe = recipe_of(models, "arcee")
-    recipe = replace(recipe, data=replace(recipe.data, documents="isolated"))
-    assert "kept apart by masks" in build_blueprint(recipe).no_grid
+        check_plan(plan(tensor=2), recipe, facts)
+    space = recipe_space(recipe, description.profile, description.facts, Cluster.detect(), Plan())
+    assert space.tensor_schemes == ("1d",)
 
 
 @pytest.mark.parity

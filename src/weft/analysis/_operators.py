@@ -46,10 +46,6 @@ class Draft:
     parameters: int = 0
     summed_elements: float = 0.0
     """Elements of what it reads whose gradient is a sum over tensor ranks."""
-    is_whole: bool = False
-    """Whether every rank of a row computes all of it, where tensor ranks form a square."""
-    gathered_elements: float = 0.0
-    """Elements that a row gathers before it, then."""
     kept: _Amount = field(default_factory=_Amount)
     unfused: _Amount = field(default_factory=_Amount)
     """What is kept beyond or, where negative, below what fused kernels keep."""
@@ -171,8 +167,6 @@ def operator_of(draft: Draft, graph: Graph, tokens: float, length: int) -> Opera
         unfused_elements_per_token=max(0.0, draft.unfused.elements) * per,
         unfused_bytes_per_token=max(0.0, draft.unfused.size_bytes) * per,
         selective=draft.kind in ("attention", "elementwise"),
-        whole_on_rows=draft.is_whole,
-        gathered_elements_per_token=draft.gathered_elements * per,
         **_sizes(draft, graph, per, length),
     )
 

@@ -66,7 +66,6 @@ class _Builder:
         self._experts = _expert_modules(blueprint.module, self._graph, self._segments)
         self._drafts: dict[int, dict[tuple[str, str, str], Draft]] = {}
         self._draft_of: dict[int, Draft] = {}
-        self._gathered: set[Value] = set()
 
     def description(self) -> ForwardDescription:
         self._gather()
@@ -101,22 +100,10 @@ class _Builder:
             draft = self._draft(self._segments.of_event[event.index], event, attention)
             draft.events.append(event)
             draft.summed_elements += self._kinds.summed.get(event.index, 0.0)
-            self._note_whole(draft, event)
             self._draft_of[event.index] = draft
             if attention is not None:
                 draft.written[event.index] = attention
                 self._draft_of |= dict.fromkeys(attention.inside, draft)
-
-    def _note_whole(self, draft: Draft, event: Event) -> None:
-        """Whether it stands in a module that rows of a square compute whole, and what is gathered before that."""
-        if not self._blueprint.is_computed_whole(event.module):
-            return
-        draft.is_whole = True
-        entered = [name for name in self._blueprint.features["wholes"] if f"{event.module}.".startswith(f"{name}.")]
-        for name in entered:
-            if (value := self._trace.entries[name][1]) not in self._gathered:
-                self._gathered.add(value)
-                draft.gathered_elements += value.numel
 
     def _draft(self, part: int, event: Event, attention: WrittenAttention | None) -> Draft:
         root, prefix = self._blueprint.module, self._segments.prefix(part)

@@ -79,8 +79,7 @@ def _page(recipe: Recipe, *, json: bool) -> str:
     if json:
         return to_text.dumps(_as_json(description, proposal, dtype.itemsize), indent=2)
     notes = (f"# {note}" for note in blueprint.notes)
-    axes = [_tensor_line(blueprint), *_square_lines(blueprint)]
-    lines = [*_lines(description, dtype.itemsize), "", *samples, *axes, *notes, ""]
+    lines = [*_lines(description, dtype.itemsize), "", *samples, _tensor_line(blueprint), *notes, ""]
     return "\n".join([*lines, *_split_lines(proposal, covered=plain.splits), *stage_lines(blueprint)])
 
 
@@ -107,18 +106,6 @@ def _tensor_line(blueprint: Blueprint) -> str:
     sizes = ", ".join(f"{name} = {size}" for name, size in blueprint.divisible.items())
     share = f"Tensor axis: {divided / max(total, 1):.0%} of the parameters are divided"
     return share + (f"; it must divide {sizes}" if sizes else "")
-
-
-def _square_lines(blueprint: Blueprint) -> list[str]:
-    """What every rank of a row has and computes whole, where tensor ranks form squares."""
-    if blueprint.no_grid or not (wholes := blueprint.features.get("wholes", ())):
-        return []
-    from weft.model.meta_forward import glob_of
-
-    sizes = [(blueprint.is_computed_whole(name), each.numel()) for name, each in blueprint.module.named_parameters()]
-    share = sum(size for is_whole, size in sizes if is_whole) / max(sum(size for _, size in sizes), 1)
-    names = ", ".join(dict.fromkeys(map(glob_of, wholes)))
-    return [f"Squares of tensor ranks: each rank of a row computes all of {names}, {share:.0%} of the parameters"]
 
 
 def _lines(description: ForwardDescription, element_bytes: int) -> list[str]:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from weft.model.families import (
     DROPPED_ATTENTION,
     NO_VOCABULARY,
-    ONLY_SQUARES,
     OWN_CHECKPOINTS,
+    ROUTED_FEATURES,
     UNKNOWN_ATTENTION,
     UNKNOWN_FEATURES,
+    WINDOWED_ATTENTION,
     SampleField,
     Tables,
 )
@@ -98,8 +99,6 @@ class Blueprint(Tables):
     has_known_forward: bool = False
     """Whether it is a reference model, or of a family with a file, as it is: tensor ranks that form a grid rely on what
     a forward does between layers, which tables do not show."""
-    no_features: str = UNKNOWN_FEATURES
-    """Why they cannot have parts of the features of another model, as looking at it shows; empty: they can."""
     loss: Loss
     initialise: Initialiser | None
     task: Literal["causal_lm", "masked_lm", "classification", "other"] = "other"
@@ -213,26 +212,23 @@ class Blueprint(Tables):
         return ""
 
     @property
-    def has_known_features(self) -> bool:
-        """Whether tables show all that its forward does with features, and no experts or attention had to be found."""
-        return self.has_known_forward and not self.stacks and self.attention is not None and not self.attending
-
-    @property
     def no_grid(self) -> str:
         """Why tensor ranks cannot form a grid, as far as tables say: a sentence without its end; empty: they can."""
-        if not self.has_known_features and self.no_features:
-            return self.no_features
-        if any(rule.kind == "expert" for rule in self.split) and not self.features.get("wholes"):
-            return "its router sees all features of a token"
-        if self.has_known_features and self.vocabulary_head is None:
+        if not self.has_known_forward or self.vocabulary_size is None:
+            return UNKNOWN_FEATURES
+        if self.stacks or any(rule.kind == "expert" for rule in self.split):
+            return ROUTED_FEATURES
+        if self.vocabulary_head is None:
             return NO_VOCABULARY
         return self._no_sum_over_tokens
 
     @property
     def no_cube(self) -> str:
         """Why they cannot form a cube where they form other grids: a sentence without its end; empty: they can."""
-        if not self.has_known_features:
-            return ONLY_SQUARES
+        if self.no_grid:
+            return ""
+        if self.attention is None or self.attending:  # how its tokens see one another its family leaves to its masks
+            return WINDOWED_ATTENTION
         dropouts = (name for name, each in self.module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0)
         return DROPPED_ATTENTION if any(self.kind_of(name) == "heads" for name in dropouts) else self.no_context
 

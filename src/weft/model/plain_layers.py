@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -27,19 +27,15 @@ def is_conv1d(module: nn.Module) -> bool:
     return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__) and hasattr(module, "nf")
 
 
-def localise(part: nn.Module, tables: Tables, parts: int, *, is_grid: bool = False) -> None:
+def localise(part: nn.Module, tables: Tables, parts: int) -> None:
     """Divide the attributes that count something split over tensor ranks into so many parts; a shared module once.
-
-    `is_grid`: not those of modules that every rank of a row computes whole.
 
     Raises:
         PlanError: a number that cannot be divided.
     """
     done: set[tuple[int, str]] = set()
     for name, module in part.named_modules():
-        if is_grid and tables.is_computed_whole(name):
-            continue
-        for attribute in _counted(name, tables, is_grid=is_grid):
+        for attribute in (entry.attribute for entry in tables.localise if fnmatchcase(name, entry.match)):
             value = None if (id(module), attribute) in done else number_of(module, attribute)
             if value is None:
                 continue
@@ -50,11 +46,3 @@ def localise(part: nn.Module, tables: Tables, parts: int, *, is_grid: bool = Fal
                 )
             set_number(module, attribute, value // parts)
             done.add((id(module), attribute))
-
-
-def _counted(name: str, tables: Tables, *, is_grid: bool) -> Iterator[str]:
-    yield from (entry.attribute for entry in tables.localise if fnmatchcase(name, entry.match))
-    for entry in tables.features.get("counts", ()) if is_grid else ():
-        module, _, attribute = entry.partition(":")
-        if module == name:
-            yield attribute

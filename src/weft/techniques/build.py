@@ -206,8 +206,7 @@ def _key_draws(part: ModelPart, build: Build) -> None:
         keyed=build.draws.modules,
         grid=part.grid,
     )
-    view = build.mesh["tensor"] if part.grid is None else part.grid.features
-    apply_keyed_draws(part.module, build.draws, view, build.context)
+    apply_keyed_draws(part.module, build.draws, build.mesh["tensor"], build.context)
 
 
 def _watch_routers(parts: Sequence[ModelPart], blueprint: Blueprint, mesh: Mesh) -> RouterWatch | None:

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memories import memory_of
 
-from weft.config.plan import Recompute
 from weft.model.profile import ModelSizes, Profile, profile_of_sizes
 from weft.model.profile.known import KNOWN_MODELS, known_model
 from weft.planning.price import WEFT, Layout, Memories, StageMemory
@@ -136,15 +135,6 @@ def test_grids_of_ranks_share_weights_out() -> None:
     for scheme in ("1d", "2.5d", "3d"):
         (stage,) = memory_of(SMALL, Layout(tensor=8, tensor_scheme=scheme))
         assert stage.kinds.weights == pytest.approx(2 * (split / parts[scheme] + whole))
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_rows_of_a_square_keep_what_they_compute_whole_for_their_samples(recompute: Recompute) -> None:
-    """16 ranks are four rows, of which each has half the samples that two rows have."""
-    profile = replace(MIXTURE, blocks=MIXTURE.blocks[:2]).with_whole_mixtures()
-    layout = Layout(tensor_scheme="2d", microbatch_size=64, recompute=recompute)
-    two, four = (memory_of(profile, replace(layout, tensor=ranks))[0].kinds.activations for ranks in (4, 16))
-    assert four < 0.55 * two
 
 
 def test_a_tied_weight_stands_on_both_ends() -> None:

@@ -44,10 +44,6 @@ def build_blueprint(recipe: Recipe, plan: Plan | None = None) -> Blueprint:
         from weft.analysis.blueprint._looks import look_for_a_split  # as below
 
         look_for_a_split(blueprint, bare)
-    if adapter is None and bare.model.hf is not None and (plan is None or plan.tensor_parallel.scheme != "1d"):
-        from weft.analysis.blueprint._looks import look_at_its_features  # as above
-
-        look_at_its_features(blueprint, bare)
     if adapter is not None:
         # Looked at are the model's own layers: how these adapters split follows from the layers beside them.
         from weft.model.adapters import apply_adapter

@@ -1,11 +1,11 @@
-"""What looking at a recipe's model shows of its split and its features, or what was kept of an earlier look."""
+"""What looking at a recipe's model shows of its split, or what was kept of an earlier look."""
 
 from __future__ import annotations
 
 from weft.config.recipe import Recipe
 from weft.model.blueprint import Blueprint
 from weft.model.description import stored
-from weft.model.families import ISOLATED_DOCUMENTS, Tables, found_split_note
+from weft.model.families import Tables, found_split_note
 
 
 def look_for_a_split(blueprint: Blueprint, recipe: Recipe) -> None:
@@ -23,20 +23,3 @@ def _take_split(blueprint: Blueprint, tables: Tables) -> None:
     blueprint.vocabulary_head, blueprint.no_tensor = tables.vocabulary_head, tables.no_tensor
     if tables.splits:  # other notes that were kept are not of this model: its folder may have got weights since
         blueprint.notes = (*blueprint.notes, found_split_note(tables.split))
-
-
-def look_at_its_features(blueprint: Blueprint, recipe: Recipe) -> None:
-    """Where tables do not show it, enter into the blueprint why its ranks may not have parts of the features."""
-    if blueprint.has_known_features:
-        return
-    if recipe.data.documents == "isolated":
-        blueprint.no_features = ISOLATED_DOCUMENTS
-        return
-    if (known := stored(recipe)) is not None:
-        blueprint.no_features, tables = known.no_features, known.tables
-        blueprint.features, blueprint.divisible_features = tables.features, tables.divisible_features
-        blueprint.no_fp16_grid = tables.no_fp16_grid
-        return
-    from weft.analysis.features._find_features import look_at_features  # as above
-
-    look_at_features(blueprint)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from weft.analysis._counting import counts_alone, token_beside
-from weft.analysis.features._own_backward import own_backward
+from weft.analysis.tokens._own_backward import own_backward
 from weft.analysis.tokens._token_flow import AttentionKind, Meeting, TokenFlow, follow_tokens, live_events
 from weft.analysis.trace._events import Event, Trace
 from weft.analysis.trace._fused import WHOLE_ATTENTION

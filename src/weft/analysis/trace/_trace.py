@@ -49,7 +49,6 @@ def trace(
     reads: bool = False,
     modes: Sequence[Mode] = ("as it is",),
     constants: bool = False,
-    samples: int = SAMPLES,
 ) -> Trace:
     """Run the model in `dtype` as it is (training or evaluation mode), and its loss if wanted; nothing is computed.
 
@@ -57,12 +56,11 @@ def trace(
     run.  `watch` sees every event as it happens; what it raises ends the run.  `fused`: calls that run in one kernel.
     `reads`: events tell the values of their operands, where there are any.  `modes`: how the forward runs, several
     times in one trace if there are more; `results` and `entries` are those of the first.  `constants`: see `StandIns`.
-    `samples`: of the batch.
 
     Raises:
         RecipeError: the model has no example batch, its forward raises, or asks what only a real run can answer.
     """
-    recorder = _Recorder(blueprint, dtype, parameters or {}, watch, fused, reads, constants, samples)
+    recorder = _Recorder(blueprint, dtype, parameters or {}, watch, fused, reads, constants)
     return recorder.run(loss, modes)
 
 
@@ -94,10 +92,8 @@ class _Recorder(TorchDispatchMode):
         fused: Fused,
         reads: bool,
         constants: bool,
-        samples: int,
     ) -> None:
         super().__init__()
-        self._samples = samples
         self._blueprint, self._dtype, self._watch, self._fused, self._reads = blueprint, dtype, watch, fused, reads
         self._stand_ins = StandIns(constants=constants)
         self._events: list[Event] = []
@@ -120,7 +116,7 @@ class _Recorder(TorchDispatchMode):
 
     def run(self, loss: bool, modes: Sequence[Mode]) -> Trace:
         module = self._blueprint.module
-        fields = _fields(self._blueprint, self._dtype, self._samples)
+        fields = _fields(self._blueprint, self._dtype)
         self._fields = {name: self.value(tensor) for name, tensor in fields.items()}
         self._per_sample.update(value.storage for value in self._fields.values())
         given = arguments_for(self._blueprint.module, self._blueprint.keywords(fields))
@@ -163,7 +159,7 @@ class _Recorder(TorchDispatchMode):
 
     def _finished(self, outputs: tuple[tuple[Value, ...], ...], loss_event: int) -> Trace:
         return Trace(
-            samples=self._samples,
+            samples=SAMPLES,
             events=self._events,
             saves=[save for save, held in self._saves if held() is not None],
             storage_bytes={key: storage.nbytes() for key, storage in self._storages.items()},
@@ -396,7 +392,7 @@ def _stand_in(name: str, tensor: Tensor, dtype: torch.dtype, keep: Sequence[str]
     return nn.Parameter(stand_in, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stand_in
 
 
-def _fields(blueprint: Blueprint, dtype: torch.dtype, samples: int) -> dict[str, Tensor]:
+def _fields(blueprint: Blueprint, dtype: torch.dtype) -> dict[str, Tensor]:
     """A batch: floats on meta, integers real, all of them permissible."""
     example = blueprint.example
     if example is None and blueprint.sequence_length is not None:  # whatever it reads has one entry per token
@@ -408,7 +404,7 @@ def _fields(blueprint: Blueprint, dtype: torch.dtype, samples: int) -> dict[str,
         )
     generator = torch.Generator().manual_seed(0)
     fields: dict[str, Tensor] = {}
-    for name, like in example(samples).items():
+    for name, like in example(SAMPLES).items():
         fields[name] = _field(blueprint, name, like, dtype, generator)
     if blueprint.padding_token is not None:
         fields["tokens"][:, ::3] = blueprint.padding_token  # enough to show how a forward counts beside it

@@ -92,7 +92,6 @@ def _described(blueprint: Blueprint, recipe: Recipe) -> Description:
         vocabulary_size=blueprint.vocabulary_size,
         num_experts=facts.num_experts or 0,
         no_experts=facts.no_experts,
-        no_features=facts.no_grid,
         notes=notes,
     )
 

@@ -35,14 +35,10 @@ class ModelFacts:
     """Why tensor ranks cannot form a grid; empty: they can, or only building it tells."""
     no_cube: str = ""
     """Why no cube, of a model for which they form other grids; empty: as `no_grid`."""
-    no_fp16_grid: str = ""
-    """Why no grid in fp16, of a model for which they form some in other types; empty: as `no_grid`."""
     attention_heads: tuple[int, int] | None = None
     """Heads of queries and of keys in every attention; None: they differ, or only building it tells."""
     divisible: Mapping[str, int] | None = field(default=None, hash=False)
     """Named sizes that the tensor axis must divide; empty: no layer of it can be split."""
-    divisible_features: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
-    """Named sizes that the side of a square of them must divide, besides."""
     no_tensor: str = ""
     """Why no layer can be split, where `divisible` is empty and the reason is known."""
     num_parameters: int | None = None

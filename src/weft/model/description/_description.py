@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from weft.config.plan import ModelFacts
 from weft.model.families import (
     DROPPED_ATTENTION,
-    ISOLATED_DOCUMENTS,
     NO_SEQUENCE,
-    ONLY_SQUARES,
+    ROUTED_FEATURES,
     UNKNOWN_FEATURES,
+    WINDOWED_ATTENTION,
     Tables,
 )
 from weft.model.profile import ModelSizes, Profile
@@ -36,10 +36,6 @@ class Description:
     """Experts of every mixture that ranks can share out; 0: there are none."""
     no_experts: str = ""
     """Why ranks cannot share out those that it has, where the reason is known: a sentence without its end."""
-    no_features: str = UNKNOWN_FEATURES
-    """Why tensor ranks form no grid for a model that had to be built, as `Blueprint.no_grid` says; empty: they can."""
-    isolates_documents: bool = False
-    """Whether documents of a sample are kept apart, of a model that is described by numbers."""
     notes: tuple[str, ...] = ()
     """What was assumed, or could not be found out: whole sentences without their end."""
 
@@ -57,13 +53,11 @@ class Description:
             writes_attention=profile.writes_attention,
             no_grid=self._no_grid,
             no_cube=self._no_cube,
-            no_fp16_grid=tables.no_fp16_grid,
             no_tensor=tables.no_tensor,
             num_experts=self.num_experts,
             no_experts=self.no_experts,
             attention_heads=profile.attention_heads,
             divisible=dict(profile.divisible) or (None if tables.splits else {}),
-            divisible_features=dict(tables.divisible_features),
             num_parameters=profile.num_parameters,
             hidden_size=profile.hidden_size,
             vocabulary_size=self.vocabulary_size,
@@ -78,25 +72,17 @@ class Description:
     def _no_grid(self) -> str:
         """Why tensor ranks form no grid; see `ModelFacts.no_grid`."""
         if self.sizes is None:
-            return self.no_features
-        profile = self.profile
-        if profile.num_experts and not profile.whole_parameters:
             return UNKNOWN_FEATURES
-        if self._is_looked_at:
-            return ISOLATED_DOCUMENTS if self.isolates_documents else profile.no_shared_sequence
-        return profile.no_shared_sequence if profile.can_share_sequence else NO_SEQUENCE
+        return ROUTED_FEATURES if self.profile.num_experts else self.profile.no_shared_sequence
 
     @property
     def _no_cube(self) -> str:
         """Why they form no cube where they form other grids."""
-        if self.sizes is None or self._is_looked_at:
-            return ONLY_SQUARES
+        if self._no_grid:
+            return ""
+        if self.profile.attends_alone:
+            return WINDOWED_ATTENTION
         return DROPPED_ATTENTION if self.profile.drops_attention else self.profile.no_context
-
-    @property
-    def _is_looked_at(self) -> bool:
-        """Whether features are looked at: its experts are computed whole, or it makes masks of windows."""
-        return bool(self.profile.whole_parameters) or self.profile.attends_alone
 
     @property
     def flops_per_sample(self) -> float:

@@ -32,8 +32,7 @@ def description_of(recipe: Recipe) -> Description | None:
     family = family_of(str(config.get("model_type")))
     if family is None:
         return None
-    described = describe_family(family, config, model.sequence_length, where=model.hf)
-    return replace(described, isolates_documents=recipe.data.documents == "isolated")
+    return describe_family(family, config, model.sequence_length, where=model.hf)
 
 
 def description_of_shape(shape: ReferenceShape) -> Description:
@@ -82,8 +81,6 @@ def describe_family(
             f" ({type(problem).__name__}: {problem}). Use the config.json that the model came with."
         ) from problem
     profile = profile_of_sizes(sizes)
-    if family.whole_mixtures and not config.get("output_router_logits"):
-        profile = profile.with_whole_mixtures()
     divisible = {family.named(name): size for name, size in profile.divisible if tables.splits}
     tables = replace(tables, divisible=divisible)
     if windows:  # their masks are made outside of the blocks: where it may be cut is seen when it is built

@@ -31,8 +31,6 @@ class Family:
 
     router: ClassVar[str] = ""
     """Glob over the routers of its mixtures, which return logits, weights and choices; empty: it has none."""
-    whole_mixtures: ClassVar[bool] = False
-    """Whether looking at its models shows that each rank of a square's rows may compute their mixtures whole."""
     scoring: ClassVar[Literal["softmax", "sigmoid"]] = "softmax"
     """How its routers make scores of logits."""
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 from weft.config.recipe import SplitKind
 
@@ -142,22 +142,17 @@ NO_SEQUENCE = "its blocks were found by looking at its forward, and nothing says
 UNKNOWN_ATTENTION = "nothing says how its tokens see one another (`Blueprint.attention`)"
 """Why ranks do not share a sequence of a model that is neither Weft's own nor of a family with a file."""
 UNKNOWN_FEATURES = "how features meet is known only of Weft's decoder and encoder and families with a file"
-"""Why tensor ranks form no grid for a factory's model, one with adapters, and one that was looked at."""
-ISOLATED_DOCUMENTS = "its documents are kept apart by masks that a look at one document does not show"
-"""Why tensor ranks form no grid for a model that was looked at, of which documents are isolated."""
-ONLY_SQUARES = "its forward was looked at for squares of ranks, whose layers all cut features along one line"
-"""Why tensor ranks form no cube for a model that was looked at."""
+"""Why tensor ranks form no grid for any other model: a forward that was only looked at splits in one dimension."""
+ROUTED_FEATURES = "its router sees all features of a token"
+"""Why tensor ranks form no grid for a mixture of experts."""
+WINDOWED_ATTENTION = "its masks of windows are made for other samples than a rank has inside of a layer"
+"""Why tensor ranks form no cube for a model whose attention sees a window."""
 DROPPED_ATTENTION = "its attention drops probabilities of samples that a rank has not got inside of a layer"
 """Why tensor ranks form no cube for a model whose attention has dropout."""
 NO_VOCABULARY = "it has no head over a vocabulary"
 """Why tensor ranks form no grid for a model that predicts no token."""
 OWN_CHECKPOINTS = "its layers run their own forward again (`gradient_checkpointing`), outside of a microbatch"
 """Why ranks do not share a sequence of a model that recomputes by itself."""
-
-FeatureWork = Literal["reads", "results", "norms", "meets", "wholes", "shares", "counts"]
-"""What modules do over squares: read features of which each rank has all; make such (products); normalise them without
-weights; let parts meet what every rank has whole; compute all on every rank of a row; of these, leave each rank its
-part of what they make; count features by a number that is divided beside those of `localise` (`module:attribute`)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,12 +170,6 @@ class Tables:
     """Why no rule splits a layer: a sentence without its end."""
     vocabulary_head: str | None = None
     """Name of the linear head whose output only the vocabulary loss reads; it may be fused with the loss."""
-    divisible_features: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Named sizes that the side of a square must divide, besides."""
-    features: Mapping[FeatureWork, Sequence[str]] = field(default_factory=dict[FeatureWork, Sequence[str]])
-    """Modules that work with features in another way than by parts, where ranks form a square."""
-    no_fp16_grid: str = ""
-    """Why tensor ranks form no grid in fp16, where they do in other types: a sentence without its end."""
     notes: Sequence[str] = ()
     """What the user should hear once at the start."""
 
@@ -209,10 +198,6 @@ class Tables:
         """The kind of `rule_of`."""
         rule = self.rule_of(name)
         return None if rule is None else rule.kind
-
-    def is_computed_whole(self, name: str) -> bool:
-        """Whether every rank of a row of a square computes all of a module, or of one around it."""
-        return any(f"{name}.".startswith(f"{whole}.") for whole in self.features.get("wholes", ()))
 
     @property
     def of_tables(self) -> dict[str, Any]:

@@ -18,7 +18,6 @@ _LONGEST = {"mixtral": 131_072, "qwen3_moe": 32_768}
 class Mixtral(Family):
     model_types = ("mixtral", "qwen3_moe")
     router = "model.layers.*.mlp.gate"
-    whole_mixtures = True
 
     def sizes(self, config: Config) -> ModelSizes:
         kind = config["model_type"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 OperatorKind = Literal["matmul", "attention", "elementwise", "gather", "convolution"]
@@ -73,11 +73,6 @@ class Operator:
     what tensor ranks divide, they exchange their own."""
     selective: bool = False
     """Whether `recompute = "selective"` computes it again: attention's inside, activation functions, norms."""
-    whole_on_rows: bool = False
-    """Whether every rank of a row computes all of it, for its samples, where tensor ranks form squares: it has all of
-    its weights then, and sums their gradients over the squares."""
-    gathered_elements_per_token: float = 0.0
-    """Elements that a row gathers before it then, and whose gradient it scatters."""
 
     @property
     def moves_experts_rows(self) -> bool:
@@ -220,30 +215,9 @@ class Profile:
         return list(counts.values())
 
     @property
-    def whole_parameters(self) -> int:
-        """Those that every rank of a square has whole (`Operator.whole_on_rows`)."""
-        return sum(each.parameters for part in self.parts for each in part.operators if each.whole_on_rows)
-
-    def with_whole_mixtures(self) -> Profile:
-        """Return the same model with mixtures that each rank of a square's rows computes whole, shared experts left
-        out."""
-        made = {block: _with_whole_mixture(block, self.hidden_size) for block in dict.fromkeys(self.blocks)}
-        return replace(self, blocks=tuple(made[block] for block in self.blocks))
-
-    @property
     def num_parameters(self) -> int:
         """Tied ones once."""
         return sum(part.parameters for part in self.parts)
-
-
-def _with_whole_mixture(block: Block, hidden: int) -> Block:
-    def changed(operator: Operator) -> Operator:
-        if not operator.name.startswith("moe.") or operator.name.startswith("moe.shared"):
-            return operator
-        gathered = hidden if operator.name == "moe.router" else 0
-        return replace(operator, whole_on_rows=True, gathered_elements_per_token=gathered)
-
-    return replace(block, operators=tuple(map(changed, block.operators)))
 
 
 def why_no_pipeline(terms: Iterable[str]) -> str:

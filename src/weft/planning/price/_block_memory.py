@@ -94,9 +94,7 @@ def _memory(profile: Profile, stack: Stack, block: Block, key: MemoryKey, recomp
     live = max(0.0, fullest - waiting) + entry
     dense = experts = 0.0
     for operator in block.operators:
-        if operator.whole_on_rows and key.sample_parts > 1:
-            dense += operator.parameters
-        elif operator.split == "expert":
+        if operator.split == "expert":
             experts += operator.parameters / min(key.expert, max(1, operator.groups)) / key.expert_tensor
         elif operator.split in ("replicate", "sequence"):
             dense += operator.parameters
@@ -137,8 +135,6 @@ class _Kept:
         if operator.kind == "attention":
             size += self._scores(operator)
             size += self._projection(operator) * self._element
-        if self._key.sample_parts > 1:
-            size += operator.gathered_elements_per_token * self._element
         if self._gathers(operator):
             # Of its input and its result, the norm's result stays gathered.
             half = operator.kept_elements_per_token / 2 * self._element
@@ -203,8 +199,6 @@ class _Kept:
         return self._key.tensor if self._key.sequence_parallel else 1
 
     def _share(self, operator: Operator) -> int:
-        if operator.whole_on_rows and self._key.sample_parts > 1:
-            return self._key.sample_parts
         if operator.split == "replicate" or (operator.moves_experts_rows and self._key.expert_tensor > 1):
             return 1
         return self._sequence_share if operator.split == "sequence" else self._key.tensor

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.config.cluster import Devices
@@ -317,9 +317,6 @@ class Device:
 
 def operator_work(device: Device, operator: Operator, share: Share, imbalance: float) -> OperatorWork:
     """Return the passes of one operator on one rank.  `imbalance` is the busiest expert rank's load over the mean."""
-    if share.grid is not None and operator.whole_on_rows:
-        samples = share.samples // share.grid[0]
-        share = replace(share, samples=samples, tensor=1, expert_tensor=1, sequence_parallel=False, grid=None)
     if operator.kind == "attention":
         forward, backward = device.attention(operator, share)
         return OperatorWork(forward, backward, Work())

@@ -260,9 +260,6 @@ class Pricer:
             size = self.profile.vocabulary_size * self.profile.hidden_size * layout.gradient_bytes / layout.tensor
             ends = self.network.boundary(layout, layout.pipeline - 1)
             update = update._replace(data=update.data + self.seconds("all_reduce", size, ends))
-        if layout.tensor_scheme != "1d" and (whole := self.profile.whole_parameters):
-            size = whole * layout.trained_share * layout.gradient_bytes / layout.pipeline
-            update = update._replace(data=update.data + self.seconds("all_reduce", size, case.groups.tensor))
         return update
 
     def _terms(self, case: _Case, pipeline: float, without_transfers: float, update: Update) -> TimeTerms:

@@ -212,7 +212,6 @@ class BlockCosts:
         if not elements or not (operator.parameters or operator.split == "vocab"):
             return work
         parts = share.expert * share.expert_tensor if operator.split == "expert" else share.tensor
-        parts = 1 if operator.whole_on_rows and share.grid is not None else parts
         once = share.element_bytes * (2.0 if operator.kind == "gather" else 1.0) + 2.0 * share.gradient_bytes
         size = elements / (1 if operator.split in ("replicate", "sequence") else parts) * once
         return work._replace(weight=work.weight.plus(self._device.moved(size)))
@@ -264,9 +263,7 @@ def share_of(profile: Profile, key: CostKey, *, wide: bool = False) -> Share:
 def _parameters(block: Block, share: Share) -> tuple[float, float]:
     dense = expert = 0.0
     for operator in block.operators:
-        if operator.whole_on_rows and share.grid is not None:
-            dense += operator.parameters
-        elif operator.split == "expert":
+        if operator.split == "expert":
             expert += operator.parameters / min(share.expert, operator.groups or 1) / share.expert_tensor
         elif operator.split in ("replicate", "sequence"):
             dense += operator.parameters
@@ -281,10 +278,7 @@ def _kept_bytes(block: Block, share: Share) -> float:
         split = operator.split not in ("replicate", "sequence") or share.sequence_parallel
         split &= not (operator.moves_experts_rows and share.expert_tensor > 1)
         size = operator.kept_elements_per_token * share.element_bytes + operator.kept_bytes_per_token
-        if operator.whole_on_rows and share.grid is not None:
-            kept += (size + operator.gathered_elements_per_token * share.element_bytes) * share.tokens / share.grid[0]
-        else:
-            kept += size * share.tokens / (share.tensor if split else 1)
+        kept += size * share.tokens / (share.tensor if split else 1)
     return kept
 
 

@@ -50,7 +50,7 @@ def recipe_space(recipe: Recipe, profile: Profile, facts: ModelFacts, cluster: C
     space = pinned(space, given)
     if "1d" not in space.tensor_schemes:  # then heads and features are cut by the side of a grid alone
         numbers = space.tensors if "mesh.tensor" in given.origins else range(2, cluster.num_devices + 1)
-        sizes, schemes = {**(facts.divisible or {}), **facts.divisible_features}, space.tensor_schemes
+        sizes, schemes = facts.divisible or {}, space.tensor_schemes
         grids = tuple(n for n in numbers if any(forms_grid(each, n, sizes, facts.hidden_size) for each in schemes))
         space = replace(space, tensors=grids or space.tensors)
     return space

@@ -18,20 +18,17 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
     Fused with the head, tokens without a label are left out, and the others come in chunks.
     """
     head, ranks = share.outline.vocabulary_head, ranks_alike(share.plan)
-    if (head is None and share.grid is None) or ranks == 1 or not share.parts[-1].is_last:
+    if head is None or ranks == 1 or not share.parts[-1].is_last:
         return
-    weight = None if head is None else share.outline.by_name[f"{head}.weight"]
-    if weight is not None and weight.split is None:
+    weight = share.outline.by_name[f"{head}.weight"]
+    if weight.split is None:
         return
-    wide = share.master_bytes
-    fuses = weight is not None and share.plan.memory.fuses_loss
+    wide, fuses = share.master_bytes, share.plan.memory.fuses_loss
     sizes: Counter[int] = Counter()
     for tokens in _tokens(share, fuses=fuses):
-        chunks = (
-            chunks_of(tokens, weight.shape[0] // ranks * wide, on_cores=share.on_cores)
-            if weight is not None and fuses
-            else [slice(0, tokens)]
-        )
+        chunks = [slice(0, tokens)]
+        if fuses:
+            chunks = chunks_of(tokens, weight.shape[0] // ranks * wide, on_cores=share.on_cores)
         sizes.update(2 * (rows.stop - rows.start) * ranks * wide for rows in chunks)
     for size_bytes, count in sizes.items():
         yield RankSend(
@@ -40,7 +37,7 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
             size_bytes=size_bytes,
             count=count * (2 if share.runs_ahead else 1),
             technique=FusedLoss.name,
-            reason=f"softmax over the vocabulary, {head or 'its result'}",
+            reason=f"softmax over the vocabulary, {head}",
         )
 
 

@@ -17,13 +17,10 @@ class FusedHead(TechniqueRuntime):
 
     def wrap(self, part: ModelPart) -> None:
         build = self._build
-        if build.blueprint.vocabulary_head is None and part.grid is None:
-            return
-        from weft.techniques.fused_loss.vocabulary import apply_fused_loss, apply_local_logits  # most ranks do without
-
         if build.blueprint.vocabulary_head is None:
-            apply_local_logits(part, build.context)
             return
+        from weft.techniques.fused_loss.vocabulary import apply_fused_loss  # most ranks do without
+
         apply_fused_loss(part.module, build.blueprint, build.plan, build.mesh, part.layout, build.context, part.grid)
 
 

@@ -25,10 +25,10 @@ from weft.comm.collectives import all_gather
 from weft.comm.mesh import GroupView, Mesh
 from weft.config.plan import Plan
 from weft.errors import PlanError
-from weft.model.blueprint import Blueprint, logits_of
+from weft.model.blueprint import Blueprint
 from weft.model.derivatives import once
 from weft.model.losses import IGNORED
-from weft.techniques.core import ModelLayout, ModelPart, StepContext, is_own
+from weft.techniques.core import ModelLayout, StepContext, is_own
 from weft.techniques.core.autograd import gather_features
 from weft.techniques.core.grid import PartGrid
 from weft.techniques.core.views import no_view
@@ -265,26 +265,6 @@ def apply_fused_loss(
         return
     forward = partial(_head_forward, head, head.forward, own, plan.memory.fuses_loss, context, grid)
     object.__setattr__(head, "forward", forward)
-
-
-def apply_local_logits(part: ModelPart, context: StepContext) -> None:
-    """Let a whole model whose tensor ranks form a grid return its part of the logits as `VocabularyLogits` in a step,
-    and whole logits outside of one, where no head is known that the loss alone reads."""
-    assert part.grid is not None, "ranks of one dimension gather what such a head makes"
-    forward = partial(_local_forward, part.module.forward, part.grid.heads, context)
-    object.__setattr__(part.module, "forward", forward)
-
-
-def _local_forward(forward: Any, view: GroupView, context: StepContext, *args: Any, **kwargs: Any) -> Any:
-    outputs = forward(*args, **kwargs)
-    logits = VocabularyLogits(view=view, local=logits_of(outputs))
-    made = logits if context.current is not None else logits.materialise()
-    if isinstance(outputs, Tensor):
-        return made
-    if hasattr(outputs, "logits"):
-        outputs.logits = made
-        return outputs
-    return (made, *outputs[1:])
 
 
 def _has_head(part: nn.Module, blueprint: Blueprint, name: str) -> bool:

@@ -273,8 +273,8 @@ def apply_keyed_dropout(
 
     `sequence` is the plan's `tensor_parallel.sequence`: dropouts among the blocks then work on shards along dim 1,
     except those marked `heads` (input split along dim 1) or `features` (last dim).  Over a `grid` of tensor ranks all
-    but `heads` work on parts of the features, unless they read them whole.  What a model draws by functions
-    (`F.dropout`, `torch.rand`) is seen to by `draws.py`, for the modules named `keyed`.
+    but `heads` work on parts of the features.  What a model draws by functions (`F.dropout`, `torch.rand`) is seen to
+    by `draws.py`, for the modules named `keyed`.
 
     Raises:
         PlanError: a module that draws in another way (`nn.AlphaDropout`, `nn.RReLU`).
@@ -297,8 +297,7 @@ def apply_keyed_dropout(
         own.train(module.training)
         kind = blueprint.kind_of(name)
         if grid is not None:
-            if name not in blueprint.features.get("reads", ()) and not blueprint.is_computed_whole(name):
-                own.view, own.cut_dim = (grid.heads, 1) if kind == "heads" else (grid.features, -1)
+            own.view, own.cut_dim = (grid.heads, 1) if kind == "heads" else (grid.features, -1)
         elif view.group is not None and kind in ("heads", "features"):
             own.view, own.cut_dim = view, 1 if kind == "heads" else -1
         elif region is not None and region.contains(name) and kind != "replicate":

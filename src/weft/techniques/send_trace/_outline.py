@@ -16,15 +16,13 @@ Shape = tuple[int, ...]
 CallKind = Literal[
     "column", "row", "vocab", "whole", "replicate", "gather", "batch_norm", "enter", "sum", "norms", "attention",
     "expert", "experts", "mixture", "channel_out", "channel_in", "product", "lookup", "rms_norm", "layer_norm",
-    "gathered",
 ]  # fmt: skip
 """How ranks share a module's work; `batch_norm`: data ranks share its statistics; `expert`: a mixture; `experts`: what
 reads its rows, sorted by expert, which may be those of other ranks; `mixture`: what reads its tokens and ends with what
 experts make of them, a mixture of Weft's or a module of stacked experts.  `product`, `lookup` and the two norms are
-layers that only a grid of tensor ranks shares; what is `gathered` each rank of its rows computes whole.  Four are no
-calls but what a module does inside of its forward: `enter` copies an activation, `sum` sums its parts, `norms` those of
-norms of weights, and `attention` lets tokens see one another: it reads keys, and its output has the shape of the
-values."""
+layers that only a grid of tensor ranks shares.  Four are no calls but what a module does inside of its forward: `enter`
+copies an activation, `sum` sums its parts, `norms` those of norms of weights, and `attention` lets tokens see one
+another: it reads keys, and its output has the shape of the values."""
 
 
 class TensorCut(NamedTuple):
@@ -63,10 +61,6 @@ class ModuleCall:
     kind: CallKind
     on_grid: OnGrid | None = None
     """What tensor ranks that form a grid do together in it."""
-    reads_whole: bool = False
-    """Whether each of them has all features that it reads, then."""
-    makes_whole: bool = False
-    """Whether each of a row is given all that it makes."""
     block: int | None = None
     """Index of the block that it is a part of; None: it stands before or behind the blocks."""
     in_region: bool = False

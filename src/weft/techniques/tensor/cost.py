@@ -87,10 +87,7 @@ def _grid_traffic(sender: Sender, grid: tuple[int, int, int]) -> tuple[float, fl
     forward = backward = 0.0
     for operator, _ in sender.works:
         m, n, k = share.tokens * operator.rows_per_token, operator.n, operator.k
-        if operator.whole_on_rows:
-            once = seconds(share.tokens * operator.gathered_elements_per_token / grid[0])
-            forward, backward = forward + once, backward + once
-        elif operator.kind == "matmul" and operator.split not in ("replicate", "expert", "sequence"):
+        if operator.kind == "matmul" and operator.split not in ("replicate", "expert", "sequence"):
             x, weight, y = (seconds(elements) for elements in grid_pieces(grid, m, n, k))
             forward += x + weight + y
             backward += 2.0 * (x + weight) + y  # what was gathered is gathered once more, and gradients are summed
@@ -136,7 +133,7 @@ def layout_problems(profile: Profile, layout: Layout) -> Iterator[str]:
         return
     shape = grid_shape(scheme, layout.tensor)
     assert shape is not None, "it has no problem"
-    if profile.num_experts and not profile.whole_parameters:
+    if profile.num_experts:
         yield f'{named} cannot be had for a mixture of experts. Use "1d".'
     if problem := sizes_problem(shape, dict(profile.divisible), profile.hidden_size):
         yield f"{named} {_in_one_line(problem)}"

@@ -156,9 +156,9 @@ def _check_groups(name: str, module: nn.Module, rule: SplitRule, parts: int) -> 
         )
 
 
-def check_sizes(blueprint: Blueprint, parts: int, *, is_grid: bool = False) -> None:
+def check_sizes(blueprint: Blueprint, parts: int) -> None:
     """Raise PlanError when the tensor axis, or the side of a grid, does not divide the sizes that the model names."""
-    sizes = {**blueprint.divisible, **(blueprint.divisible_features if is_grid else {})}
+    sizes = blueprint.divisible
     wrong = {name: size for name, size in sizes.items() if size % parts}
     if not wrong:
         return

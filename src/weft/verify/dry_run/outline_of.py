@@ -131,7 +131,7 @@ def _gathers(blueprint: Blueprint) -> tuple[SampleGather, ...]:
 
 
 def _parameters(blueprint: Blueprint, region: SequenceRegion | None) -> Iterator[Parameter]:
-    module = blueprint.module
+    module, forms_grid = blueprint.module, not blueprint.no_grid
     splits = split_parameters(blueprint, GroupView((0,), 0, None)) if blueprint.splits else {}
     names, sparse, experts = first_names(module), sparse_tables(module), blueprint.experts
     for name, tensor in module.named_parameters(remove_duplicate=False):
@@ -143,20 +143,14 @@ def _parameters(blueprint: Blueprint, region: SequenceRegion | None) -> Iterator
             shape=tuple(tensor.shape),
             is_trained=tensor.requires_grad,
             split=None if split is None else TensorCut(split.dim, split.blocks),
-            grid=_grid_cut(blueprint, name),
+            grid=_grid_cut(blueprint, name) if forms_grid else None,
             partial=_partial(_kind_for(blueprint, name, owner), leaf, region is not None and region.contains(owner)),
             is_expert=owner in experts,
             is_sparse=names[name] in sparse,
         )
 
 
-def _may_form_grid(blueprint: Blueprint) -> bool:
-    return blueprint.attention is not None or not blueprint.no_features
-
-
 def _grid_cut(blueprint: Blueprint, name: str) -> GridCut | None:
-    if not _may_form_grid(blueprint):
-        return None
     owner, _, leaf = name.rpartition(".")
     module = blueprint.module.get_submodule(owner)
     try:
@@ -205,6 +199,8 @@ class _Notes:
     region: SequenceRegion | None = field(init=False)
     _experts: Mapping[str, int] = field(init=False)
     """Module of stacked experts → how many they are."""
+    _forms_grid: bool = field(init=False)
+    """Whether tensor ranks may form a grid for the model."""
     _top_k: Mapping[str, int] = field(init=False)
     """Mixture of Weft's → how many experts a token chooses."""
     _flow: CallFlow = field(default_factory=CallFlow)
@@ -223,7 +219,7 @@ class _Notes:
     """Index, tensors kept at the entry and at the exit of each call that stands in the open block."""
 
     def __post_init__(self) -> None:
-        self._experts = self.blueprint.experts
+        self._experts, self._forms_grid = self.blueprint.experts, not self.blueprint.no_grid
         self._top_k = {name: mixture.router.top_k for name, mixture in self.blueprint.mixtures.items()}
         self.region = sequence_region(self.blueprint) if isinstance(self.blueprint.cut, CutTable) else None
 
@@ -288,7 +284,7 @@ class _Notes:
         return self._on_grid(name, module)
 
     def _on_grid(self, name: str, module: nn.Module) -> OnGrid | None:
-        return grid_kind(self.blueprint, name, module) if _may_form_grid(self.blueprint) else None
+        return grid_kind(self.blueprint, name, module) if self._forms_grid else None
 
     def _is_in_region(self, name: str) -> bool:
         return self.region is not None and self.region.contains(name)
@@ -414,8 +410,6 @@ class _Notes:
                 module=name,
                 kind=kind,
                 on_grid=on_grid,
-                reads_whole=name in self.blueprint.features.get("reads", ()),
-                makes_whole=name in self.blueprint.features.get("results", ()),
                 block=block,
                 in_region=self._is_in_region(name),
                 is_inside_whole=is_inside_whole,
@@ -423,7 +417,8 @@ class _Notes:
                 is_divided=rule is not None and rule.kind == "channels",
                 experts=self._experts.get(name, 0),
                 copies=self._top_k.get(name, 0),
-                weighs=kind == "mixture" and (read.requires_grad or _is_trained(module.get_submodule("router"))),
+                weighs=kind == "mixture"
+                and any(each.requires_grad for each in (read, *module.get_submodule("router").parameters())),
                 source=self._number(read),
                 shape=self._by_sample(read),
                 output=(),
@@ -503,7 +498,3 @@ def _crossing(cut: Cut | None, index: int) -> tuple[int, int] | None:
         elements = math.prod(crossing.shape)
         grows, stays = (grows + elements, stays) if crossing.is_per_sample else (grows, stays + elements)
     return grows, stays
-
-
-def _is_trained(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())

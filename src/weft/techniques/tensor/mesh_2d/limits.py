@@ -55,13 +55,10 @@ def check_grid_model(case: Case) -> None:
     is_cube = case.plan.tensor_parallel.scheme == "3d"  # also where a search has yet to choose the ranks
     if problem := model_problem(case, is_cube=is_cube):
         raise case.refuse(path, f'{problem}.\nUse "1d".')
-    if case.plan.compute.precision == "fp16" and facts.no_fp16_grid:
-        problem = f'cannot join compute.precision = "fp16" for this model: {facts.no_fp16_grid}'
-        raise case.refuse(path, f'{problem}.\nUse "1d", or "bf16".')
     if case.plan.mesh.pipeline > 1 and facts.no_sequence:
         problem = f"cannot join mesh.pipeline = {case.plan.mesh.pipeline} for this model: {facts.no_sequence}"
         raise case.refuse(path, f'{problem}.\nUse "1d", or no pipeline.')
-    sizes = {**(facts.divisible or {}), **facts.divisible_features}
+    sizes = facts.divisible
     if shape is not None and sizes and (problem := sizes_problem(shape, sizes, facts.hidden_size)):
         raise case.refuse(path, problem)
 
@@ -127,11 +124,6 @@ def model_problem(case: Case, *, is_cube: bool) -> str:
     empty: they can."""
     if problem := _recipe_problem(case.recipe, is_cube=is_cube):
         return problem
-    if case.facts.num_experts and case.recipe.data.documents != "packed":
-        return (
-            f'cannot be had with data.documents = "{case.recipe.data.documents}" for a mixture of experts, of which'
-            " nothing shows that it keeps documents apart"
-        )
     problem = case.facts.no_grid or (case.facts.no_cube if is_cube else "")
     return f"cannot be had for this model: {problem}" if problem else ""
 

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from weft.comm.collectives import all_gather, all_reduce
 from weft.comm.mesh import GroupView
 from weft.model.derivatives import once
-from weft.techniques.tensor.mesh_2d.norm_trial import epsilon_of
-from weft.techniques.tensor.mesh_2d.roles import norm_formula
-from weft.techniques.tensor.mesh_2d.shape import Formula
+from weft.techniques.tensor.mesh_2d.roles import is_centred
 
 
 class _Norm(torch.autograd.Function):
@@ -73,13 +71,19 @@ def norm_forward(module: nn.Module, view: GroupView) -> Callable[[Tensor], Tenso
 
     Statistics are in fp32 or wider.  Call it on every rank of the line.
     """
-    kind, offset, epsilon = norm_formula(module) or Formula("rms_norm")
-    centred, given = kind == "layer_norm", epsilon_of(module) if epsilon is None else epsilon
+    centred, given = is_centred(module), _epsilon_of(module)
 
     def forward(x: Tensor) -> Tensor:
         epsilon = torch.finfo(x.dtype).eps if given is None else given
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        weight = weight + offset if offset and weight is not None else weight
         return _Norm.apply(x, weight, bias, view, epsilon, centred)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
 
     return forward
+
+
+def _epsilon_of(module: nn.Module) -> float | None:
+    """Return what a norm adds to the mean square, by the names that it has in torch and transformers; None: it takes
+    the least step of its input's type."""
+    given: Any = getattr(module, "eps", None)
+    given = getattr(module, "variance_epsilon", None) if given is None else given
+    return None if given is None else float(given)

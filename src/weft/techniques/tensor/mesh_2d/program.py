@@ -41,8 +41,6 @@ class _Around(ABC):
         self._share, self._shape, self._side, self._part = share, shape, shape.side, part
         self._read: int | None = None
         """The tensor that columns have gathered last; any other product forgets it."""
-        self._is_kept = False
-        """Whether that was for a module that keeps it: no product has gathered it once more for its backward."""
 
     def sends(self) -> Iterator[RankSend]:
         for call in self._part.calls:
@@ -53,8 +51,6 @@ class _Around(ABC):
                     yield from self._product(call)
             elif call.on_grid == "lookup":
                 yield from self._lookup(call)
-            elif call.on_grid == "gathered":
-                yield from self._gathered(call)
             elif call.on_grid is not None:
                 yield from self._norm(call)
 
@@ -67,13 +63,10 @@ class _Around(ABC):
     @abstractmethod
     def _lookup(self, call: ModuleCall) -> Iterator[RankSend]: ...
 
-    @abstractmethod
-    def _gathered(self, call: ModuleCall) -> Iterator[RankSend]: ...
-
     def _is_first_reader(self, call: ModuleCall) -> bool:
         """Whether it gathers its input: queries, keys and values share it."""
         is_head = call.module == self._share.outline.vocabulary_head
-        is_shared = call.kind == "column" and not is_head and not call.reads_whole or call.on_grid == "gathered"
+        is_shared = call.kind == "column" and not is_head
         is_first = not is_shared or self._read != call.source
         self._read = call.source if is_shared else None
         return is_first
@@ -124,35 +117,15 @@ class _OnSquare(_Around):
 
     def _product(self, call: ModuleCall) -> Iterator[RankSend]:
         again, weight, is_trained = self._again(call), self._weight_bytes(call) // self._side, self._is_trained(call)
-        x, is_kept = self._activation(call.shape), self._is_kept
         if self._is_first_reader(call):
-            is_kept = False
-            if not call.reads_whole:
-                yield self._send("all_gather", ROW, x, call, "all features of its input", again + is_trained)
-                if call.needs_gradient:
-                    yield self._send("reduce_scatter", ROW, x, call, "gradient of its input")
-        elif is_kept and is_trained:
-            yield self._send("all_gather", ROW, x, call, "all features of its input, for its weight")
-        self._is_kept = is_kept and not is_trained
+            x = self._activation(call.shape)
+            yield self._send("all_gather", ROW, x, call, "all features of its input", again + is_trained)
+            if call.needs_gradient:
+                yield self._send("reduce_scatter", ROW, x, call, "gradient of its input")
         times = again + call.needs_gradient
         yield self._send("all_gather", COLUMN, weight, call, "all inputs of its weight", times)
         if is_trained:
             yield self._send("reduce_scatter", COLUMN, weight, call, "gradient of its weight")
-        if call.makes_whole:
-            made, after = self._activation(call.output), self._again(call, at_exit=True)
-            yield self._send("all_gather", ROW, made, call, "all that it makes", after)
-            if call.gives_gradient:
-                yield self._send("reduce_scatter", ROW, made, call, "gradient of all that it makes")
-
-    def _gathered(self, call: ModuleCall) -> Iterator[RankSend]:
-        """It keeps what it needs, and cuts what it makes without the others."""
-        if not self._is_first_reader(call):
-            return
-        self._is_kept = True
-        x = self._activation(call.shape)
-        yield self._send("all_gather", ROW, x, call, "all features of its input", self._again(call))
-        if call.needs_gradient:
-            yield self._send("reduce_scatter", ROW, x, call, "gradient of its input")
 
     def _fused_head(self, call: ModuleCall) -> Iterator[RankSend]:
         """Gradients are computed in the forward, so nothing is gathered a second time."""
@@ -212,9 +185,6 @@ class _OnCube(_Around):
 
     def _fused_head(self, call: ModuleCall) -> Iterator[RankSend]:
         return self._product(call)  # plans that fuse head and loss are refused
-
-    def _gathered(self, call: ModuleCall) -> Iterator[RankSend]:
-        return iter(())  # models with such modules form no cubes
 
     @property
     def _is_off_diagonal(self) -> bool:

@@ -1,6 +1,6 @@
 """What each module of a model does on ranks that form a grid, and how its parameters are cut.
 
-Looking at a model asks it, too, so nothing here needs other ranks.
+A dry run asks it, too, so nothing here needs other ranks.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from torch import nn
 from weft.errors import PlanError
 from weft.model.blueprint import Blueprint
 from weft.model.plain_layers import is_conv1d, is_linear
-from weft.techniques.tensor.mesh_2d.shape import Formula, GridCut, OnGrid
+from weft.techniques.tensor.mesh_2d.shape import GridCut, OnGrid
 
 Kind = Literal["column", "row", "alone"]
 """What a product is: the first or the second one of a layer, or a layer by itself."""
-Role = Literal["product", "vocabulary", "table", "norm", "heads", "alias", "whole", "loose"]
+Role = Literal["product", "vocabulary", "table", "norm", "heads"]
 """What a module does with features of which a rank has a part: multiplies them, looks them up in a table that is cut by
-vocabulary, or in one that is not, normalises them, works on whole heads, or nothing, but that it holds vectors of other
-modules by names of its own.  `whole`: it is given all of them, as it is or in a module that is computed whole.
-`loose`: it has parameters that its forward, which was looked at, reads by itself."""
+vocabulary, or in one that is not, normalises them, or works on whole heads."""
 _CLASSES = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
 """Norms of transformers that scale by their weight and nothing else."""
 
@@ -31,8 +29,6 @@ def role_of(blueprint: Blueprint, name: str, module: nn.Module) -> Role | None:
     Raises:
         PlanError: a module whose work on a part of the features nothing tells.
     """
-    if blueprint.is_computed_whole(name):
-        return None if next(module.parameters(recurse=False), None) is None else "whole"
     rule = blueprint.rule_of(name)
     kind = None if rule is None else rule.kind
     if kind == "heads":
@@ -43,35 +39,16 @@ def role_of(blueprint: Blueprint, name: str, module: nn.Module) -> Role | None:
     elif isinstance(module, nn.Embedding):
         if kind in (None, "vocab", "sequence"):
             return "vocabulary" if kind == "vocab" or _is_tied(blueprint, name) else "table"
-    elif name in blueprint.features.get("norms", ()) or is_norm(module):
-        if name in blueprint.features.get("reads", ()):
-            return "whole"
+    elif is_norm(module):
         if kind in (None, "sequence", "gather"):  # statistics are those of the whole row, whatever lies between layers
             return "norm"
     elif next(module.parameters(recurse=False), None) is None and kind not in ("gather", "replicate", "expert"):
         return None
-    elif kind is None and _holds_aliases(blueprint, name):
-        return "alias"
-    elif kind is None and not blueprint.has_known_forward:
-        return "loose"
     raise PlanError(
         f"plan.tensor_parallel.scheme cuts features between the layers, too, and nothing says how {name}, a"
         f" {type(module).__name__}{f' of the kind {chr(34)}{kind}{chr(34)}' if kind else ''}, works on a part of them."
         ' Use scheme = "1d".'
     )
-
-
-def _holds_aliases(blueprint: Blueprint, name: str) -> bool:
-    """Whether its own parameters are vectors, each cut as one of another module that it is."""
-    module = blueprint.module.get_submodule(name)
-    own = {f"{name}.{leaf}": each for leaf, each in module.named_parameters(recurse=False)}
-    rules = [blueprint.rule_of_parameter(each) for each in own]
-    is_cut = all(each.dim() == 1 for each in own.values()) and all(rule and rule.kind == "part" for rule in rules)
-    if not own or not is_cut:
-        return False
-    others = blueprint.module.named_parameters(remove_duplicate=False)
-    held = {id(each) for other, each in others if other not in own}
-    return all(id(each) in held for each in own.values())
 
 
 def _is_tied(blueprint: Blueprint, name: str) -> bool:
@@ -88,8 +65,6 @@ def kind_of_product(blueprint: Blueprint, name: str) -> Kind:
 
 def grid_kind(blueprint: Blueprint, name: str, module: nn.Module) -> OnGrid | None:
     """Return what ranks of a grid do together in a module; None: nothing, or they form no grid for the model."""
-    if name in blueprint.features.get("wholes", ()):
-        return "gathered"
     try:
         role = role_of(blueprint, name, module)
     except PlanError:
@@ -104,15 +79,10 @@ def cut_of(blueprint: Blueprint, role: Role | None, name: str, leaf: str) -> Gri
     gradient."""
     module, rule = blueprint.module.get_submodule(name), blueprint.rule_of(name)
     blocks = 1 if rule is None else rule.blocks
-    if role in ("heads", "whole"):
+    if role == "heads":
         return None
-    if role == "loose":
-        own = blueprint.rule_of_parameter(f"{name}.{leaf}" if name else leaf)
-        return GridCut(own.dim, own.blocks, is_inside=True) if own is not None and own.kind == "part" else None
     if role == "table":
         return GridCut(1)
-    if role == "alias":
-        return GridCut(0, is_inside=True)
     is_product = role == "product"
     is_matrix = role == "vocabulary" or (is_product and leaf == "weight")
     is_inside = role == "vocabulary" or (is_product and (rule is None or rule.kind != "row"))
@@ -123,28 +93,11 @@ def cut_of(blueprint: Blueprint, role: Role | None, name: str, leaf: str) -> Gri
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether this is a norm over the last dim, as `norm_forward` computes it; one without weights only where torch
-    has it, for others may be of heads, too."""
-    is_shown = isinstance(module, nn.LayerNorm | nn.RMSNorm) or getattr(module, "weight", None) is not None
-    return is_shown and norm_formula(module) is not None
+    """Whether this is a norm over the last dim, as `norm_forward` computes it."""
+    own = type(module).forward in (nn.LayerNorm.forward, nn.RMSNorm.forward)
+    return own or type(module).__name__ in _CLASSES
 
 
 def is_centred(module: nn.Module) -> bool:
     """Whether the norm subtracts the mean."""
-    formula = norm_formula(module)
-    return formula is not None and formula.kind == "layer_norm"
-
-
-def norm_formula(module: nn.Module) -> Formula | None:
-    """Return what a norm over the last dim computes; None: the module is none.
-
-    What a class of `transformers` computes that is not listed, a trial shows.
-    """
-    forward = type(module).forward
-    if forward in (nn.LayerNorm.forward, nn.RMSNorm.forward) or type(module).__name__ in _CLASSES:
-        return Formula("layer_norm" if forward is nn.LayerNorm.forward else "rms_norm")
-    if not type(module).__module__.startswith("transformers."):
-        return None
-    from weft.techniques.tensor.mesh_2d.norm_trial import formula_by_trial  # ranks of few models need it
-
-    return formula_by_trial(module)
+    return type(module).forward is nn.LayerNorm.forward

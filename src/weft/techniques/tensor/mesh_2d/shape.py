@@ -30,8 +30,8 @@ exchanged."""
 BETWEEN_COPIES, INSIDE_COPIES = "tensor_ij", "tensor_il"
 """Names of planes of a cube: ranks that hold the same features between layers, and inside of them."""
 
-OnGrid = Literal["product", "lookup", "rms_norm", "layer_norm", "gathered"]
-"""What ranks of a grid do together in a module; `gathered`: each of a row computes all of it, of all features."""
+OnGrid = Literal["product", "lookup", "rms_norm", "layer_norm"]
+"""What ranks of a grid do together in a module."""
 
 
 class GridCut(NamedTuple):
@@ -45,17 +45,6 @@ class GridCut(NamedTuple):
     """Whether the other one of two dimensions is that of inputs."""
     is_inside: bool = False
     """Whether its outputs or features are those inside of a layer, which a cube cuts along another line."""
-
-
-class Formula(NamedTuple):
-    """What a norm computes, x̂ · (weight + offset) + bias: x̂ has a mean square of one, and in a layer norm a mean of
-    zero, too."""
-
-    kind: Literal["rms_norm", "layer_norm"]
-    offset: float = 0.0
-    """One, where weights are held as what they differ from one by."""
-    epsilon: float | None = None
-    """What is added to the mean square, where no attribute says it."""
 
 
 @dataclass(frozen=True, slots=True)

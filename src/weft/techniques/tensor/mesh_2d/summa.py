@@ -48,14 +48,6 @@ def gather(x: Tensor, view: GroupView, dim: int) -> Tensor:
     return all_gather_shards(x, view, dim, x.shape[dim] * view.size)
 
 
-class HeldWhole(Gathered):
-    """An activation of which each rank has all."""
-
-    def again(self, x: Tensor) -> Tensor:
-        """Return it, as it was kept."""
-        return x
-
-
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, view: GroupView, dim: int) -> Tensor:

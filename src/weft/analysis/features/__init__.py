@@ -1,1 +1,0 @@
-"""Which features of a model tensor ranks may have parts of."""

@@ -8,7 +8,6 @@ from weft.config.plan import ModelFacts
 from weft.config.recipe import Recipe
 from weft.model.blueprint import Blueprint
 from weft.model.families import NO_SEQUENCE, FoundCut
-from weft.techniques.data.find_whole_batch import why_no_gathering
 
 
 def facts_of_blueprint(blueprint: Blueprint, recipe: Recipe) -> ModelFacts:
@@ -36,5 +35,11 @@ def facts_of_blueprint(blueprint: Blueprint, recipe: Recipe) -> ModelFacts:
         has_batch_norm=bool(blueprint.batch_norm),
         batch_norm=blueprint.batch_norm,
         per_sample_loss=blueprint.per_sample_loss,
-        no_gathering=why_no_gathering(blueprint),
+        no_gathering="" if blueprint.per_sample_loss else _why_no_gathering(blueprint),
     )
+
+
+def _why_no_gathering(blueprint: Blueprint) -> str:
+    from weft.techniques.data.find_whole_batch import why_no_gathering  # only such a loss is run for it
+
+    return why_no_gathering(blueprint)

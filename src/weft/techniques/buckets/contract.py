@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import final
+from typing import TYPE_CHECKING, final
 
-from weft.config.cluster import Collective
 from weft.config.document import spell
 from weft.config.plan import Plan
 from weft.techniques.buckets.settings import BucketSettings
 from weft.techniques.contract import Technique
+
+if TYPE_CHECKING:
+    from weft.config.cluster import Collective
 
 
 @final

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from weft.version import VERSION as __version__
+
 if TYPE_CHECKING:
     from weft.api import CheckReport as CheckReport
     from weft.api import RunResult as RunResult
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from weft.errors import WeftError as WeftError
     from weft.events import StepEvent as StepEvent
 
-__version__ = "0.1.0"
 
 _PACKAGES = {
     "CheckReport": "weft.api",

@@ -23,7 +23,8 @@ from pool import RankError, RankPool
 from shared_memory_jobs import data_of, group, same, traces
 from torch import Tensor
 
-from weft.comm.watch import TraceEvent, Watch
+from weft.comm.trace_event import TraceEvent
+from weft.comm.watch import Watch
 from weft.errors import CollectiveError
 
 WEFT = "cpu:weft"

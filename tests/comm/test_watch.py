@@ -25,7 +25,7 @@ from weft.comm.mesh import Mesh
 from weft.comm.reduce import start_all_gather, start_reduce_scatter
 from weft.comm.selector import ChosenCollectives
 from weft.comm.shared_memory import shared_memory_group
-from weft.comm.watch import TraceEvent
+from weft.comm.trace_event import TraceEvent
 from weft.comm.watched_group import WatchedGroup, hold
 from weft.config.plan import MeshPlan
 from weft.errors import CollectiveError

@@ -15,13 +15,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import Variable
 
-if TYPE_CHECKING:
-    from weft.comm.watch import TraceEvent
+from weft.comm.trace_event import TraceEvent
 
 _OUTSIDE = -1
 """Autograd's number of the pass in a thread that runs none."""

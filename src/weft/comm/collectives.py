@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from weft.comm.device import all_gather_single, reduce_scatter_single, runs_on_gloo
 from weft.comm.mesh import GroupView
 from weft.comm.reduce import start_all_reduce, traced_as
-from weft.comm.watch import num_bytes
+from weft.comm.trace_event import num_bytes
 
 
 def shard_bounds(length: int, view: GroupView, index: int | None = None) -> tuple[int, int]:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.device import forget_meshes
-from weft.comm.watch import TraceCallback, Watch
+from weft.comm.trace_event import TraceCallback
+from weft.comm.watch import Watch
 from weft.comm.watched_group import WATCHED_GLOO, WatchedGroup, register_watched_backend
 from weft.config.plan import (
     AXES,

@@ -38,7 +38,7 @@ from weft.comm.device import group_store
 from weft.comm.mesh import GroupView
 from weft.comm.reduce import Wait, nothing_to_wait_for
 from weft.comm.shared_memory import shared_memory_group
-from weft.comm.watch import TraceEvent, num_bytes
+from weft.comm.trace_event import TraceEvent, num_bytes
 from weft.comm.watched_group import messages_group, watch_of
 from weft.errors import CollectiveError
 

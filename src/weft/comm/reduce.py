@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.comm.device import all_gather_single, reduce_scatter_single, runs_on_gloo
 from weft.comm.mesh import GroupView
 from weft.comm.shared_memory import shared_memory_group
-from weft.comm.watch import Operation, TraceEvent, num_bytes
+from weft.comm.trace_event import Operation, TraceEvent, num_bytes
 from weft.comm.watched_group import messages_group, watch_of
 
 _TAG = 0

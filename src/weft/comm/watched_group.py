@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from weft.comm.trace_event import Operation, TraceEvent, num_bytes
 from weft.comm.untraced import untraced
-from weft.comm.watch import Operation, TraceEvent, Watch, WatchedWork, num_bytes
+from weft.comm.watch import Watch, WatchedWork
 
 WATCHED_GLOO = "weft_gloo"
 """The backend's name."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from weft.comm.telemetry import Recorder
-from weft.comm.watch import TraceEvent
+from weft.comm.trace_event import TraceEvent
 from weft.config.plan import DataParallelPlan, MeshPlan, Plan
 from weft.techniques.buckets.advice import BucketAdvice, advise_bucket, fit_line
 

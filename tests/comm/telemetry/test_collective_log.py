@@ -8,7 +8,7 @@ import time
 import pytest
 
 from weft.comm.telemetry import CollectiveLog
-from weft.comm.watch import TraceEvent
+from weft.comm.trace_event import TraceEvent
 
 
 def _seen(axis: str, num_bytes: int = 8) -> TraceEvent:

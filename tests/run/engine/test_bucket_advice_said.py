@@ -10,7 +10,7 @@ from typing import Any
 from engine_kit import Training, plan_of, recipe_of
 
 from weft.comm.telemetry import Recorder
-from weft.comm.watch import TraceEvent
+from weft.comm.trace_event import TraceEvent
 from weft.config.plan import DataParallelPlan
 from weft.events import Run, TerminalSink
 from weft.run.engine import Trainer

@@ -9,7 +9,7 @@ import pytest
 from engine_kit import BATCH, Training, plan_of, recipe_of
 
 from weft.comm.telemetry import CollectiveLog
-from weft.comm.watch import TraceEvent
+from weft.comm.trace_event import TraceEvent
 
 
 def _second_step() -> tuple[Counter[tuple[str, int]], int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.mesh import Mesh
-from weft.comm.watch import TraceEvent
+from weft.comm.trace_event import TraceEvent
 from weft.config.plan import MeshPlan
 from weft.techniques.buckets.bucket_state import BucketMember
 from weft.techniques.core import ParameterLayout

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import weft
 from weft.api.training.timed import TimedPlan, step_seconds, time_plans
 from weft.config.cluster import Cluster
 from weft.config.plan import Plan, dump_plan
@@ -21,6 +20,7 @@ from weft.files import cache_folder, write_whole
 from weft.planning.search import Candidate, PlanChoice, explain_settings
 from weft.run.launch import RankInfo
 from weft.run.launch.launcher import ForkServer, RankError
+from weft.version import VERSION
 
 MOST_TRIALS = 4
 _EARLY_STEPS = 5
@@ -244,7 +244,7 @@ def _key(recipe: Recipe, machine: Cluster, plans: Sequence[Plan]) -> str:
     matters = Recipe(
         model=recipe.model, batch=recipe.batch, optimizer=recipe.optimizer, permit=recipe.permit, run=recipe.run
     )
-    texts = [weft.__version__, machine.digest, dump_recipe(matters), *(dump_plan(plan) for plan in plans)]
+    texts = [VERSION, machine.digest, dump_recipe(matters), *(dump_plan(plan) for plan in plans)]
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 

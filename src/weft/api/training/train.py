@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-import weft
 from weft.analysis.blueprint import build_blueprint
 from weft.api.planning.describe import describe_blueprint, machine_for
 from weft.api.planning.recipe_looks import branches_by_first_looks, refuse_by_first_looks
@@ -45,6 +44,7 @@ from weft.run.worker import facts_of_blueprint, train_rank
 from weft.techniques.check import check_plan, check_runnable
 from weft.techniques.describe import describe_plan
 from weft.verify.dry_run import plan_and_measured
+from weft.version import VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,7 +327,7 @@ class _Job:
         length = self.blueprint.sequence_length
         size = f"{batch * length:,} tokens" if length is not None else f"{batch:,} samples"
         model = self.recipe.model.reference or type(self.blueprint.module).__name__
-        print(f"weft {weft.__version__}  ·  {self.cluster.summary}")
+        print(f"weft {VERSION}  ·  {self.cluster.summary}")
         print(f"recipe    {model}, {parameters / 1e6:.1f} M parameters, batches of {size}")
         for line in prepared.description:
             print(f"data      {line}")

@@ -14,7 +14,7 @@ from weft.comm.shared_memory._failure import explain
 from weft.comm.shared_memory._tensors import contiguous, region
 from weft.comm.shared_memory._work import Completer, SharedMemoryWork
 from weft.comm.shared_memory.engine import Engine
-from weft.comm.watch import TraceEvent
+from weft.comm.trace_event import TraceEvent
 from weft.errors import CollectiveError
 
 _MANY = 32

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,10 @@ from weft.comm.shared_memory._failure import explain
 from weft.comm.shared_memory._future import of_tensors
 from weft.comm.shared_memory._profiler import Record
 from weft.comm.shared_memory._tensors import CopyBack
+from weft.comm.shared_memory.engine import Engine
+from weft.comm.trace_event import TraceEvent
 from weft.comm.untraced import untraced
-from weft.comm.watch import TraceEvent
 from weft.errors import CollectiveError
-
-if TYPE_CHECKING:
-    from weft.comm.shared_memory.group import SharedMemoryGroup
 
 
 class UnderWay(Protocol):
@@ -55,12 +54,38 @@ class UnderWay(Protocol):
         ...
 
 
+class Calling(Protocol):
+    """The group whose calls are under way."""
+
+    @property
+    def engine(self) -> Engine:
+        """What carries out the calls."""
+        ...
+
+    @property
+    def ranks(self) -> Sequence[int]: ...
+
+    @property
+    def seconds(self) -> float:
+        """How long a wait waits that says nothing else."""
+        ...
+
+    @property
+    def completer(self) -> Completer:
+        """The thread that waits for futures of the calls."""
+        ...
+
+    def let_go(self) -> None:
+        """Forget what calls that have ended read and wrote."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class CallsUnderWay:
     """Calls that have begun, as one; see `UnderWay`.  They are carried out in the order of their numbers, so the last
     one's end is the end of all."""
 
-    group: SharedMemoryGroup
+    group: Calling
     ticket: int
     """Number of the last call."""
     call: Call | None

@@ -29,8 +29,8 @@ from weft.comm.shared_memory._profiler import Record, is_profiling
 from weft.comm.shared_memory._tensors import CopyBack, check_memory, contiguous, is_as_stored, region
 from weft.comm.shared_memory._work import CallsUnderWay, Completer, SharedMemoryWork
 from weft.comm.shared_memory.engine import Engine
+from weft.comm.trace_event import TraceEvent
 from weft.comm.untraced import untraced
-from weft.comm.watch import TraceEvent
 from weft.comm.watched_group import METHODS, GroupMethod, WatchedGroup
 from weft.errors import CollectiveError
 

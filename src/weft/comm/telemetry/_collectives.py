@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.comm.watch import TraceEvent
+from weft.comm.trace_event import TraceEvent
 
 
 @dataclass(slots=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from weft.config.document import Rules
 from weft.errors import RecipeError
 
 _RULES = Rules(RecipeError)
+_OF_MIXTURES = (
+    "top_k", "expert_ffn_size", "shared_experts", "first_dense_layers", "router", "normalise", "balance_loss_weight",
+    "z_loss_weight", "balance_rate",
+)  # fmt: skip
 
 
 def divisors_near(number: int, near: int) -> str:
@@ -90,9 +94,7 @@ class DecoderShape:
             width = self.hidden_size // self.num_heads
             reason = f"makes heads of {width} features, and rotary positions turn pairs of them."
             raise _RULES.refuse(self, "num_heads", f"{reason} {use}")
-        from weft.config.recipe._mixture import check_mixture
-
-        check_mixture(self)
+        _check_mixture(self)
 
     @property
     def auxiliary_losses(self) -> dict[str, float]:
@@ -181,3 +183,19 @@ class ConvNetShape:
 
 
 ReferenceShape = DecoderShape | EncoderShape | MlpShape | ConvNetShape
+
+
+def _check_mixture(shape: DecoderShape) -> None:
+    """Raise RecipeError unless what it says of experts makes mixtures, or nothing is said of them."""
+    if not shape.num_experts:
+        for field in fields(shape):
+            if field.name in _OF_MIXTURES and getattr(shape, field.name) != field.default:
+                raise _RULES.refuse(shape, field.name, "means nothing without num_experts. Give it, or remove this.")
+    _RULES.at_least(shape, 0, "num_experts", "shared_experts", "first_dense_layers")
+    _RULES.at_least(shape, 0, "balance_loss_weight", "z_loss_weight", "balance_rate")
+    _RULES.at_least(shape, 1, "top_k", "expert_ffn_size")
+    if shape.num_experts and shape.top_k > shape.num_experts:
+        raise _RULES.refuse(shape, "top_k", f"is more than num_experts = {shape.num_experts}. Use that or less.")
+    if shape.num_experts and shape.first_dense_layers >= shape.num_layers:
+        most = shape.num_layers - 1
+        raise _RULES.refuse(shape, "first_dense_layers", f"leaves no block for a mixture. Use {most} or less.")

@@ -15,7 +15,7 @@ from statistics import mean, median
 from typing import NamedTuple
 
 from weft.comm.telemetry import Recorder
-from weft.comm.watch import TraceEvent
+from weft.comm.trace_event import TraceEvent
 from weft.config.plan import DataParallelPlan, Plan
 from weft.figures import spell_memory, spell_seconds
 from weft.techniques.buckets.sizes import SMALLEST_BUCKET, Flow, best_bucket

@@ -4,6 +4,7 @@ from weft.techniques.core._context import MicrobatchState as MicrobatchState
 from weft.techniques.core._context import StepContext as StepContext
 from weft.techniques.core._draw_net import Generators as Generators
 from weft.techniques.core._draw_net import without_draws as without_draws
+from weft.techniques.core._layout import GridSplit as GridSplit
 from weft.techniques.core._layout import ModelLayout as ModelLayout
 from weft.techniques.core._layout import NestedSplit as NestedSplit
 from weft.techniques.core._layout import ParameterLayout as ParameterLayout

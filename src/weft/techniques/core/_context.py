@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -13,10 +13,8 @@ from torch import Tensor
 from weft.techniques.core._call_numbers import CallNumbers
 
 if TYPE_CHECKING:
-    from weft.techniques.core.block_paths import Ways
     from weft.techniques.core.elsewhere import Elsewhere
     from weft.techniques.core.local_tokens import LocalTokens, TokenSharing
-    from weft.techniques.randomness.quiet import DrawLedger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +39,26 @@ class MicrobatchState:
         object.__setattr__(self, "calls", CallNumbers())
 
 
+class BlockPath(Protocol):
+    """The way of a forward through the blocks (`weft.techniques.core.block_paths.Ways`)."""
+
+    def come_to(self, name: str) -> None:
+        """Go on to a block."""
+        ...
+
+    def close(self) -> None:
+        """No forwards follow."""
+        ...
+
+
+class DrawNotes(Protocol):
+    """What takes note of draws (`weft.techniques.randomness.quiet.DrawLedger`)."""
+
+    def note(self, key: str, context: StepContext) -> None:
+        """Note a draw by its key."""
+        ...
+
+
 @dataclass(slots=True)
 class StepContext:
     """Shared by all hooks and keyed modules of one rank; the runner sets `current` around every forward."""
@@ -59,12 +77,12 @@ class StepContext:
     """How ranks share out the tokens of a batch; None: each has whole samples."""
     gathers: str = ""
     """The block whose weights the forward in hand gathered last, under ZeRO-3."""
-    ways: Ways | None = None
+    ways: BlockPath | None = None
     """The ways of forwards through blocks, where data ranks must all take the same; None: they need not."""
     elsewhere: Elsewhere | None = None
     """Where what blocks keep for backward waits; None: it stays on the device."""
 
-    ledger: DrawLedger | None = None
+    ledger: DrawNotes | None = None
     """Takes note of draws, which are left out meanwhile; None: they are made."""
 
     @contextmanager

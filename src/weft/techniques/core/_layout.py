@@ -17,7 +17,6 @@ from torch import Tensor
 
 from weft.comm.mesh import GroupView, Mesh
 from weft.config.plan import AXES, BATCH_AXES, EXPERT_LENDERS, Axis
-from weft.techniques.core.grid import GridSplit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +42,18 @@ class Split:
         """Return the whole tensor from the parts of all ranks, in rank order."""
         per_rank = [part.chunk(self.blocks, self.dim) for part in parts]
         return torch.cat([piece[block] for block in range(self.blocks) for piece in per_rank], self.dim).contiguous()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridSplit:
+    """A cut over an axis whose ranks form a grid: in several dimensions, or along some lines of the grid alone."""
+
+    cuts: tuple[Split, ...]
+    """One after another, as in `NestedSplit`; at least one."""
+    copies: GroupView
+    """Ranks of the axis that hold the same part."""
+    is_partial: bool
+    """Whether each of these has a part of the gradient's sum; if not, backward has made the sum on all of them."""
 
 
 Placement = Split | GridSplit | Literal["partial", "whole"]

@@ -12,8 +12,8 @@ from torch import nn
 from weft.comm.mesh import GroupView
 from weft.model.blueprint import Blueprint
 from weft.techniques.core._context import StepContext
-from weft.techniques.core._layout import ModelLayout, ParameterLayout, Split
-from weft.techniques.core.grid import GridSplit, PartGrid
+from weft.techniques.core._layout import GridSplit, ModelLayout, ParameterLayout, Split
+from weft.techniques.core.grid import PartGrid
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,28 +1,12 @@
-"""What stands in layouts and parts where tensor ranks form a grid."""
+"""What stands in parts where tensor ranks form a grid."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from weft.comm.mesh import GroupView
-
-if TYPE_CHECKING:
-    from weft.techniques.core._layout import Split
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GridSplit:
-    """A cut over an axis whose ranks form a grid: in several dimensions, or along some lines of the grid alone."""
-
-    cuts: tuple[Split, ...]
-    """One after another, as in `NestedSplit`; at least one."""
-    copies: GroupView
-    """Ranks of the axis that hold the same part."""
-    is_partial: bool
-    """Whether each of these has a part of the gradient's sum; if not, backward has made the sum on all of them."""
 
 
 class PartGrid(Protocol):

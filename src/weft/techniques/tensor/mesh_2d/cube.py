@@ -20,8 +20,7 @@ from torch import Tensor
 from weft.comm.collectives import all_gather, reduce_scatter_shards
 from weft.comm.mesh import GroupView, Mesh
 from weft.model.derivatives import once
-from weft.techniques.core import Split
-from weft.techniques.core.grid import GridSplit
+from weft.techniques.core import GridSplit, Split
 from weft.techniques.tensor.mesh_2d.mesh import SampleShares, create_line
 from weft.techniques.tensor.mesh_2d.roles import Kind
 from weft.techniques.tensor.mesh_2d.shape import (

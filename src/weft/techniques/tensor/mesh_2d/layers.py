@@ -19,8 +19,7 @@ from weft.comm.mesh import Mesh
 from weft.errors import PlanError
 from weft.model.blueprint import Blueprint
 from weft.model.plain_layers import is_conv1d, localise
-from weft.techniques.core import ModelPart, NestedSplit, fill_layout, first_names, is_own
-from weft.techniques.core.grid import GridSplit
+from weft.techniques.core import GridSplit, ModelPart, NestedSplit, fill_layout, first_names, is_own
 from weft.techniques.runtime import Build
 from weft.techniques.tensor.cuts import check_sizes, mark_partial
 from weft.techniques.tensor.layers import check_embedding

@@ -14,7 +14,8 @@ from weft.config.plan import MeshPlan, axis_coordinates
 from weft.errors import PlanError
 from weft.model.blueprint import Blueprint
 from weft.model.losses import IGNORED
-from weft.techniques.core.grid import GridSplit, PartGrid
+from weft.techniques.core import GridSplit
+from weft.techniques.core.grid import PartGrid
 from weft.techniques.tensor.mesh_2d.roles import Kind, cut_of, role_of
 from weft.techniques.tensor.mesh_2d.shape import GridCut, GridShape
 from weft.techniques.tensor.mesh_2d.summa import Gathered

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from weft.comm.mesh import GroupView, Mesh
-from weft.techniques.core import Split
-from weft.techniques.core.grid import GridSplit
+from weft.techniques.core import GridSplit, Split
 from weft.techniques.tensor.mesh_2d.mesh import SampleShares, create_line
 from weft.techniques.tensor.mesh_2d.roles import Kind
 from weft.techniques.tensor.mesh_2d.shape import COLUMN, COPIES, DEPTH, ROW, GridCut, GridShape

@@ -274,7 +274,7 @@ def _filled_in_shards(part: ModelPart, blueprint: Blueprint, plan: Plan, mesh: M
         name
         for name, parameter in part.module.named_parameters()
         if names[name] == 1 and parameter.is_floating_point() and part.layout[name].name not in tables
-        if not part.layout[name].tied and zero3.cut_of(part.layout[name], mesh) is not None
+        if not part.layout[name].tied and cut_of(part.layout[name], mesh) is not None
     }
 
 

@@ -209,6 +209,16 @@ class LiveBucket:
     away: Sequence[Tensor] = ()
     """What the members' parameters will be again when it has ended."""
 
+    def state_bytes(self, *, only_kept: bool) -> dict[str, int]:
+        """Bytes between two steps, by kind.  `only_kept`: of the gradients this rank's region alone stays (ZeRO-2)."""
+        gradients = self.kept if only_kept else self.gradients
+        return {
+            "parameters": self.weights.nbytes,
+            "gradients": 0 if gradients is None else gradients.nbytes,
+            "masters": self.master.nbytes if self.master.dtype != self.weights.dtype else 0,
+            "residuals": 0 if self.reduction is None else self.reduction.state_bytes(),
+        }
+
     def advance(self) -> None:
         """Start the second exchange of a compressed bucket: its first had the time that the next bucket took to
         fill."""

@@ -91,3 +91,16 @@ def await_needs(store: Arriving, part: nn.Module, needs: Sequence[Need]) -> list
     ]
     every = tuple(dict.fromkeys(index for need in needs for index in need.buckets))
     return [*handles, part.register_forward_hook(_Await(here, every), prepend=True)]
+
+
+def await_all(
+    store: Arriving, parts: Iterable[nn.Module], blocks: Sequence[str], bucket_of: Mapping[int, int]
+) -> tuple[list[RemovableHandle], list[int]]:
+    """Let the forwards of all parts wait for what they need.  Returns what removes that, and buckets in order of need."""
+    handles: list[RemovableHandle] = []
+    order: list[int] = []
+    for part in parts:
+        needs = needs_of(part, blocks, bucket_of)
+        handles += await_needs(store, part, needs)
+        order += [index for need in needs for index in need.buckets]
+    return handles, order

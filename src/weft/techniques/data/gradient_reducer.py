@@ -21,6 +21,7 @@ Updated weights are gathered behind the next forward (`_ahead`).
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -46,7 +47,7 @@ from weft.techniques.buckets.bucket_state import (
 from weft.techniques.buckets.settings import BucketSettings
 from weft.techniques.core._shard import Piece, Shard
 from weft.techniques.core.precision import NARROW, real_of
-from weft.techniques.data._ahead import await_needs, needs_of
+from weft.techniques.data._ahead import await_all
 
 if TYPE_CHECKING:
     from weft.techniques.compression.codecs import CodecSpec, CompressedReduction
@@ -122,10 +123,8 @@ class BucketStore:
         if self._stage == 0 or self._everyone.group is None:
             return
         bucket_of = {id(m.parameter): index for index, live in enumerate(self._live) for m in live.bucket.members}
-        needs = [needs_of(part, blocks, bucket_of) for part in parts]
-        for part, its_needs in zip(parts, needs, strict=True):
-            self._handles += await_needs(self, part, its_needs)
-        first = (index for its_needs in needs for need in its_needs for index in need.buckets)
+        handles, first = await_all(self, parts, blocks, bucket_of)
+        self._handles += handles
         self._gather_order = list(dict.fromkeys([*first, *self._order]))
         self._is_ahead = True
 
@@ -161,15 +160,9 @@ class BucketStore:
             shard.weights = weights[start:stop]
         shard.keeps_gradient = gradient_dtype == master_dtype
         kept = torch.zeros(stop - start, dtype=gradient_dtype, device=device) if self._stage == 2 else None
-        live = LiveBucket(
-            bucket=bucket,
-            collectives=self._collectives[reducing],
-            weights=weights,
-            master=master,
-            shard=shard,
-            kept=kept,
-            reduction=self._create_reduction(bucket, weights),
-        )
+        reduction = self._create_reduction(bucket, weights)
+        collectives = self._collectives[reducing]
+        live = LiveBucket(bucket, collectives, weights, master, shard, kept=kept, reduction=reduction)
         if self._stage < 2:
             self._attach_all(live)
         return live
@@ -484,16 +477,10 @@ class BucketStore:
         return self.names() - used - self._used_elsewhere
 
     def model_state_bytes(self) -> dict[str, int]:
-        def size(tensor: Tensor | None) -> int:
-            return 0 if tensor is None else tensor.numel() * tensor.element_size()
-
-        at_rest = [live.kept if self._stage == 2 else live.gradients for live in self._live]
-        return {
-            "parameters": sum(size(live.weights) for live in self._live),
-            "gradients": sum(size(tensor) for tensor in at_rest),
-            "masters": sum(size(live.master) for live in self._live if live.master.dtype != live.weights.dtype),
-            "residuals": sum(live.reduction.state_bytes() for live in self._live if live.reduction is not None),
-        }
+        total: Counter[str] = Counter(parameters=0, gradients=0, masters=0, residuals=0)
+        for live in self._live:
+            total.update(live.state_bytes(only_kept=self._stage == 2))
+        return dict(total)
 
     def close(self) -> None:
         """Take the hooks out of the model and end the thread of collectives by messages, if there is one.  Gradients in

@@ -70,7 +70,7 @@ class Draws:
     """(module, operator, number of its draw within a call of the module) → layouts, more than one where calls differ.
     """
     foreign: str = ""
-    """Whose generator, other than torch's, moved; empty: none."""
+    """Name of the library whose generator moved, where it was not torch's; empty: none did."""
     unseen: str = ""
     varying: frozenset[int] = frozenset()
     """Sizes of the example's samples.  Other samples may be longer or shorter."""

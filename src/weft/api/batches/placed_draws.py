@@ -10,22 +10,25 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast, final
+from typing import Any, final
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.errors import PlanError
+from weft.techniques.randomness.draws import is_draw, shape_of_draw
 
 Draw = Callable[..., Any]
 
-_BY_SIZE = ("rand", "randn", "randint")
-_LIKE = ("rand_like", "randn_like", "randint_like")
-_OF_TENSORS = ("bernoulli", "multinomial", "normal")
+_OF_TORCH = (
+    *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli", "multinomial", "normal"),
+    "randperm",
+)
 _OF_NUMPY = (
     *("beta", "binomial", "choice", "exponential", "gamma", "normal", "permutation", "poisson", "rand", "randint"),
     *("randn", "random", "random_sample", "standard_normal", "uniform"),
@@ -122,14 +125,12 @@ class PlacedDraws:
     # ── how ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _install(self) -> None:
-        for names, make in ((_BY_SIZE, self._by_size), (_LIKE, self._like), (_OF_TENSORS, self._of_tensors)):
-            for name in names:
-                self._put(torch, name, make)
-        self._put(torch, "randperm", self._permutation)
+        for name in _OF_TORCH:
+            self._put(torch, name, self._of_torch)
+        for name in _IN_PLACE:
+            self._put(Tensor, name, self._of_torch)
         for name in _OF_NUMPY:
             self._put(np.random, name, self._of_numpy)
-        for name in _IN_PLACE:
-            self._put(Tensor, name, self._in_place)
 
     def _put(self, owner: Any, name: str, make: Callable[[Draw], Draw]) -> None:
         plain, is_own = getattr(owner, name), name in vars(owner)
@@ -206,57 +207,41 @@ class PlacedDraws:
         shape = (self._size, *tensor.shape[1:])
         return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=order)
 
-    def _by_size(self, plain: Draw) -> Draw:
+    def _of_torch(self, plain: Draw) -> Draw:
+        name = plain.__name__ if plain.__name__.endswith("_") else f"torch.{plain.__name__}"
+
         def draw(*args: Any, **kwargs: Any) -> Any:
-            shape, place = _size_of(args, kwargs)
-            if shape is None or not self._is_of_samples(shape, f"torch.{plain.__name__}"):
+            shown = f"{name}(out=…)" if kwargs.get("out") is not None else name
+            with _WholeBatch(lambda func, args, kwargs: self._place(shown, func, args, kwargs)):
                 return plain(*args, **kwargs)
-            _refuse_out(plain, kwargs)
-            wants = kwargs.pop("requires_grad", False)
-            kwargs.pop("size", None)
-            whole = plain(*args[:place], size=(self._size, *shape[1:]), **kwargs)
-            return self._cut(whole).requires_grad_(wants) if wants else self._cut(whole)
 
         return draw
 
-    def _like(self, plain: Draw) -> Draw:
-        def draw(like: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_of_samples(like.shape, f"torch.{plain.__name__}"):
-                return plain(like, *args, **kwargs)
-            wants = kwargs.pop("requires_grad", False)
-            found = self._cut(plain(self._like_whole(like), *args, **kwargs))
-            return found.requires_grad_() if wants else found
-
-        return draw
-
-    def _of_tensors(self, plain: Draw) -> Draw:
-        by_size = self._by_size(plain)
-
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-            if not given:  # torch.normal(0.0, 1.0, size)
-                return by_size(*args, **kwargs)
-            shape = torch.broadcast_shapes(*(each.shape for each in given))
-            if not self._is_of_samples(shape, f"torch.{plain.__name__}"):
-                return plain(*args, **kwargs)
-            _refuse_out(plain, kwargs)
-            whole = plain(
-                *(self._spread(each, len(shape)) for each in args),
-                **{name: self._spread(each, len(shape)) for name, each in kwargs.items()},
+    def _place(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator that draws: for all samples, of which this rank's rows are kept, where it has a row each."""
+        shape, _ = shape_of_draw(func, args, kwargs)
+        if name == "torch.randperm" and shape[0] == self._rows:
+            raise PlanError(
+                f"the loop drew torch.randperm({shape[0]}), an order of this rank's {shape[0]} samples, where one"
+                f" process has one of all {self._size}: samples of other ranks are not here to be mixed with. Mix them"
+                " in collate_fn, which is given the whole batch where it draws, or use one data rank."
             )
-            return self._cut(whole)
-
-        return draw
-
-    def _in_place(self, plain: Draw) -> Draw:
-        def draw(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_of_samples(tensor.shape, plain.__name__):
-                return plain(tensor, *args, **kwargs)
-            spread = [self._spread(each, tensor.ndim) for each in args]
-            named = {name: self._spread(each, tensor.ndim) for name, each in kwargs.items()}
-            return tensor.copy_(self._cut(plain(self._like_whole(tensor.detach()), *spread, **named)))
-
-        return draw
+        if not self._is_of_samples(shape, name):
+            return func(*args, **kwargs)
+        if name.endswith("(out=…)"):
+            raise PlanError(f"{name} draws for this rank's samples alone. Leave out= out, and use what it returns.")
+        op, names = func.overloadpacket.__name__, [argument.name for argument in func._schema.arguments]
+        is_in_place = op.endswith("_")
+        named = dict(zip(names, args, strict=False)) | dict(kwargs)
+        for each, value in named.items():
+            if each == "size":
+                named[each] = [self._size, *shape[1:]]
+            elif isinstance(value, Tensor):
+                has_no_values = each == "self" and (is_in_place or op.endswith("_like"))
+                named[each] = self._like_whole(value) if has_no_values else self._spread(value, len(shape))
+        placed = [named.pop(each) for each in names[: len(args)]]
+        whole = self._cut(func(*placed, **named))
+        return args[0].copy_(whole) if is_in_place else whole
 
     def _of_numpy(self, plain: Draw) -> Draw:
         def draw(*args: Any, **kwargs: Any) -> Any:
@@ -271,19 +256,6 @@ class PlacedDraws:
 
         return draw
 
-    def _permutation(self, plain: Draw) -> Draw:
-        def draw(number: int, *args: Any, **kwargs: Any) -> Any:
-            if number == self._rows:
-                raise PlanError(
-                    f"the loop drew torch.randperm({number}), an order of this rank's {number} samples, where one"
-                    f" process has one of all {self._size}: samples of other ranks are not here to be mixed with. Mix"
-                    " them in collate_fn, which is given the whole batch where it draws, or use one data rank."
-                )
-            self._is_of_samples((number,), "torch.randperm")
-            return plain(number, *args, **kwargs)
-
-        return draw
-
     def _spread(self, value: Any, ndim: int) -> Any:
         """Of an argument with a row for each of this rank's samples one for all, in which these are in their places."""
         if not isinstance(value, Tensor) or value.ndim != ndim or value.shape[0] != self._rows:
@@ -295,6 +267,18 @@ class PlacedDraws:
         return whole
 
 
+class _WholeBatch(TorchDispatchMode):
+    """Gives operators that draw to `place`, and runs the others."""
+
+    def __init__(self, place: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> None:
+        super().__init__()
+        self._place = place
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        return self._place(func, args, given) if is_draw(func, args, given) else func(*args, **given)
+
+
 def _place_of_call() -> tuple[Any, ...]:
     """Where in the loop, and in what it calls, a draw stands."""
     found: list[Any] = []
@@ -304,24 +288,6 @@ def _place_of_call() -> tuple[Any, ...]:
             found.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return tuple(found)
-
-
-def _size_of(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[int] | None, int]:
-    """The size that a factory was given, and how many of its other arguments stand before it."""
-    if "size" in kwargs:
-        return tuple(kwargs["size"]), len(args)
-    at = next((place for place, each in enumerate(args) if isinstance(each, list | tuple)), None)
-    if at is not None:
-        return tuple(cast(Sequence[int], args[at])), at
-    return (tuple(args), 0) if all(isinstance(each, int) for each in args) else (None, len(args))
-
-
-def _refuse_out(plain: Draw, kwargs: dict[str, Any]) -> None:
-    if kwargs.get("out") is not None:
-        raise PlanError(
-            f"torch.{plain.__name__}(out=…) draws for this rank's samples alone. Leave out= out, and use what it"
-            " returns."
-        )
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

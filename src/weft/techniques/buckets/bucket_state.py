@@ -178,7 +178,7 @@ def _key(member: BucketMember, compressed: bool) -> BucketKey:
     )
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class LiveBucket:
     """A bucket with its storages and where it stands in the step."""
 
@@ -188,11 +188,11 @@ class LiveBucket:
     weights: Tensor
     master: Tensor
     shard: Shard
-    gradients: Tensor | None = None
     kept: Tensor | None
     """ZeRO-2: this rank's region of the summed gradients, all that outlives backward."""
     reduction: CompressedReduction | None
     """None: gradients travel as they are."""
+    gradients: Tensor | None = None
     pending: set[int] = field(default_factory=set[int])
     """Members whose last gradient of this round is still to come."""
     used: set[int] = field(default_factory=set[int])

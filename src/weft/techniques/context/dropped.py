@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from weft.techniques.randomness.keyed_dropout import GOLDEN, RESOLUTION, KeyedDropout, hashed_mask, layer_words, mix
+from weft.techniques.randomness.keyed_dropout import GOLDEN, RESOLUTION, KeyedDropout, kept_rows, layer_words, mix
 
 if TYPE_CHECKING:
     from weft.techniques.randomness.token_draws import PairDraw
@@ -41,7 +41,7 @@ class DroppedAttention:
     @classmethod
     def by_function(cls, draw: PairDraw, rate: float, heads: int, length: int) -> DroppedAttention:
         """What a dropout that is a function drops of `heads` heads of this rank."""
-        from weft.techniques.randomness.token_draws import dropped_of  # loaded where something draws by functions
+        from weft.techniques.randomness._noise import dropped_of  # loaded where something draws by functions
 
         return cls(draw.words, dropped_of(1.0 - rate), draw.first_of(heads), length, rate)
 
@@ -80,21 +80,13 @@ class DroppedAttention:
             return torch.zeros((*shape, width), dtype=torch.bool, device=device)
         if self.rate is not None and not self.count:
             return self._one_by_one(self.rate, rows.flatten(), keys).view(*shape, -1)
-        row_words = (mix(self.words[:, None] + rows.flatten() * GOLDEN) >> 32).to(torch.int32).flatten()
-        return torch.cat([self._columns(row_words, run) for run in keys], 1).view(*shape, -1)
+        numbers = rows.flatten()
+        return torch.cat([kept_rows(self.words, numbers, run, self.count) for run in keys], 1).view(*shape, -1)
 
     def _one_by_one(self, rate: float, rows: Tensor, keys: Sequence[Run]) -> Tensor:
         """What is kept, (samples, rows, keys), by a number for each, as `Elements.kept` has it."""
-        from weft.techniques.randomness.token_draws import uniform_of  # as above
+        from weft.techniques.randomness._noise import uniform_of  # as above
 
         columns = torch.cat([torch.arange(start, stop, device=rows.device) for start, stop in keys])
         row_words = mix(mix(self.words)[:, None] + rows * GOLDEN)
         return uniform_of(mix(row_words[..., None] + columns * GOLDEN)) < 1.0 - rate
-
-    def _columns(self, row_words: Tensor, run: Run) -> Tensor:
-        """A run of columns, which are hashed in pairs."""
-        start, stop = run
-        pairs = torch.arange(start // 2, (stop + 1) // 2, device=row_words.device)
-        column_words = (mix(pairs * GOLDEN) >> 32).to(torch.int32)
-        keep = hashed_mask(row_words, column_words, self.count - RESOLUTION // 2)
-        return keep[:, start % 2 : start % 2 + stop - start]

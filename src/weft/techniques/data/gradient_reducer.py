@@ -162,7 +162,7 @@ class BucketStore:
         kept = torch.zeros(stop - start, dtype=gradient_dtype, device=device) if self._stage == 2 else None
         reduction = self._create_reduction(bucket, weights)
         collectives = self._collectives[reducing]
-        live = LiveBucket(bucket, collectives, weights, master, shard, kept=kept, reduction=reduction)
+        live = LiveBucket(bucket, collectives, weights, master, shard, kept, reduction)
         if self._stage < 2:
             self._attach_all(live)
         return live

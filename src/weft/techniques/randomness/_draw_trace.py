@@ -33,7 +33,7 @@ from weft.model.examples import token_example
 from weft.model.meta_forward import OneDevice, StandIns, copy_on_meta, on_trial, without_fast_path
 from weft.model.positions import arguments_for
 from weft.techniques.core._draw_net import is_draw, watched
-from weft.techniques.randomness._draw_values import noise_shape
+from weft.techniques.randomness._draw_values import shape_of_draw
 
 LOSS = "the loss"
 """Stands for the loss where a module's name is asked."""
@@ -239,7 +239,7 @@ class _Recorder(TorchDispatchMode):
             op = func.overloadpacket.__name__
             key = (name, op, counts.get(op, 0))
             counts[op] = key[2] + 1
-            drawn = _Drawn(noise_shape(func, args, result), is_turned, line_of_user())
+            drawn = _Drawn(shape_of_draw(func, args, given)[0], is_turned, line_of_user())
             self.drawn.setdefault(key, []).append(drawn)
             if isinstance(result, Tensor) and not result.is_meta and result.is_floating_point():
                 self.has_values = True

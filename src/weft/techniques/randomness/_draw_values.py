@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from weft.techniques.randomness._noise import Numbers
 
@@ -16,24 +15,16 @@ Arrange = Callable[[Tensor], Tensor]
 """Brings numbers of shape (samples, …) into the shape of the draw."""
 
 
-def noise_shape(func: Any, args: Sequence[Any], result: Any) -> torch.Size:
-    """Return the shape of what is drawn for a result, or for something of its shape."""
-    if func.overloadpacket.__name__ == "multinomial":
-        return args[0].shape
-    first = next((leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)), None)
-    return first.shape if first is not None else torch.Size()
-
-
 def shape_of_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Size, torch.device]:
     """Return the shape of what an operator draws, and the device, without drawing."""
-    operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if operands:
         is_normal = func.overloadpacket.__name__ == "normal"
         like = torch.broadcast_tensors(*operands)[0] if is_normal else operands[0]
-        return noise_shape(func, args, like), operands[0].device
-    moved = {name: None if name == "generator" else value for name, value in kwargs.items() if name != "pin_memory"}
-    like = func(*args, **(moved | {"device": torch.device("meta")}))
-    return noise_shape(func, args, like), torch.device(kwargs.get("device") or "cpu")
+        return like.shape, operands[0].device
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    size = given["size"] if "size" in given else (given["n"],)  # of a permutation
+    return torch.Size(size), torch.device(kwargs.get("device") or "cpu")
 
 
 def keyed_value(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Any:

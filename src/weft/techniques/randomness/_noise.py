@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from weft.techniques.randomness.keyed_dropout import GOLDEN, RESOLUTION, hashed_mask, mix
+from weft.techniques.randomness.keyed_dropout import GOLDEN, RESOLUTION, kept_rows, mix
 
 MANTISSA = 53
 COARSE = 1e-3
@@ -70,8 +70,7 @@ class Elements:
 
     def uniform(self, salt: int = 0) -> Tensor:
         """fp64 in [0, 1) of `shape`."""
-        high = (self.words(salt) >> (64 - MANTISSA)) & ((1 << MANTISSA) - 1)
-        return high.to(torch.float64).mul_(2.0**-MANTISSA)
+        return uniform_of(self.words(salt))
 
     def normal(self) -> Tensor:
         """fp64 of mean 0 and deviation 1 (Box and Muller 1958)."""
@@ -80,16 +79,24 @@ class Elements:
 
     def kept(self, probability: float) -> Tensor:
         """bool of `shape`, true with `probability`."""
-        dropped = round((1.0 - probability) * RESOLUTION)
-        error = abs(dropped / RESOLUTION - (1.0 - probability))
-        if not 0 < dropped < RESOLUTION or error > COARSE * min(probability, 1.0 - probability):
+        dropped = dropped_of(probability)
+        if not dropped:
             return self.uniform() < probability
         start, width = self._last()
-        rows = (mix(self.samples[:, None] + self._rows() * GOLDEN) >> 32).to(torch.int32).flatten()
-        pairs = torch.arange(start // 2, (start + width + 1) // 2, device=self.samples.device)
-        columns = (mix(pairs * GOLDEN) >> 32).to(torch.int32)
-        keep = hashed_mask(rows, columns, dropped - RESOLUTION // 2)
-        return keep[:, start % 2 : start % 2 + width].reshape(self.shape)
+        return kept_rows(self.samples, self._rows(), (start, start + width), dropped).reshape(self.shape)
+
+
+def dropped_of(probability: float) -> int:
+    """Return how many of `RESOLUTION` elements are dropped where each is kept with `probability`; 0: that is too
+    coarse, and each is drawn by itself."""
+    dropped = round((1.0 - probability) * RESOLUTION)
+    error = abs(dropped / RESOLUTION - (1.0 - probability))
+    return dropped if 0 < dropped < RESOLUTION and error <= COARSE * min(probability, 1.0 - probability) else 0
+
+
+def uniform_of(words: Tensor) -> Tensor:
+    """Return words as numbers, fp64 in [0, 1)."""
+    return ((words >> (64 - MANTISSA)) & ((1 << MANTISSA) - 1)).to(torch.float64).mul_(2.0**-MANTISSA)
 
 
 @dataclass(frozen=True, slots=True)

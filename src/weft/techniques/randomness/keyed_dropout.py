@@ -190,12 +190,7 @@ def keyed_mask(
     call."""
     words = layer_words(sample_ids, moment, name, call)
     positions = torch.arange(row_offset, row_offset + rows, device=device)
-    row_words = (mix(words[:, None] + positions * GOLDEN) >> 32).to(torch.int32).flatten()
-    pairs = torch.arange(column_offset // 2, (column_offset + width + 1) // 2, device=device)
-    column_words = (mix(pairs * GOLDEN) >> 32).to(torch.int32)
-    keep = hashed_mask(row_words, column_words, dropped - RESOLUTION // 2)
-    skip = column_offset % 2
-    return keep[:, skip : skip + width].contiguous()
+    return kept_rows(words, positions, (column_offset, column_offset + width), dropped).contiguous()
 
 
 def _like_keyed_mask(
@@ -239,6 +234,17 @@ def mix(words: Tensor) -> Tensor:
     words = (words ^ (words >> 30 & _LOW_34)) * _WIDE_1
     words = (words ^ (words >> 27 & _LOW_37)) * _WIDE_2
     return words ^ (words >> 31 & _LOW_33)
+
+
+def kept_rows(words: Tensor, rows: Tensor, columns: tuple[int, int], dropped: int) -> Tensor:
+    """Return what is kept of some rows and a run of columns of each sample's draw, bool (samples × rows, columns); of
+    `RESOLUTION` elements `dropped` are not.  `words`: the draw of each sample; `rows`: their numbers."""
+    (start, stop), device = columns, words.device
+    row_words = (mix(words[:, None] + rows * GOLDEN) >> 32).to(torch.int32).flatten()
+    pairs = torch.arange(start // 2, (stop + 1) // 2, device=device)
+    column_words = (mix(pairs * GOLDEN) >> 32).to(torch.int32)
+    keep = hashed_mask(row_words, column_words, dropped - RESOLUTION // 2)
+    return keep[:, start % 2 : start % 2 + stop - start]
 
 
 def hashed_mask(rows: Tensor, columns: Tensor, threshold: int) -> Tensor:

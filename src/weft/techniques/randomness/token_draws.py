@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
@@ -21,8 +20,7 @@ from weft.errors import PlanError
 from weft.model.attention.scored import DrawnDropout
 from weft.techniques.core._context import StepContext
 from weft.techniques.randomness._draw_trace import DrawLayout
-from weft.techniques.randomness._noise import COARSE, MANTISSA
-from weft.techniques.randomness.keyed_dropout import RESOLUTION, sample_words
+from weft.techniques.randomness.keyed_dropout import sample_words
 
 _OF_DROPOUT = ("bernoulli_", "native_dropout")
 """Operators by which torch's dropout draws, one on CPUs, the other elsewhere."""
@@ -78,16 +76,3 @@ def _is_of_pairs(layout: DrawLayout, length: int) -> bool:
     """Whether a draw is of samples × heads, in one dim or in two, and of all pairs of tokens."""
     place = {3: "flat", 4: "sample"}.get(len(layout.whole))
     return place == layout.place and layout.dim == 0 and layout.whole[-2:] == (length, length)
-
-
-def dropped_of(probability: float) -> int:
-    """Return how many of `RESOLUTION` elements are dropped, as `Elements.kept` has it; 0: that is too coarse, and each
-    is drawn by itself."""
-    dropped = round((1.0 - probability) * RESOLUTION)
-    error = abs(dropped / RESOLUTION - (1.0 - probability))
-    return dropped if 0 < dropped < RESOLUTION and error <= COARSE * min(probability, 1.0 - probability) else 0
-
-
-def uniform_of(words: Tensor) -> Tensor:
-    """Return words as numbers, fp64 in [0, 1), as `Elements.uniform` has them."""
-    return ((words >> (64 - MANTISSA)) & ((1 << MANTISSA) - 1)).to(torch.float64).mul_(2.0**-MANTISSA)

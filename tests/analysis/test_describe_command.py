@@ -98,17 +98,3 @@ def test_a_proposed_table_divides_the_profile(tmp_path: Path, recipe: Path, caps
     assert splits["attention.scores"] == "heads"
     assert splits["attention.proj"] == "row"
     assert splits["norm1"] == "sequence"
-
-
-def test_what_rows_of_squares_compute_whole_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    more = {"vocab_size": 64, "intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
-    (tmp_path / "olmoe.json").write_text(
-        json.dumps({"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], **sizes, **more})
-    )
-    path = tmp_path / "recipe.toml"
-    path.write_text(RECIPE.format(more="").replace('factory = "own_models:Gpt"', f'hf = "{tmp_path / "olmoe.json"}"'))
-    assert run(["describe", str(path)]) == 0
-    text = capsys.readouterr().out
-    names = "model.layers.*.mlp.experts, model.layers.*.mlp.gate"
-    assert f"Squares of tensor ranks: each rank of a row computes all of {names}, " in text

@@ -315,7 +315,7 @@ def _copies_not_summed() -> list[Patch]:
 
 def _auxiliary_by_rank() -> list[Patch]:
     """The load of experts is that of a rank's own tokens."""
-    from weft.techniques.core import auxiliary
+    from weft.techniques.data import auxiliary
 
     return [(auxiliary, "all_reduce", lambda mine, view: mine)]
 

@@ -252,7 +252,7 @@ def _create_runner(
 
         return whole_batch_runner(build, parts[0], build.whole_batch)
     if getattr(build.blueprint.loss, "auxiliary", None):
-        from weft.techniques.core.auxiliary import auxiliary_runner  # loaded where a loss has such terms
+        from weft.techniques.data.auxiliary import auxiliary_runner  # loaded where a loss has such terms
 
         return auxiliary_runner(build, parts, summing, runner)
     return runner or SequentialRunner(parts[0], build.blueprint, build.mesh, dtype=build.dtypes.compute)

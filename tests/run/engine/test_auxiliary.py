@@ -21,7 +21,7 @@ from weft.model.auxiliary import AuxiliaryLoss
 from weft.model.blueprint import Batch, Blueprint
 from weft.model.families import CutTable
 from weft.run.worker import facts_of_blueprint
-from weft.techniques.core.auxiliary import auxiliary_runner
+from weft.techniques.data.auxiliary import auxiliary_runner
 from weft.techniques.randomness.keyed_dropout import KeyedDropout
 from weft.verify.numerics import TOLERANCES, assemble, compare, one_process
 

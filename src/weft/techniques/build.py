@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -31,7 +32,8 @@ from weft.techniques.core.precision import NARROW, Dtypes
 from weft.techniques.data.gradient_reducer import BucketStore
 from weft.techniques.randomness.draws import Draws, apply_keyed_draws, draws_of, is_alone, keyed_loss
 from weft.techniques.randomness.keyed_dropout import apply_keyed_dropout
-from weft.techniques.runtime import Build, TechniqueRuntime, techniques_of
+from weft.techniques.registry import running
+from weft.techniques.runtime import Build, TechniqueRuntime
 from weft.techniques.zero.contract import reduction_rounds
 
 if TYPE_CHECKING:
@@ -276,6 +278,11 @@ def _filled_in_shards(part: ModelPart, blueprint: Blueprint, plan: Plan, mesh: M
         if names[name] == 1 and parameter.is_floating_point() and part.layout[name].name not in tables
         if not part.layout[name].tied and cut_of(part.layout[name], mesh) is not None
     }
+
+
+def techniques_of(build: Build) -> tuple[TechniqueRuntime, ...]:
+    """Create what a plan's techniques do on this rank, in the order of the registry."""
+    return tuple(import_module(name).create(build) for name in running(build.plan))
 
 
 def _create_stores(

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,7 +24,6 @@ from weft.techniques.core._runner import Runner
 from weft.techniques.core._shard import Piece, Shard
 from weft.techniques.core.precision import Dtypes
 from weft.techniques.randomness._draw_trace import Draws
-from weft.techniques.registry import running
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import OffloadPolicy
@@ -169,8 +167,3 @@ class TechniqueRuntime:
 
     def close(self) -> None:
         """Let go of files and threads; no steps follow."""
-
-
-def techniques_of(build: Build) -> tuple[TechniqueRuntime, ...]:
-    """Create what a plan's techniques do on this rank, in the order of the registry."""
-    return tuple(import_module(name).create(build) for name in running(build.plan))

@@ -96,7 +96,7 @@ def await_needs(store: Arriving, part: nn.Module, needs: Sequence[Need]) -> list
 def await_all(
     store: Arriving, parts: Iterable[nn.Module], blocks: Sequence[str], bucket_of: Mapping[int, int]
 ) -> tuple[list[RemovableHandle], list[int]]:
-    """Let the forwards of all parts wait for what they need.  Returns handles that end it, and buckets in order of need."""
+    """Let the forwards of all parts wait for what they need.  Returns what ends that, and buckets in order of need."""
     handles: list[RemovableHandle] = []
     order: list[int] = []
     for part in parts:

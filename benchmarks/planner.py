@@ -2,7 +2,7 @@
 
 python -m benchmarks.planner validate FILE.csv   predicts a file's runs, and says how far off that is
 python -m benchmarks.planner fit                 writes what it finds beside the runs, and the constants that ship
-                                                 (src/weft/planning/price/fitted.toml), in about a minute
+                                                 (src/weft/techniques/cost_terms/fitted.toml), in about a minute
 python -m benchmarks.planner report              writes docs/notebook/planner-accuracy.md, docs/pictures/planner-*.png
                                                  and the figures that ship with Weft, in about three minutes
 """
@@ -36,6 +36,7 @@ from weft.errors import DataError, WeftError
 
 ROOT = Path(__file__).parents[1]
 _PRICE = ROOT / "src/weft/planning/price"
+_TERMS = ROOT / "src/weft/techniques/cost_terms"
 _PAGE = ROOT / "docs/notebook/planner-accuracy.md"
 _PICTURES = ROOT / "docs/pictures"
 _HEAD = """# How well the planner predicts
@@ -103,8 +104,8 @@ def write_fit(path: Path) -> None:
     ]
     found = dump_knowledge(fitted.knowledge, fitted.factors, told)
     FACTORS_FITTED.write_text(found)
-    (_PRICE / "fitted.toml").write_text(dump_constants(found, told))
-    print(f"{FACTORS_FITTED.relative_to(ROOT)} and src/weft/planning/price/fitted.toml written")
+    (_TERMS / "fitted.toml").write_text(dump_constants(found, told))
+    print(f"{FACTORS_FITTED.relative_to(ROOT)} and src/weft/techniques/cost_terms/fitted.toml written")
 
 
 def write_report(path: Path) -> None:

@@ -20,8 +20,9 @@ from typing import Any
 from weft.config.cluster import parse_cluster_spec
 from weft.model.profile import ModelSizes, Profile, profile_of_sizes
 from weft.model.profile.known import known_model
-from weft.planning.price import FITTED, Layout, Pricer
+from weft.planning.price import Pricer
 from weft.planning.search import SearchResult, Space, search, space_of
+from weft.techniques.cost_terms import FITTED, Layout
 from weft.techniques.pipeline.schedules import Schedule
 
 RESULT = Path(__file__).parent / "results" / "regret.json"

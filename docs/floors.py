@@ -1,6 +1,7 @@
 """Draws the packages of Weft on floors, each above all that it imports, into docs/architecture.md.
 
     python docs/floors.py
+    python docs/floors.py circles    # lists the files that need one another, by types too
 
 A test compares the page with what this would write, so the drawing cannot go stale.
 """
@@ -22,13 +23,13 @@ BEGIN, END = "<!-- drawn by docs/floors.py -->", "<!-- end of the drawing -->"
 # ── the files and what each imports ───────────────────────────────────────────────────────────────────────────────────
 
 
-def run_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what a file runs, without what stands under `if TYPE_CHECKING`."""
+def run_nodes(node: ast.AST, *, types: bool = False) -> Iterator[ast.AST]:
+    """Yield what a file runs; with `types` also what stands under `if TYPE_CHECKING`."""
     yield node
-    checking = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    checking = not types and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     children: Iterable[ast.AST] = node.orelse if checking and isinstance(node, ast.If) else ast.iter_child_nodes(node)
     for child in children:
-        yield from run_nodes(child)
+        yield from run_nodes(child, types=types)
 
 
 def source_files() -> Mapping[str, Path]:
@@ -40,9 +41,9 @@ def source_files() -> Mapping[str, Path]:
     return named
 
 
-def _imported(path: Path) -> Iterator[tuple[str, str | None]]:
+def _imported(path: Path, *, types: bool) -> Iterator[tuple[str, str | None]]:
     """Yield (module, name) of a file's imports; no name for `import weft.x`."""
-    for node in run_nodes(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in run_nodes(ast.parse(path.read_text(encoding="utf-8")), types=types):
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -50,12 +51,12 @@ def _imported(path: Path) -> Iterator[tuple[str, str | None]]:
             yield from ((node.module, alias.name) for alias in node.names)
 
 
-def import_graph(files: Mapping[str, Path]) -> dict[str, set[str]]:
+def import_graph(files: Mapping[str, Path], *, types: bool = False) -> dict[str, set[str]]:
     """Return module → the modules from whose files its imports come, past the doors that only pass a name on.
 
-    Imports inside functions count.
+    Imports inside functions count, and with `types` those of types alone.
     """
-    imports = {module: tuple(_imported(path)) for module, path in files.items()}
+    imports = {module: tuple(_imported(path, types=types)) for module, path in files.items()}
     passed = {
         (module, name): source
         for module, path in files.items()
@@ -75,6 +76,35 @@ def import_graph(files: Mapping[str, Path]) -> dict[str, set[str]]:
         module: {home(source, name) for source, name in found if source in files} - {module}
         for module, found in imports.items()
     }
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return the modules of each circle of imports (Tarjan's strongly connected components of two modules or more)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    open_: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        order[module] = lowest[module] = len(order)
+        open_.append(module)
+        for need in sorted(graph.get(module, ())):
+            if need not in order:
+                visit(need)
+                lowest[module] = min(lowest[module], lowest[need])
+            elif need in open_:
+                lowest[module] = min(lowest[module], order[need])
+        if lowest[module] == order[module]:
+            start = open_.index(module)
+            members = open_[start:]
+            del open_[start:]
+            if len(members) > 1:
+                found.append(sorted(members))
+
+    for module in sorted(graph):
+        if module not in order:
+            visit(module)
+    return found
 
 
 # ── wings: the packages of Weft ──────────────────────────────────────────────────────────────────────────────────────
@@ -165,5 +195,8 @@ def page(text: str) -> str:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["circles"]:
+        print(*map(" ".join, circles(import_graph(source_files(), types=True))), sep="\n")
+        sys.exit(0)
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     sys.exit(0)

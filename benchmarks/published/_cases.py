@@ -16,7 +16,8 @@ from benchmarks.published._unpredictable import Unpredictable
 from weft.config.cluster import Cluster
 from weft.errors import WeftError
 from weft.model.profile import Profile
-from weft.planning.price import Layout, Prediction, Pricer, Stack
+from weft.planning.price import Prediction, Pricer
+from weft.techniques.cost_terms import Layout, Stack
 
 _GIBI = 2**30
 

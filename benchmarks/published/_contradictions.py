@@ -9,7 +9,7 @@ from typing import NamedTuple
 from benchmarks.published._cases import is_fullest
 from benchmarks.published._score import Outcome
 from weft.model.profile import Profile
-from weft.planning.price import Layout
+from weft.techniques.cost_terms import Layout
 
 _GIBI = 2**30
 _TOLERANCE = 0.1

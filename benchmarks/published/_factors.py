@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from weft.planning.price import Calibration
+from weft.techniques.cost_terms import Calibration
 
 FACTORS: Mapping[str, float] = {
     "matmul_volta": 0.1,

@@ -17,7 +17,7 @@ from benchmarks.published._cases import Case, Forecaster
 from benchmarks.published._factors import FACTORS, with_factors
 from benchmarks.published._knowledge import Knowledge, StackScalar, datasheet_knowledge
 from weft.errors import DataError
-from weft.planning.price import DATASHEET
+from weft.techniques.cost_terms import DATASHEET
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

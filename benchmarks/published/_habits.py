@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from weft.planning.price import WEFT, MemoryHabits
+from weft.techniques.cost_terms import WEFT, MemoryHabits
 
 _GIBI = 2**30
 

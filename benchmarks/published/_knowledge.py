@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.published._factors import FACTORS, with_factors
 from weft.config.document import dump
-from weft.planning.price import DATASHEET, FITTED, Calibration
+from weft.techniques.cost_terms import DATASHEET, FITTED, Calibration
 
 FACTORS_FITTED = Path(__file__).parent / "data" / "fitted.toml"
 """What a fit found: factors and scalars of stacks.  The constants that follow from the factors ship with Weft."""
@@ -63,7 +63,7 @@ def dump_knowledge(knowledge: Knowledge, factors: Mapping[str, float], told: Seq
     lines = [
         *(f"# {line}" for line in told),
         "",
-        "# Over the data sheet's constants (weft.planning.price.DATASHEET).",
+        "# Over the data sheet's constants (weft.techniques.cost_terms.DATASHEET).",
         "[factors]",
     ]
     lines += [f"{name} = {factors[name]:.4g}" for name in FACTORS]

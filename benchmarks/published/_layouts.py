@@ -15,7 +15,7 @@ from benchmarks.published._unpredictable import Unpredictable
 from weft.config.cluster import Cluster
 from weft.config.plan import Recompute
 from weft.model.profile import Profile
-from weft.planning.price import Layout, PricedPrecision
+from weft.techniques.cost_terms import Layout, PricedPrecision
 from weft.techniques.pipeline.schedules import PricedSchedule, Schedule, chunk_limits
 from weft.techniques.zero.settings import stage_of
 

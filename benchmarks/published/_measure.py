@@ -7,7 +7,7 @@ from benchmarks.published._rows import Row, Run
 from benchmarks.published._sources import FlopConvention, framework_of
 from weft.config.cluster import Cluster
 from weft.model.profile import Block, Profile
-from weft.planning.price import PricedPrecision
+from weft.techniques.cost_terms import PricedPrecision
 
 _TERA = 1e12
 

@@ -11,9 +11,9 @@ import pytest
 from weft.config.plan import AXES, Plan, plan_settings
 from weft.config.settings import choices_of
 from weft.errors import PlanError
-from weft.planning.price import Layout
 from weft.planning.search import plan_of
 from weft.techniques.check import runnability
+from weft.techniques.cost_terms import Layout
 from weft.techniques.registry import TECHNIQUES, check_no_loop, exact, held, unwritten, words
 
 SEEDS = range(40)

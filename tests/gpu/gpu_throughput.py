@@ -31,11 +31,12 @@ from weft.config.recipe import BatchRecipe, DecoderShape, ModelRecipe, Optimizer
 from weft.model.blueprint import Blueprint
 from weft.model.description import profile_of
 from weft.model.reference.decoder import build_decoder
-from weft.planning.price import Layout, Memories
+from weft.planning.price import Memories
 from weft.run.engine import TrainingState, create_training
 from weft.run.engine._throughput import measure_peak_flops
 from weft.run.launch import RankInfo, initialise_distributed
 from weft.techniques.core import ModelLayout, ParameterLayout, materialise
+from weft.techniques.cost_terms import Layout
 
 Step = Callable[[int], float]
 SEED, LEARNING_RATE = 1234, 1e-4

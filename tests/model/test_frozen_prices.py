@@ -13,7 +13,8 @@ from weft.analysis.blueprint import build_blueprint
 from weft.api import describe_recipe
 from weft.config.recipe import Recipe, parse_recipe
 from weft.model.profile import Profile
-from weft.planning.price import WEFT, Layout, Memories
+from weft.planning.price import Memories
+from weft.techniques.cost_terms import WEFT, Layout
 
 pytest.importorskip("peft", reason="the package peft is not installed: `make setup` does")
 

@@ -83,8 +83,9 @@ def price_plan(subject: Subject, cluster: Cluster, plan: Plan) -> SearchResult:
     Raises:
         PlanError: it does not fit the model, the batch, the cluster, or its memory.
     """
-    from weft.planning.price import DATASHEET, FITTED, WEFT, Layout, Pricer, check_layout
+    from weft.planning.price import Pricer, check_layout
     from weft.planning.search import Counts, Objective, SearchResult, candidate_of, space_of
+    from weft.techniques.cost_terms import DATASHEET, FITTED, WEFT, Layout
 
     layout = Layout.of(plan)
     shares = plan.microbatch.shares(plan.mesh.data)

@@ -240,8 +240,8 @@ def _assumed_recipe(subject: Subject, cluster: Cluster) -> Recipe:
 
 def search_space(subject: Subject, cluster: Cluster, request: SearchRequest, space: Space) -> SearchResult:
     """Return the best plans of a space."""
-    from weft.planning.price import DATASHEET, FITTED
     from weft.planning.search import search
+    from weft.techniques.cost_terms import DATASHEET, FITTED
 
     return search(
         subject.profile,

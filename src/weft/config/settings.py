@@ -16,7 +16,7 @@ class Knob:
     """What the search, questions and explanations must know of a setting, beside its type and its meaning."""
 
     layout: str = ""
-    """Its name in a flat layout (`weft.planning.price.Layout`), where that is another."""
+    """Its name in a flat layout (`weft.techniques.cost_terms.Layout`), where that is another."""
     space: str = ""
     """The values of a space (`weft.planning.search.Space`) that it is chosen from; empty: the search does not choose
     it."""

@@ -56,7 +56,7 @@ class Technique:
     """What a technique knows of itself, for those who know none of them.
 
     A method says nothing where the technique is not in use; what a technique has nothing to say about, it leaves out.
-    `settings` are of the class `part`: a section of a plan, or a flat layout (`weft.planning.price.Layout`).
+    `settings` are of the class `part`: a section of a plan, or a flat layout (`weft.techniques.cost_terms.Layout`).
     """
 
     name: ClassVar[str]

@@ -16,8 +16,8 @@ from weft.errors import PlanError
 from weft.interop.systems import SYSTEMS, Emission, Job, emit, find_system, job_of, node_size, search_within
 from weft.model.profile import ModelSizes, profile_of_sizes
 from weft.model.profile.known import KNOWN_MODELS, known_model
-from weft.planning.price import DATASHEET, FITTED, Layout
 from weft.planning.search import SearchResult, Space, search, space_of
+from weft.techniques.cost_terms import DATASHEET, FITTED, Layout
 
 MODELS = (
     "gpt2-xl", "megatron-7.5b", "llama-2-13b", "llama-3.1-8b", "llama-3.2-3b", "qwen2.5-7b", "qwen3-8b", "mistral-7b",

@@ -21,8 +21,9 @@ from weft.planning.explain import (
     time_line,
     waterfall,
 )
-from weft.planning.price import Layout, Pricer
+from weft.planning.price import Pricer
 from weft.planning.search import SearchResult, search, space_of
+from weft.techniques.cost_terms import Layout
 
 SIZES = ModelSizes(
     name="small", num_layers=12, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_size=14336, sequence_length=4096,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.model.profile import Profile
-from weft.planning.price import WEFT, Layout, Memories, Stack, StageMemory
+from weft.planning.price import Memories, StageMemory
+from weft.techniques.cost_terms import WEFT, Layout, Stack
 
 
 def memory_of(

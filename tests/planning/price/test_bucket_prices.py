@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weft.config.cluster import Cluster, parse_cluster_spec
 from weft.model.profile import ModelSizes, Profile, profile_of_sizes
-from weft.planning.price import Layout, Pricer
+from weft.planning.price import Pricer
 from weft.techniques.buckets.sizes import (
     LARGEST_BUCKET,
     SMALLEST_BUCKET,
@@ -20,6 +20,7 @@ from weft.techniques.buckets.sizes import (
     next_bucket,
     rounded_bucket,
 )
+from weft.techniques.cost_terms import Layout
 
 MEBI = 1 << 20
 FIRST = float(MEBI)

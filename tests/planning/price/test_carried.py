@@ -11,8 +11,9 @@ from weft.comm.algorithms import flat as flat_arrangement
 from weft.config.cluster import Cluster, parse_cluster_spec
 from weft.config.plan import DataParallelPlan, MeshPlan, Plan
 from weft.model.profile import ModelSizes, profile_of_sizes
-from weft.planning.price import AxisGroup, Layout, Network, Pricer, choose_algorithm, collective_seconds
+from weft.planning.price import Pricer, choose_algorithm, collective_seconds
 from weft.planning.price._collectives import _as_links
+from weft.techniques.cost_terms import AxisGroup, Layout, Network
 
 SMALL = profile_of_sizes(
     ModelSizes(

@@ -22,9 +22,10 @@ from weft.comm.algorithms import (
 )
 from weft.config.cluster import Collective, CollectiveTime, LinkTier, Topology, parse_cluster_spec
 from weft.config.plan import AXES, Axis
-from weft.planning.price import AxisGroup, Layout, Network, algorithm_choices, choose_algorithm, collective_seconds
 from weft.planning.price import _algorithms as cost
+from weft.planning.price import algorithm_choices, choose_algorithm, collective_seconds
 from weft.planning.price._collectives import _fixed
+from weft.techniques.cost_terms import AxisGroup, Layout, Network
 
 KINDS: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send")
 ALL_REDUCES = {"ring", "double_ring", "torus", "double_tree", "tree", "in_network", "hierarchical", "direct"} | {

@@ -10,10 +10,10 @@ import pytest
 from weft.config.cluster import Collective, parse_cluster_spec
 from weft.model.profile import profile_of_sizes
 from weft.model.profile.known import KNOWN_MODELS
-from weft.planning.price import FITTED, WEFT, AxisGroup, Device, Layout, Network, Pricer
-from weft.planning.price._compute import Share, operator_work
+from weft.planning.price import Pricer
 from weft.planning.price._stages import BlockCosts, key_of
 from weft.planning.search import Space, search
+from weft.techniques.cost_terms import FITTED, WEFT, AxisGroup, Device, Layout, Network, Share, operator_work
 
 
 def test_expert_parallelism_costs_no_alignment() -> None:

@@ -21,7 +21,8 @@ from weft.config.recipe import (
 )
 from weft.model.build import build_model
 from weft.model.description import profile_of
-from weft.planning.price import WEFT, Layout, Memories, PricedPrecision, memory_key
+from weft.planning.price import Memories, memory_key
+from weft.techniques.cost_terms import WEFT, Layout, PricedPrecision
 
 SAMPLES = 4
 SHAPES: list[ReferenceShape] = [

@@ -14,8 +14,9 @@ from weft.errors import ClusterError, PlanError
 from weft.model.profile import profile_of_sizes
 from weft.model.profile.known import KNOWN_MODELS
 from weft.planning.explain import memory_line
-from weft.planning.price import Layout, Memories, check_layout, model_flops
+from weft.planning.price import Memories, check_layout, model_flops
 from weft.planning.search import default_batch, pinned, search, space_of
+from weft.techniques.cost_terms import Layout
 
 CORES = parse_cluster_spec("1x4xcpu")
 

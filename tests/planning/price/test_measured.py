@@ -17,9 +17,10 @@ from weft.config.cluster import (
     parse_cluster_spec,
 )
 from weft.model.profile import ModelSizes, profile_of_sizes
-from weft.planning.price import DATASHEET, WEFT, Device, Layout, predict
+from weft.planning.price import predict
 from weft.planning.price._block_factors import BlockFit, _block, _summed, block_fit
-from weft.planning.price._measured import Speeds
+from weft.techniques.cost_terms import DATASHEET, WEFT, Device, Layout
+from weft.techniques.cost_terms._measured import Speeds
 
 SETTINGS = ((1, 2), (2, 1))
 SHAPES = ((64, 64, 64), (512, 512, 512), (2048, 512, 512))

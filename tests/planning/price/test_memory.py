@@ -14,7 +14,8 @@ from memories import memory_of
 
 from weft.model.profile import ModelSizes, Profile, profile_of_sizes
 from weft.model.profile.known import KNOWN_MODELS, known_model
-from weft.planning.price import WEFT, Layout, Memories, StageMemory
+from weft.planning.price import Memories, StageMemory
+from weft.techniques.cost_terms import WEFT, Layout
 from weft.techniques.pipeline.cost import in_flight
 from weft.techniques.pipeline.orders import peak_activations, schedule_orders
 from weft.techniques.pipeline.schedules import PricedSchedule

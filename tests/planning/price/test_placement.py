@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weft.config.cluster import Cluster, LinkTier, Topology, parse_cluster_spec
 from weft.config.plan import AXES, Axis, MeshPlan, axis_coordinates
-from weft.planning.price import AxisGroup, Layout, Network
+from weft.techniques.cost_terms import AxisGroup, Layout, Network
 
 PRODUCTS: tuple[tuple[Axis, ...], ...] = (
     ("tensor",),
@@ -146,7 +146,7 @@ def test_a_rack_holds_a_group_of_64() -> None:
 def test_experts_borrow_ranks(
     order: tuple[Axis, ...], sizes: dict[str, int], expert: tuple[tuple[int, int], ...], left: tuple[object, ...]
 ) -> None:
-    from weft.planning.price._placement import _axes, _borrowed, _merge
+    from weft.techniques.cost_terms._placement import _axes, _borrowed, _merge
 
     layout = Layout(order=order, cuts_experts=False, **sizes)  # pyright: ignore[reportArgumentType]
     taken, rest = _borrowed(layout, _axes(layout))

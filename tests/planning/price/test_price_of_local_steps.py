@@ -10,7 +10,8 @@ from memories import memory_of
 from weft.config.cluster import parse_cluster_spec
 from weft.config.plan import DataParallelPlan, MeshPlan, Plan
 from weft.model.profile import ModelSizes, profile_of_sizes
-from weft.planning.price import Layout, Pricer
+from weft.planning.price import Pricer
+from weft.techniques.cost_terms import Layout
 from weft.techniques.registry import held
 
 SMALL = profile_of_sizes(

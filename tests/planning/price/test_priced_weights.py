@@ -10,7 +10,8 @@ from weft.config.plan import MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, DataRecipe, DataSource, DecoderShape, ModelRecipe, Recipe, RunRecipe
 from weft.model.build import build_model
 from weft.model.description import profile_of
-from weft.planning.price import WEFT, Layout, Memories
+from weft.planning.price import Memories
+from weft.techniques.cost_terms import WEFT, Layout
 from weft.techniques.send_trace import ModelShare
 from weft.verify.dry_run import outline_of
 

@@ -11,7 +11,7 @@ from memories import memory_of
 
 from weft.model.profile import ModelSizes, profile_of_sizes
 from weft.model.profile.known import known_model
-from weft.planning.price import WEFT, Layout
+from weft.techniques.cost_terms import WEFT, Layout
 
 GIBI = 2**30
 

@@ -18,7 +18,8 @@ from weft.config.recipe import ConvNetShape
 from weft.errors import ClusterError, PlanError
 from weft.model.description import description_of_shape
 from weft.model.profile import ModelSizes, Profile, profile_of_sizes
-from weft.planning.price import DATASHEET, WEFT, Layout, Pricer, check_layout, model_flops, predict
+from weft.planning.price import Pricer, check_layout, model_flops, predict
+from weft.techniques.cost_terms import DATASHEET, WEFT, Layout
 
 SMALL = profile_of_sizes(
     ModelSizes(

@@ -13,8 +13,9 @@ from typing import NamedTuple
 from weft.config.cluster import Cluster
 from weft.config.plan import AXES, Axis, ReduceEvery
 from weft.model.profile import Profile
-from weft.planning.price import Layout, Pricer, check_layout
+from weft.planning.price import Pricer, check_layout
 from weft.planning.search import Objective, Space
+from weft.techniques.cost_terms import Layout
 from weft.techniques.pipeline.schedules import SPLIT_BACKWARD, chunk_limits
 
 RANKED: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "context", "tensor")

@@ -16,8 +16,9 @@ from weft.config.plan import AXES
 from weft.config.recipe import PermitRecipe
 from weft.model.profile import ModelSizes, Profile, profile_of_sizes
 from weft.model.profile.known import known_model
-from weft.planning.price import DATASHEET, FITTED, Layout, Pricer
+from weft.planning.price import Pricer
 from weft.planning.search import Objective, Space, space_of
+from weft.techniques.cost_terms import DATASHEET, FITTED, Layout
 
 MODELS = (
     "llama-3.2-1b", "gpt2", "llama-2-7b", "mixtral-8x7b", "deepseek-v2-lite", "gemma-2-9b", "bert-base", "falcon-40b",

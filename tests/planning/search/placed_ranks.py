@@ -16,7 +16,7 @@ import numpy.typing as npt
 from weft.config.cluster import Cluster
 from weft.config.plan import Axis
 from weft.model.profile import Profile
-from weft.planning.price import Layout, slot_numbers
+from weft.techniques.cost_terms import Layout, slot_numbers
 
 Floats = npt.NDArray[np.float64]
 _REGULAR = ("switch", "fully_connected")

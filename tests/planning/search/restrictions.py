@@ -14,8 +14,9 @@ from weft.config.cluster import Cluster, parse_cluster_spec
 from weft.config.plan import AXES, Plan
 from weft.model.profile import Profile, profile_of_sizes
 from weft.model.profile.known import known_model
-from weft.planning.price import DATASHEET, FITTED, Pricer
+from weft.planning.price import Pricer
 from weft.planning.search import Space, search, space_of
+from weft.techniques.cost_terms import DATASHEET, FITTED
 
 PAIRS: dict[str, tuple[str, str, int, int | None]] = {
     f"{model} on {spec}" + (f", {length}" if length else ""): (model, spec, batch, length)

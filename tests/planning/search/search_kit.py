@@ -9,8 +9,9 @@ from itertools import permutations, product
 from weft.config.cluster import Cluster, parse_cluster_spec
 from weft.config.plan import AXES, Axis
 from weft.model.profile import ModelSizes, Profile, profile_of_sizes
-from weft.planning.price import Layout, Pricer, check_layout
+from weft.planning.price import Pricer, check_layout
 from weft.planning.search import Space
+from weft.techniques.cost_terms import Layout
 from weft.techniques.pipeline.schedules import SPLIT_BACKWARD, chunk_limits
 
 

@@ -19,7 +19,7 @@ from weft.errors import PlanError
 from weft.model.description import facts_of, profile_of
 from weft.model.profile import profile_of_sizes
 from weft.model.profile.known import known_model
-from weft.planning.price import Layout, Pricer
+from weft.planning.price import Pricer
 from weft.planning.search import (
     Candidate,
     Objective,
@@ -32,6 +32,7 @@ from weft.planning.search import (
     space_of,
 )
 from weft.techniques.check import check_plan, check_runnable
+from weft.techniques.cost_terms import Layout
 
 BASE = Layout(precision="bf16", fused_loss=True, gradient_bytes=4, master_bytes=12)
 

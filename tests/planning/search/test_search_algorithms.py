@@ -9,10 +9,11 @@ from search_kit import narrow, tiny
 
 from weft.config.cluster import Cluster, parse_cluster_spec
 from weft.config.plan import DataParallelPlan, MeshPlan, Plan
-from weft.planning.price import Layout, Pricer
+from weft.planning.price import Pricer
 from weft.planning.search import Space, pinned, search, space_of
 from weft.planning.search._pins import with_given
 from weft.techniques.check import runnability
+from weft.techniques.cost_terms import Layout
 
 BATCH = 8
 

@@ -11,7 +11,6 @@ import pytest
 from brute_force import best_by_brute_force, score_of
 from drawn_spaces import CORES, SPECS, WIDE, Drawn, drawn
 
-from weft.planning.price import WEFT, Layout
 from weft.planning.search import Space, search
 from weft.planning.search._bounds import Floats
 from weft.planning.search._finalists import Finalists
@@ -20,6 +19,7 @@ from weft.planning.search._rows import Rows
 from weft.planning.search._search import SearchState
 from weft.planning.search._space import without_offload
 from weft.planning.search._splits import enumerate_splits
+from weft.techniques.cost_terms import WEFT, Layout
 from weft.techniques.zero.cost import reduces_once
 
 SAME = (

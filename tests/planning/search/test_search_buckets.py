@@ -10,8 +10,9 @@ from search_kit import cluster_of, tiny
 from weft.config.cluster import Cluster
 from weft.config.plan import DataParallelPlan, Plan
 from weft.model.profile import Profile
-from weft.planning.price import FIRST_BUCKET_BYTES, Pricer
+from weft.planning.price import Pricer
 from weft.planning.search import Space, pinned, search, space_of
+from weft.techniques.buckets.settings import FIRST_BUCKET_BYTES
 from weft.techniques.buckets.sizes import SMALLEST_BUCKET
 
 MEBI = 1 << 20

@@ -10,8 +10,9 @@ from search_kit import all_layouts, best_by_brute_force, cluster_of, narrow, tin
 
 from weft.model.profile import profile_of_sizes
 from weft.model.profile.known import known_model
-from weft.planning.price import Layout, Pricer
+from weft.planning.price import Pricer
 from weft.planning.search import search, space_of
+from weft.techniques.cost_terms import Layout
 from weft.techniques.pipeline.schedules import SPLIT_BACKWARD
 
 

@@ -21,9 +21,9 @@ from weft.config.recipe import (
 )
 from weft.errors import PlanError
 from weft.model.description import facts_of, profile_of
-from weft.planning.price import Layout
 from weft.planning.search import Space, recipe_space, search
 from weft.techniques.check import check_given, check_plan, check_runnable
+from weft.techniques.cost_terms import Layout
 from weft.techniques.tensor.cost import layout_problems
 
 RECIPE = Recipe(

@@ -20,9 +20,10 @@ from search_kit import cluster_of, tiny
 from weft.config.cluster import parse_cluster_spec
 from weft.config.plan import AXES, balanced_cuts, even_shares
 from weft.errors import PlanError
-from weft.planning.price import Layout, Pricer
+from weft.planning.price import Pricer
 from weft.planning.search import Space, distinct_orders, plan_of, space_of, unequal_shares
 from weft.planning.search._splits import enumerate_splits  # pyright: ignore[reportPrivateUsage]
+from weft.techniques.cost_terms import Layout
 
 costs = st.integers(0, 9).map(float)
 

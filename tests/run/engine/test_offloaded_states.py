@@ -15,10 +15,10 @@ from weft.config.plan import ComputePlan, MemoryPlan, Plan
 from weft.config.recipe import OptimizerRecipe
 from weft.errors import PlanError
 from weft.model.build import build_model
-from weft.planning.price import Layout
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.techniques.check import check_runnable
 from weft.techniques.core import ParameterLayout, Segment, Shard, present
+from weft.techniques.cost_terms import Layout
 from weft.techniques.offload.keeper import StateKeeper
 from weft.techniques.offload.storage import ALIGNMENT, FileStorage
 from weft.techniques.registry import check_no_loop, unwritten, update_seconds, words

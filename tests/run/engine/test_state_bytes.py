@@ -20,7 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from weft.config.plan import Plan
 from weft.config.recipe import OptimizerRecipe
 from weft.model.description import profile_of
-from weft.planning.price import Layout, Memories
+from weft.planning.price import Memories
+from weft.techniques.cost_terms import Layout
 
 N = 4
 ADAMW = OptimizerRecipe()

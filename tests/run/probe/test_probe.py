@@ -30,7 +30,7 @@ from weft.config.cluster import (
 )
 from weft.config.document import typed
 from weft.errors import ClusterError
-from weft.planning.price import Layout, Network, choose_algorithm
+from weft.planning.price import choose_algorithm
 from weft.run.launch import RankInfo
 from weft.run.probe import probe
 from weft.run.probe._choices import worlds_of
@@ -39,6 +39,7 @@ from weft.run.probe._links import KINDS, line_of, number_of_times, peers_of
 from weft.run.probe._probe import cluster_of
 from weft.run.probe._rank import Findings, probe_rank, settings_of, unsteady
 from weft.run.probe._timing import Timing, slowest, summarise
+from weft.techniques.cost_terms import Layout, Network
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,8 @@ import pytest
 from weft.config.cluster import parse_cluster_spec
 from weft.model.profile import profile_of_sizes
 from weft.model.profile.known import known_model
-from weft.planning.price import DATASHEET, WEFT, Layout, check_layout, predict
+from weft.planning.price import check_layout, predict
+from weft.techniques.cost_terms import DATASHEET, WEFT, Layout
 
 PROFILE = profile_of_sizes(replace(known_model("llama-3.1-8b").sizes, sequence_length=16_384))
 NODE = parse_cluster_spec("8xh100")

@@ -25,7 +25,7 @@ from weft.model.families import OWN_CHECKPOINTS, UNKNOWN_ATTENTION, FoundCut
 from weft.model.losses import token_loss
 from weft.model.profile import profile_of_sizes
 from weft.model.profile.known import known_model
-from weft.planning.price import Layout, check_layout
+from weft.planning.price import check_layout
 from weft.planning.search import recipe_space
 from weft.run.worker import facts_of_blueprint
 from weft.techniques.check import check_plan
@@ -33,6 +33,7 @@ from weft.techniques.context.attention import sharing
 from weft.techniques.context.form import AttentionForm
 from weft.techniques.core import MicrobatchState, StepContext
 from weft.techniques.core.local_tokens import LocalTokens
+from weft.techniques.cost_terms import Layout
 from weft.techniques.registry import check_no_loop
 from weft.verify.numerics import shrink_case
 

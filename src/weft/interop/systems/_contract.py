@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.config.recipe import OptimizerRecipe
 from weft.model.profile import ModelSizes
-from weft.planning.price import Layout
+from weft.techniques.cost_terms import Layout
 
 DEFAULT_STEPS = 1000
 

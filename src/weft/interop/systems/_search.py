@@ -9,8 +9,8 @@ from weft.errors import PlanError
 from weft.interop.systems._emit import job_of, node_size
 from weft.interop.systems._system import System
 from weft.model.profile import ModelSizes
-from weft.planning.price import Layout
 from weft.planning.search import Candidate, Counts, SearchResult, Space
+from weft.techniques.cost_terms import Layout
 
 _AXES = ("pipeline", "tensor", "context", "expert")
 _KEPT: tuple[tuple[str, ...], ...] = (_AXES, ("pipeline", "tensor"), ("tensor",), ())

@@ -11,8 +11,9 @@ from weft.config.plan import Plan
 from weft.config.recipe import Precision
 from weft.figures import spell_percent
 from weft.planning.explain._text import layout_line
-from weft.planning.price import Layout, Pricer
+from weft.planning.price import Pricer
 from weft.planning.search import SearchResult, Space, search
+from weft.techniques.cost_terms import Layout
 
 _WORTH = 0.002
 """Gains below are within what rounding to whole microbatches does."""

@@ -11,7 +11,8 @@ from weft.config.plan import Axis, MeshPlan, axis_coordinates
 from weft.errors import PlanError
 from weft.figures import spell_figure, spell_memory, time_unit
 from weft.planning.explain._text import memory_parts, waterfall
-from weft.planning.price import Layout, Prediction, ScheduleSpan
+from weft.planning.price import Prediction, ScheduleSpan
+from weft.techniques.cost_terms import Layout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

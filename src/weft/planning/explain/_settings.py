@@ -10,9 +10,9 @@ from typing import Any, get_type_hints
 from weft.config.plan import plan_settings
 from weft.config.settings import Declared, Knob, choices_of
 from weft.errors import PlanError, did_you_mean
-from weft.planning.price import Layout
 from weft.planning.search import Space
 from weft.techniques.contract import list_choices
+from weft.techniques.cost_terms import Layout
 
 _DATA = Declared(
     section="mesh", name="data", hint=int, default=1, knob=Knob(space="datas", asked=("data", "dp"), explained=True)

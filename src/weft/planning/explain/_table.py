@@ -8,8 +8,9 @@ from typing import Any
 
 from weft.config.document import to_table
 from weft.figures import spell_figure
-from weft.planning.price import Layout, TimeTerms
+from weft.planning.price import TimeTerms
 from weft.planning.search import Candidate, SearchResult
+from weft.techniques.cost_terms import Layout
 from weft.techniques.registry import words as technique_words
 
 _HEADINGS = (

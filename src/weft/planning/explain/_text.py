@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 
 from weft.figures import spell_figure, spell_percent, time_unit
-from weft.planning.price import Calibration, Layout, MemoryKinds, Prediction, Stack, TimeTerms
+from weft.planning.price import MemoryKinds, Prediction, TimeTerms
+from weft.techniques.cost_terms import Calibration, Layout, Stack
 from weft.techniques.registry import words as technique_words
 
 _WORDS = {field.name: field.name.replace("_", " ") for field in dataclasses.fields(TimeTerms)} | {

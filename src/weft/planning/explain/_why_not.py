@@ -17,8 +17,9 @@ from weft.planning.explain._text import (
     memory_parts,
     spell_change,
 )
-from weft.planning.price import Layout, Prediction, Pricer, check_layout
+from weft.planning.price import Prediction, Pricer, check_layout
 from weft.planning.search import Acceptance, Candidate, SearchResult, search
+from weft.techniques.cost_terms import Layout
 from weft.techniques.registry import lighter
 
 _GIBI = 2**30

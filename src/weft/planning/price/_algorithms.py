@@ -1,4 +1,4 @@
-"""What collectives cost that no schedule of ours does: sums made by switches, plain sends, and the passes over memory.
+"""What collectives cost that no schedule of ours does: sums made by switches, and plain sends.
 
 The algorithms that ranks run themselves have their formulas beside their schedules, in `weft.comm.algorithms`.  The
 arguments are the same: `members` ranks, `size_bytes` of the whole tensor, `latency` seconds of a message, `per_byte`
@@ -8,13 +8,6 @@ Source: Klenk et al., "An in-network architecture for accelerating shared-memory
 """
 
 from __future__ import annotations
-
-COPY_PASSES = 3.7
-"""Times that an all-reduce reads or writes its tensor in device memory beside the links.
-
-From vTrain's A100 tables (2, 4 and 8 devices; bus bandwidth 193, 218, 227 GB/s): S/t = 1 / (2(n−1)/n / B + γ) fits all
-three within 0.3 % with B = 296 GB/s, the links' own speed, and γ = 1.81 ps/byte, 3.7 passes at 2039 GB/s.
-"""
 
 
 def in_network_all_reduce(members: int, size_bytes: float, latency: float, per_byte: float) -> float:

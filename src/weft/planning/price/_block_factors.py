@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from weft.config.cluster import BlockTime
 from weft.model.profile import Block, ModelSizes, Operator, profile_of_sizes
-from weft.planning.price._compute import Device, OperatorWork, Share, Work, operator_work
-from weft.planning.price._layout import ELEMENT_BYTES
+from weft.techniques.cost_terms import ELEMENT_BYTES, Device, OperatorWork, Share, Work, operator_work
 
 _LEAST, _MOST = 0.5, 12.0
 """Factors beyond these say that something else ran during the measurement, not what a block costs."""

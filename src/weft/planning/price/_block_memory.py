@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 from weft.config.plan import Recompute
 from weft.model.profile import Block, Operator, Profile, last_of_experts
-from weft.planning.price._habits import MemoryHabits
-from weft.planning.price._layout import ELEMENT_BYTES, Layout, PricedPrecision
-from weft.planning.price._stack import Stack
+from weft.techniques.cost_terms import ELEMENT_BYTES, Layout, MemoryHabits, PricedPrecision, Stack
 from weft.techniques.recompute.cost import waiting_bytes
 from weft.techniques.tensor.mesh_2d.shape import grid_shape, tesseract
 

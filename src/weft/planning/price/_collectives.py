@@ -30,7 +30,7 @@ from weft.comm.algorithms import (
 from weft.comm.algorithms import flat as flat_arrangement
 from weft.config.cluster import Collective, CollectiveTime
 from weft.planning.price import _algorithms as cost
-from weft.planning.price._placement import AxisGroup, CostLine, Leg
+from weft.techniques.cost_terms import AxisGroup, CostLine, Leg
 
 _COPIES = {"all_reduce": 1.0, "reduce_scatter": 0.5, "all_gather": 0.5, "all_to_all": 0.5, "broadcast": 0.5}
 """Multiples of γ: an all-reduce passes over its tensor twice, the others once."""

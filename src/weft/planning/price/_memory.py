@@ -14,10 +14,9 @@ from typing import NamedTuple
 from weft.config.plan import Recompute
 from weft.model.profile import Profile
 from weft.planning.price._block_memory import BlockMemories, BlockMemory, MemoryKey, memory_key
-from weft.planning.price._layout import Layout
 from weft.planning.price._prediction import StageMemory
 from weft.planning.price._rank_memory import RankMemory, RankShare
-from weft.planning.price._stack import WEFT, Stack
+from weft.techniques.cost_terms import WEFT, Layout, Stack
 from weft.techniques.fused_loss.cost import loss_bytes
 from weft.techniques.offload.cost import BLOCKS_HERE
 from weft.techniques.pipeline.cost import FOLDED, in_flight

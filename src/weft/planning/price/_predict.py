@@ -8,21 +8,29 @@ from typing import NamedTuple
 from weft.config.cluster import Cluster, Collective, Devices
 from weft.errors import PlanError
 from weft.model.profile import Block, Profile
-from weft.planning.price._calibration import DATASHEET, Calibration
 from weft.planning.price._check_layout import check_layout
 from weft.planning.price._collectives import collective_seconds
-from weft.planning.price._compute import Device
-from weft.planning.price._kept import BoundedCache
-from weft.planning.price._layout import Layout
 from weft.planning.price._memory import Memories
-from weft.planning.price._placement import AxisGroup, Groups, Network
 from weft.planning.price._prediction import Prediction, ScheduleSpan, TimeTerms
-from weft.planning.price._stack import WEFT, Stack
-from weft.planning.price._stages import BlockCost, BlockCosts, CostKey, key_of
-from weft.planning.price._update import RankLoad, Update, trained_loads, update_of
+from weft.planning.price._stages import BlockCost, BlockCosts, key_of
+from weft.planning.price._update import Update, trained_loads, update_of
 from weft.planning.price._whole import Stages, Whole, whole_of
 from weft.techniques.buckets.cost import bucket_of
 from weft.techniques.buckets.sizes import SMALLEST_BUCKET
+from weft.techniques.cost_terms import (
+    DATASHEET,
+    WEFT,
+    AxisGroup,
+    BoundedCache,
+    Calibration,
+    CostKey,
+    Device,
+    Groups,
+    Layout,
+    Network,
+    RankLoad,
+    Stack,
+)
 from weft.techniques.offload.cost import unloading
 from weft.techniques.pipeline.cost import (
     PipelineTimes,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from weft.columns import Column, chosen
-from weft.planning.price._layout import Layout
 from weft.planning.price._prediction import MemoryKinds
-from weft.planning.price._stack import Stack
+from weft.techniques.cost_terms import Layout, Stack
 from weft.techniques.zero.cost import States, gathers_weights, holds_weights, holds_whole_gradients, states_of
 
 PROCESS_BYTES = 295e6

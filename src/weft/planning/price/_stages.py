@@ -3,48 +3,31 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from weft.config.cluster import Collective
 from weft.config.plan import Recompute
-from weft.model.profile import Block, Operator, Profile, last_of_experts
+from weft.model.profile import Block, Operator, Profile
 from weft.planning.price._block_factors import BlockFit, block_fit
-from weft.planning.price._compute import Device, OperatorWork, Share, Work, operator_work
-from weft.planning.price._kept import BoundedCache
-from weft.planning.price._layout import Layout
-from weft.planning.price._placement import AxisGroup, Groups
 from weft.techniques.context.cost import context_traffic
+from weft.techniques.cost_terms import (
+    BoundedCache,
+    CostKey,
+    Device,
+    Groups,
+    Layout,
+    OperatorWork,
+    PassCost,
+    Seconds,
+    Sender,
+    Share,
+    Work,
+    Works,
+    operator_work,
+)
 from weft.techniques.data.cost import statistics_traffic
 from weft.techniques.expert.cost import expert_traffic
 from weft.techniques.recompute.cost import computed_again
 from weft.techniques.tensor.cost import grid_of, tensor_traffic
-
-
-class Seconds(Protocol):
-    """Seconds of a collective: see `collective_seconds`."""
-
-    def __call__(self, kind: Collective, size_bytes: float, group: AxisGroup, algorithm: str = "auto", /) -> float: ...
-
-
-class PassCost(NamedTuple):
-    """Seconds of one pass of one microbatch through a block on one rank, by cause."""
-
-    ideal: float = 0.0
-    shapes: float = 0.0
-    memory: float = 0.0
-    tensor: float = 0.0
-    context: float = 0.0
-    expert: float = 0.0
-    statistics: float = 0.0
-    """Exchange of batch norms' statistics between data ranks."""
-
-    @property
-    def compute(self) -> float:
-        return self.ideal + self.shapes + self.memory
-
-    @property
-    def seconds(self) -> float:
-        return sum(self)
 
 
 class BlockCost(NamedTuple):
@@ -69,49 +52,11 @@ class BlockCost(NamedTuple):
         return computed_again(recompute, PassCost(), self.selective, self.forward)
 
 
-Works = list[tuple[Operator, OperatorWork]]
-
-
 class _BlockWork(NamedTuple):
     """A block on one rank with nothing sent."""
 
     works: Works
     alone: BlockCost
-
-
-class CostKey(NamedTuple):
-    """All that the cost of a block depends on, beside the block."""
-
-    samples: int
-    sequence_parallel: bool
-    tensor_scheme: str
-    context_scheme: str
-    context_ulysses: int
-    expert_exchange: str
-    expert_tensor: int
-    precision: str
-    gradient_bytes: int
-    tensor: AxisGroup
-    context: AxisGroup
-    expert: AxisGroup
-    statistics: AxisGroup | None
-    """Data ranks that exchange the statistics of batch norms; None where the model has none."""
-
-
-class Sender(NamedTuple):
-    """One rank in one block: what decides what it sends."""
-
-    works: Works
-    share: Share
-    key: CostKey
-    seconds: Seconds
-    device: Device
-
-    @property
-    def summed_experts(self) -> Operator | None:
-        """The product of experts whose results the tensor ranks sum up, once those of a token are added."""
-        is_cut = self.share.expert_tensor > 1
-        return last_of_experts([operator for operator, _ in self.works]) if is_cut else None
 
 
 class BlockCosts:

@@ -6,28 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from weft.columns import Column, chosen
-from weft.planning.price._compute import Device
-from weft.planning.price._layout import Layout
-from weft.planning.price._placement import Groups
-from weft.planning.price._stages import Seconds
 from weft.techniques.buckets.cost import Reductions
+from weft.techniques.cost_terms import Device, Groups, Layout, RankLoad, Seconds
 from weft.techniques.offload.cost import host_step, reading
 from weft.techniques.pipeline.cost import PipelineTimes
 from weft.techniques.registry import update_seconds
 from weft.techniques.zero.cost import holds_whole_gradients, sharing_ranks
-
-
-class RankLoad(NamedTuple):
-    """What one pipeline rank holds and how long its last backward and first forward take."""
-
-    dense: float
-    """Elements of weights that are no experts."""
-    experts: float
-    forward: float
-    backward: float
-    scatter: float = 0.0
-    """Exposed seconds by which ZeRO-3's reduction of a step's gradients makes its last backward longer, where that is
-    the only one that reduces."""
 
 
 class Update(NamedTuple):

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from weft.config.plan import Recompute, balanced_cuts
 from weft.model.profile import Block, Profile
-from weft.planning.price._layout import Layout
-from weft.planning.price._stages import BlockCost, PassCost
+from weft.planning.price._stages import BlockCost
+from weft.techniques.cost_terms import Layout, PassCost
 
 
 class Stages(NamedTuple):

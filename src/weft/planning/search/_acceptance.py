@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from weft.config.plan import Plan
 from weft.errors import PlanError
-from weft.planning.price import Layout, Pricer
+from weft.planning.price import Pricer
 from weft.planning.search._convert import Sections, plan_of
 from weft.planning.search._pins import with_given
 from weft.planning.search._space import Space
+from weft.techniques.cost_terms import Layout
 
 
 class Acceptance:

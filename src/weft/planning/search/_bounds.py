@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.planning.price import Layout, Pricer, model_flops
+from weft.planning.price import Pricer, model_flops
 from weft.planning.search._space import Space
 from weft.planning.search._splits import Splits
+from weft.techniques.cost_terms import Layout
 from weft.techniques.zero.cost import states_of
 
 Floats = npt.NDArray[np.float64]

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from weft.config.plan import DataParallelPlan
-from weft.planning.price import Layout, Pricer
+from weft.planning.price import Pricer
 from weft.planning.search._space import Space
 from weft.techniques.buckets.sizes import LARGEST_BUCKET, SMALLEST_BUCKET, next_bucket
+from weft.techniques.cost_terms import Layout
 
 USUAL_BUCKET_BYTES = DataParallelPlan().bucket_bytes
 """Bucket size with which estimates are made."""

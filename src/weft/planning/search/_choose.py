@@ -11,7 +11,7 @@ from weft.config.recipe import Recipe
 from weft.errors import PlanError
 from weft.figures import spell_figure, spell_memory, spell_seconds
 from weft.model.profile import Profile
-from weft.planning.price import DATASHEET, Calibration, Pricer
+from weft.planning.price import Pricer
 from weft.planning.search._pins import has_pins
 from weft.planning.search._recipe_space import recipe_space
 from weft.planning.search._refusal import no_plan
@@ -20,6 +20,7 @@ from weft.planning.search._search import search
 from weft.planning.search._space import Space, divisors
 from weft.techniques.check import check_plan
 from weft.techniques.compute.settings import THREADS
+from weft.techniques.cost_terms import DATASHEET, Calibration
 
 _MOST_WORLDS = 64
 """Processes up to which every split of exactly that many is searched one by one."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from weft.config.plan import MicrobatchPlan, Plan, even_shares
 from weft.config.recipe import Precision
 from weft.errors import PlanError
-from weft.planning.price import Layout, layout_settings
+from weft.techniques.cost_terms import Layout, layout_settings
 from weft.techniques.pipeline.schedules import Schedule
 from weft.techniques.zero.settings import stage_of
 

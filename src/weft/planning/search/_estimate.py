@@ -12,15 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from weft.config.cluster import Collective
-from weft.planning.price import (
-    AxisGroup,
-    BoundedCache,
-    Layout,
-    Pricer,
-    RankMemory,
-    RankShare,
-    optimizer_seconds,
-)
+from weft.planning.price import Pricer, RankMemory, RankShare, optimizer_seconds
 from weft.planning.search._bounds import Floats
 from weft.planning.search._group import GroupCosts, HeldBytes, Passes
 from weft.planning.search._options import Options, Way
@@ -30,6 +22,7 @@ from weft.planning.search._splits import Ints
 from weft.planning.search._variants import has_even_islands
 from weft.techniques.buckets.cost import beside
 from weft.techniques.buckets.sizes import LARGEST_BUCKET, SMALLEST_BUCKET
+from weft.techniques.cost_terms import AxisGroup, BoundedCache, Layout
 from weft.techniques.offload.cost import BLOCKS_HERE, unloading
 from weft.techniques.offload.settings import offloads_activations
 from weft.techniques.pipeline.cost import flights

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from weft.config.plan import AXES, Recompute
-from weft.planning.price import Layout, Pricer, check_layout
+from weft.planning.price import Pricer, check_layout
 from weft.planning.search._acceptance import Acceptance
 from weft.planning.search._buckets import USUAL_BUCKET_BYTES, Priced, better, sized, with_best_bucket
 from weft.planning.search._objective import Objective
 from weft.planning.search._orders import distinct_orders
 from weft.planning.search._rows import RecomputeLevel
 from weft.planning.search._space import Space, divisors
+from weft.techniques.cost_terms import Layout
 from weft.techniques.pipeline.schedules import stage_ranks
 
 _MIXTURES_DIFFER = 1.02

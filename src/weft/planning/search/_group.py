@@ -11,11 +11,12 @@ import numpy as np
 
 from weft.config.plan import Axis, Recompute
 from weft.model.profile import Block
-from weft.planning.price import BlockCost, Layout, Pricer, memory_key
+from weft.planning.price import BlockCost, Pricer, memory_key
 from weft.planning.search._bounds import Floats
 from weft.planning.search._space import Space
 from weft.planning.search._splits import Bools, Ints, Table
 from weft.planning.search._variants import StageVariant
+from weft.techniques.cost_terms import Layout
 
 
 class Passes(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import permutations
 
 from weft.config.plan import AXES, Axis
-from weft.planning.price import Layout
+from weft.techniques.cost_terms import Layout
 
 _RANKED: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "context", "tensor")
 """Axes with ranks of their own, outermost first; `expert` borrows and stands before context."""

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from weft.config.cluster import Cluster
 from weft.config.plan import Plan
 from weft.model.profile import Profile
-from weft.planning.price import Calibration, Layout, Prediction, Pricer, Stack, model_flops
+from weft.planning.price import Prediction, Pricer, model_flops
 from weft.planning.search._objective import Objective
 from weft.planning.search._space import Space
+from weft.techniques.cost_terms import Calibration, Layout, Stack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

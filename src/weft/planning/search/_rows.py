@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, get_args
 
 from weft.config.plan import Recompute, ReduceEvery
-from weft.planning.price import Layout
 from weft.planning.search._bounds import Floats
 from weft.planning.search._space import Space
 from weft.planning.search._splits import Ints, Splits, Table
+from weft.techniques.cost_terms import Layout
 from weft.techniques.pipeline.schedules import Schedule
 from weft.techniques.zero.settings import stage_of
 

@@ -15,16 +15,7 @@ from weft.config.plan import AXES, Axis, Plan
 from weft.config.recipe import OptimizerRecipe, PermitRecipe
 from weft.errors import PlanError
 from weft.model.profile import Block, Profile
-from weft.planning.price import (
-    FIRST_BUCKET_BYTES,
-    FITTED,
-    WEFT,
-    Calibration,
-    Layout,
-    PricedPrecision,
-    Pricer,
-    Stack,
-)
+from weft.planning.price import Pricer
 from weft.planning.search._acceptance import Acceptance
 from weft.planning.search._bounds import Floats, SplitBounds
 from weft.planning.search._buckets import USUAL_BUCKET_BYTES, Priced
@@ -39,6 +30,8 @@ from weft.planning.search._space import Space, space_of, without_offload
 from weft.planning.search._splits import Bools, Ints, Splits, enumerate_splits
 from weft.planning.search._unequal import Balancer, kinds_of, speed_of
 from weft.planning.search._variants import StageVariant, arrangements, variants
+from weft.techniques.buckets.settings import FIRST_BUCKET_BYTES
+from weft.techniques.cost_terms import FITTED, WEFT, Calibration, Layout, PricedPrecision, Stack
 from weft.techniques.zero.settings import stage_of
 
 _WINDOWS = (1.25, 2.0, math.inf)

@@ -12,8 +12,8 @@ from weft.config.plan import Axis, Plan, Recompute, ReduceEvery
 from weft.config.recipe import PermitRecipe
 from weft.errors import PlanError
 from weft.model.profile import Profile
-from weft.planning.price import PricedPrecision
 from weft.techniques.context.settings import ContextScheme
+from weft.techniques.cost_terms import PricedPrecision
 from weft.techniques.expert.settings import ExpertExchange
 from weft.techniques.offload.settings import Offload as Offload
 from weft.techniques.pipeline.schedules import Schedule

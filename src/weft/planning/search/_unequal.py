@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 
 from weft.config.cluster import Cluster, Devices
 from weft.config.plan import Axis
-from weft.planning.price import Layout, Prediction, Pricer
+from weft.planning.price import Prediction, Pricer
 from weft.planning.search._orders import outermost
 from weft.planning.search._shares import unequal_shares
 from weft.planning.search._space import divisors
+from weft.techniques.cost_terms import Layout
 
 _DATA: tuple[Axis, ...] = ("replicate", "shard")
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from weft.config.cluster import Cluster
 from weft.config.plan import AXES, Axis
-from weft.planning.price import Layout, Pricer, check_layout
+from weft.planning.price import Pricer, check_layout
 from weft.planning.search._space import Space, divisors
+from weft.techniques.cost_terms import Layout
 
 _INNER: tuple[Axis, ...] = ("context", "tensor")
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from weft.columns import Column, larger, smaller
+from weft.config.cluster import Collective
 from weft.techniques.buckets.settings import BucketSettings
 from weft.techniques.buckets.sizes import BucketSeconds, Flow, Stream, best_bucket, idle_seconds, together
+from weft.techniques.cost_terms import AxisGroup, Device, Groups, Layout, RankLoad, Seconds, Stack
 from weft.techniques.zero.cost import gathers_weights, reduces_once
-
-if TYPE_CHECKING:
-    from weft.config.cluster import Collective
-    from weft.planning.price import AxisGroup, Device, Groups, Layout, RankLoad, Seconds, Stack
 
 _USUAL_BUCKET_BYTES = BucketSettings().bucket_limits[1]
 _FIRST_READ = 0.05

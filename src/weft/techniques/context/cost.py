@@ -5,13 +5,9 @@ Sources: ring attention, Liu et al. 2023 (arXiv 2310.01889); Ulysses, Jacobs et 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from weft.model.profile import Operator
 from weft.techniques.context.shares import copies_of, exchanging_ranks
-
-if TYPE_CHECKING:
-    from weft.model.profile import Operator
-    from weft.planning.price import Sender
+from weft.techniques.cost_terms import Sender
 
 
 def context_traffic(sender: Sender) -> tuple[float, float]:

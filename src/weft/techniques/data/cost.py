@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from weft.planning.price import Sender
+from weft.techniques.cost_terms import Sender
 
 
 def statistics_traffic(sender: Sender) -> tuple[float, float]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from weft.planning.price import Sender
+from weft.techniques.cost_terms import Sender
 
 _NEVER_HIDDEN = 0.1
 """Share of the tokens' way that comes before there is anything to compute beside it."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from weft.model.profile import Profile
-    from weft.planning.price import Layout, MemoryHabits
+from weft.model.profile import Profile
+from weft.techniques.cost_terms import Layout, MemoryHabits
 
 _CPU_CHUNK_BYTES = float(8 << 20)
 """Size of the logits that exist at once in a loss by chunks, on a CPU."""

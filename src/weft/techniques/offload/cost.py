@@ -5,14 +5,11 @@ Source: Ren et al., "ZeRO-Offload: democratizing billion-scale model training" (
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from weft.columns import Column, larger
+from weft.techniques.cost_terms import Calibration, Layout
 from weft.techniques.offload.settings import DISK_BYTES_PER_SECOND
-
-if TYPE_CHECKING:
-    from weft.planning.price import Calibration, Layout
-
 
 BLOCKS_HERE = 2
 """Blocks of a rank whose activations are on the device where all wait elsewhere: one computes, and another's are

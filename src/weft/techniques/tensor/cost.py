@@ -8,15 +8,12 @@ Sources: Megatron-LM, Shoeybi et al. 2019 (arXiv 1909.08053), with sequence para
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from weft.config.cluster import Collective
+from weft.model.profile import Profile
+from weft.techniques.cost_terms import Layout, Sender
 from weft.techniques.tensor.mesh_2d.limits import samples_problem, shape_problem, sizes_problem
 from weft.techniques.tensor.mesh_2d.shape import grid_shape
-
-if TYPE_CHECKING:
-    from weft.config.cluster import Collective
-    from weft.model.profile import Profile
-    from weft.planning.price import Layout, Sender
 
 
 def tensor_traffic(sender: Sender) -> tuple[float, float]:

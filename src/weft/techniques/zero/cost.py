@@ -8,14 +8,12 @@ Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from weft.columns import Column, Flags, chosen, larger, smaller
+from weft.techniques.cost_terms import AxisGroup, Calibration, Groups, Layout, Seconds, Stack
 from weft.techniques.registry import held as held_besides
 from weft.techniques.zero.contract import shares_of
-
-if TYPE_CHECKING:
-    from weft.planning.price import AxisGroup, Calibration, Groups, Layout, Seconds, Stack
 
 # ── when gradients travel, and what is whole until then ───────────────────────────────────────────────────────────────
 

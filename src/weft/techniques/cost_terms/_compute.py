@@ -15,10 +15,10 @@ from typing import NamedTuple
 from weft.config.cluster import Devices
 from weft.errors import ClusterError
 from weft.model.profile import Operator
-from weft.planning.price._calibration import Calibration, part_of
-from weft.planning.price._layout import ELEMENT_BYTES, PricedPrecision
-from weft.planning.price._measured import Speeds
-from weft.planning.price._stack import Stack
+from weft.techniques.cost_terms._calibration import Calibration, part_of
+from weft.techniques.cost_terms._layout import ELEMENT_BYTES, PricedPrecision
+from weft.techniques.cost_terms._measured import Speeds
+from weft.techniques.cost_terms._stack import Stack
 
 _PROCESSORS: Mapping[str, int] = {
     "v100": 80,

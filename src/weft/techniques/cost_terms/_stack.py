@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.planning.price._habits import MemoryHabits
+from weft.techniques.cost_terms._habits import MemoryHabits
 
 _MEMORY = MemoryHabits(
     fused_norms=True, fused_activations=False, bucket_copies=0.0, accumulates_whole=True, holds_gathered=True

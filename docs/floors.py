@@ -170,6 +170,11 @@ def packages_of(wing: str) -> list[Path]:
     return sorted(path.parent for path in SOURCE.joinpath("weft", wing).glob("*/__init__.py"))
 
 
+def _wrapped(text: str, first: int, others: int) -> list[str]:
+    """Return the text in lines, indented by so many columns."""
+    return textwrap.wrap(text, 112, initial_indent=" " * first, subsequent_indent=" " * others)
+
+
 def drawing() -> str:
     """Return the floors as a text block, the top floor first: each wing, what it imports, and its packages."""
     graph = wing_graph()
@@ -179,11 +184,9 @@ def drawing() -> str:
         for wing in sorted(wing for wing, floor in placed.items() if floor == number):
             needs = f"  ─► {', '.join(arrows[wing])}" if arrows[wing] else ""
             lines += textwrap.wrap(f"{number:2d}  {wing}{needs}", 120, subsequent_indent=" " * 8)
-            lines += textwrap.wrap(words_of(SOURCE / "weft" / wing), 112, initial_indent=" " * 6)
+            lines += _wrapped(words_of(SOURCE / "weft" / wing), 6, 6)
             for path in packages_of(wing):
-                lines += textwrap.wrap(
-                    f"{path.name:15} {words_of(path)}", 112, initial_indent=" " * 8, subsequent_indent=" " * 24
-                )
+                lines += _wrapped(f"{path.name:15} {words_of(path)}", 8, 24)
     return "\n".join(["```text", *lines, "```"])
 
 

@@ -7,6 +7,7 @@ import importlib.util
 import re
 import shlex
 import tomllib
+from types import ModuleType
 from typing import Any, get_type_hints
 
 from cyclopts import App
@@ -154,6 +155,27 @@ def test_settings_in_sentences_exist() -> None:
             known = settings(Plan if root == "plan" else Recipe).get(section)
             assert known is not None, f"{page}: {span}: no section {section}"
             assert name in known, f"{page}: {span}: no setting {name}"
+
+
+def test_modules_and_names_in_sentences_exist() -> None:
+    """`weft.config.plan.Plan` in a sentence is a module, or a name in one."""
+    for page, span in current_spans():
+        for name in re.findall(r"(?<![\w.])weft(?:\.\w+)+", span):
+            assert exists(name), f"{page}: there is no {name}"
+
+
+def exists(name: str) -> bool:
+    found: Any = importlib.import_module("weft")
+    path = "weft"
+    for part in name.split(".")[1:]:
+        path = f"{path}.{part}"
+        if hasattr(found, part):
+            found = getattr(found, part)
+        elif isinstance(found, ModuleType) and importlib.util.find_spec(path) is not None:
+            found = importlib.import_module(path)
+        else:
+            return False
+    return True
 
 
 def settings(root: type[Plan | Recipe]) -> dict[str, set[str]]:

@@ -305,10 +305,10 @@ def play(path: Path, setting: str) -> Found:
     SAID.clear()
     torch.manual_seed(0)
     try:
-        scope = scope_of(path)
-        run = PlainRun(scope) if setting == "plain" else WeftRun(scope, setting, path.with_suffix(f".{setting}"))
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught:  # torch's, of what a program is made of, are no findings
             warnings.simplefilter("always")
+            scope = scope_of(path)
+            run = PlainRun(scope) if setting == "plain" else WeftRun(scope, setting, path.with_suffix(f".{setting}"))
             found = run.go()
     finally:
         sys.modules.pop("program", None)  # its globals may hold models, and these groups of processes

@@ -55,7 +55,44 @@ def _detached(model: Any) -> None:
     model[0].weight.detach().view(-1)[3:9] *= 0.5
 
 
+@torch.no_grad()
+def _renormed(model: Any) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector / vector.norm() * 3, model.parameters())
+
+
+def _renormed_data(model: Any) -> None:
+    for p in model.parameters():
+        p.data.div_(p.data.norm())
+
+
+@torch.no_grad()
+def _by_another(model: Any) -> None:
+    model[2].bias.mul_(model[0].weight.norm())
+
+
+def _by_all(model: Any) -> None:
+    norm = sum(float(p.detach().square().sum()) for p in model.parameters())
+    model[2].bias.data *= norm
+
+
+def _read(model: Any) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    assert vector.norm().item() > 0
+    assert all(float(p.data.abs().max()) >= 0 and p.grad is not p for p in model.parameters())
+    assert all(p.tolist() is not None and bool(p.isfinite().all()) for p in copy.deepcopy([*model.parameters()]))
+
+
+def _read_before(model: Any) -> None:
+    """A value of one step is written by in a later one."""
+    if not hasattr(model, "seen"):
+        model.seen = model[0].weight.norm().item()
+    else:
+        nn.init.constant_(model[2].bias, model.seen)
+
+
 EDITS: dict[str, Callable[[Any], None]] = {
+    "as one vector": _renormed,
     "clamp_": _clipped,
     "data.clamp_": _clipped_data,
     "data.zero_": _zeroed,
@@ -64,6 +101,16 @@ EDITS: dict[str, Callable[[Any], None]] = {
     "mul_": _scaled,
     "detach": _detached,
 }
+
+
+OF_PARTS = EDITS | {
+    "data by its norm": _renormed_data,
+    "by another": _by_another,
+    "by all": _by_all,
+    "read": _read,
+    "read before": _read_before,
+}
+"""What is refused, or allowed, where ranks have parts of the model."""
 
 
 def plan_of(kind: str, world: int) -> Plan:
@@ -87,7 +134,7 @@ def plain(edit: str) -> list[Tensor]:
         optimizer.zero_grad()
         (loss_fn(model(batch[0]), batch)[0] / len(batch[0])).backward()
         optimizer.step()
-        EDITS[edit](model)
+        OF_PARTS[edit](model)
     return [each.detach().clone() for each in model.parameters()]
 
 
@@ -104,7 +151,7 @@ def train(kind: str, folder: str, edit: str, *, evaluates: bool = False) -> list
                 state.evaluate(InOrder())
                 with torch.no_grad():
                     state.model(batch[0].to(next(state.model.parameters()).dtype))
-            EDITS[edit](state.model)
+            OF_PARTS[edit](state.model)
         return whole_weights(state, folder, build())
 
 
@@ -112,7 +159,7 @@ def train(kind: str, folder: str, edit: str, *, evaluates: bool = False) -> list
 def test_edits_train_on_as_in_plain_torch(ranks: RankPool, tmp_path: Path, edit: str) -> None:
     right = plain(edit)
     for number, (world, kind) in enumerate(((1, "data"), (2, "data"), (2, "zero 1"), (2, "zero 3"))):
-        if kind == "zero 3" and edit in ("data =", "detach"):
+        if kind == "zero 3" and edit in ("as one vector", "data =", "detach"):
             continue  # of a DTensor these are shares, or refused: the next test
         evaluates = kind == "zero 3"
         for found in ranks.run(world, train, kind, str(tmp_path / f"{number}"), edit, evaluates=evaluates):
@@ -136,10 +183,30 @@ def test_edits_reach_the_masters_of_bf16(ranks: RankPool, tmp_path: Path, edit: 
                 assert max(float(mine.abs().max()) for mine in found) <= 0.2002
 
 
-@pytest.mark.parametrize("edit", ["clamp_", "mul_"])
+@pytest.mark.parametrize("edit", ["clamp_", "mul_", "as one vector", "data by its norm", "init.zeros_", "detach"])
 def test_edits_of_what_tensor_ranks_share_are_refused(ranks: RankPool, tmp_path: Path, edit: str) -> None:
     with pytest.raises(RecipeError, match=r"the loop has changed 0\.weight since the last step, of which this rank"):
         ranks.run(2, train, "tensor", str(tmp_path), edit)
+
+
+@pytest.mark.parametrize("edit", ["by another", "by all", "read before"])
+def test_edits_by_what_tensor_ranks_share_are_refused(ranks: RankPool, tmp_path: Path, edit: str) -> None:
+    told = r"changed 2\.bias since the last step, and has read 0\.weight, of which this rank has a part \(mesh\.tensor"
+    with pytest.raises(RecipeError, match=told):
+        ranks.run(2, train, "tensor", str(tmp_path), edit)
+
+
+@pytest.mark.parametrize("edit", ["data.zero_", "read"])
+def test_beside_parts_what_is_whole_may_be_edited_and_all_be_read(ranks: RankPool, tmp_path: Path, edit: str) -> None:
+    right = plain(edit)
+    for found in ranks.run(2, train, "tensor", str(tmp_path), edit):
+        check_equal(found, right)
+
+
+def test_a_number_of_a_share_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    """Torch gives each rank the norm of its own rows."""
+    with pytest.raises(RecipeError, match=r"has made a number .* of what it computed of a weight.*`\.full_tensor\(\)`"):
+        ranks.run(2, train, "zero 3", str(tmp_path), "by all")
 
 
 def differing(folder: str) -> None:
@@ -256,19 +323,32 @@ def beside_stages(folder: str, edit: str) -> None:
         state = prepared(session, Passes().double(), cut=cut)
         for batch in state.batches(2):
             state.step(batch)
-            if edit == "read":
+            if edit == "other's":
                 nn.init.zeros_(state.model.last.weight)
-            elif edit == "all":
-                _clipped(state.model)
+            elif edit in OF_PARTS:
+                OF_PARTS[edit](state.model)
+            elif edit == "one by all":
+                norm = nn.utils.parameters_to_vector(state.model.parameters()).norm().item()
+                nn.init.constant_(next(state.model.parameters()), norm)
             else:
+                assert edit == "one"
                 nn.init.zeros_(next(state.model.parameters()))
 
 
 @pytest.mark.parametrize(
     ("edit", "told"),
     [
-        ("read", r"the loop has used last of the model .*'Passed' object has no attribute 'weight'\. Take the modules"),
-        ("all", r"has changed [a-z.0-9]+ and [13] more weights .*mesh\.pipeline = 1"),
+        (
+            "other's",
+            r"the loop has used last of the model .*'Passed' object has no attribute 'weight'\. Take the modules",
+        ),
+        ("clamp_", r"has changed [a-z.0-9]+ and [123] more weights .*mesh\.pipeline = 1"),
+        ("data.clamp_", r"has changed [a-z.0-9]+ and [123] more weights .*mesh\.pipeline = 1"),
+        ("as one vector", r"has changed [a-z.0-9]+ and [123] more weights .*mesh\.pipeline = 1"),
+        (
+            "one by all",
+            r"changed [a-z.0-9]+ since the last step and has read [a-z.0-9]+, and other .*mesh\.pipeline = 1",
+        ),
     ],
 )
 def test_edits_beside_other_stages_are_refused(ranks: RankPool, tmp_path: Path, edit: str, told: str) -> None:
@@ -276,8 +356,9 @@ def test_edits_beside_other_stages_are_refused(ranks: RankPool, tmp_path: Path, 
         ranks.run(2, beside_stages, str(tmp_path), edit)
 
 
-def test_but_not_of_one_module(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, beside_stages, str(tmp_path), "one")
+@pytest.mark.parametrize("edit", ["one", "read"])
+def test_but_not_of_one_module(ranks: RankPool, tmp_path: Path, edit: str) -> None:
+    ranks.run(2, beside_stages, str(tmp_path), edit)
 
 
 def averaged(kind: str, folder: str) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, final
+from typing import final
 
 import torch
 import xxhash
@@ -13,17 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.api.guards.structure import Structure
-from weft.config.plan import Plan
+from weft.api.guards.telling_parameters import refuse_part_of_sum, telling_class
+from weft.config.plan import BATCH_AXES, Axis, Plan
 from weft.errors import RecipeError
-from weft.techniques.core import ModelPart, StoreSet
+from weft.techniques.core import ModelPart, ParameterLayout, StoreSet
 
 
 @dataclass(slots=True)
 class _Watched:
     name: str
     parameter: nn.Parameter
-    is_cut: bool
-    """Whether ranks of the tensor axis have parts of it."""
+    cut_by: Axis | None
+    """The axis whose ranks have parts of it, other than those that only share out a step's samples."""
     trained: Tensor
     """What trains, or its copy to compute with: the storage that the parameter had from the plan."""
 
@@ -35,12 +36,15 @@ class Edits:
     In bf16 and fp16 the weights are copies of what trains, and a write through `.data`, which has no version that could
     be read, must be known, too: there parameters tell who asks for it, between two steps, and the first steps, and then
     ever fewer, compare all weights with their masters besides.
+
+    Where ranks have parts of the model, a value that is computed of a part (a norm, an average) is another on each
+    rank, and so would be what is written by it.  There parameters tell, too, who reads them.
     """
 
     def __init__(self, parts: Sequence[ModelPart], stores: StoreSet, plan: Plan) -> None:
         self._stores, self._plan = stores, plan
         self._watched = [
-            _Watched(part.layout[name].name, each, "tensor" in part.layout[name].split_axes, each.detach())
+            _Watched(part.layout[name].name, each, _cut_by(part.layout[name]), each.detach())
             for part in parts
             for name, each in part.module.named_parameters()
         ]
@@ -57,27 +61,50 @@ class Edits:
         self._touched = False
         self._looks = self._edits = 0
         self._is_inside = False
+        self.has_parts = plan.mesh.pipeline > 1 or any(each.cut_by for each in self._watched)
+        """Whether ranks have parts of the model, by another plan than ZeRO-3, whose shares know what they are of."""
+        self._read = set[int]()
+        """Parameters of which the loop has read values, at any time: it may have kept them."""
+        self._lent: dict[int, list[Tensor]] = {}
+        """Digests of parameters of which the loop has `.data`, as they were when it asked."""
         self._facts: dict[str, str] = {}
         self._telling = [
             each.parameter
             for each in self._watched
-            if self._has_copies and type(each.parameter) is nn.Parameter and not plan.compute.compile
+            if type(each.parameter) is nn.Parameter
+            and (self.has_parts or (self._has_copies and not plan.compute.compile))
         ]
-        self._watching = _watching(weakref.ref(self))
-        self._tell(True)
+        self._told = telling_class(weakref.ref(self), reads=self.has_parts)
+        self._is_telling = False
+        self.tell(True)
 
     # ── told by parameters ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _tell(self, told: bool) -> None:
-        """Let parameters tell who asks for `.data`, or not: each operator on one that does takes longer, by 2 % of a
-        step of 5 ms in all (a Xeon core, 2026-11)."""
-        kind = self._watching if told else nn.Parameter
-        for each in self._telling:
-            each.__class__ = kind
+    def tell(self, told: bool) -> None:
+        """Let parameters tell who asks for `.data` and values, or not: each operator on one that does takes longer, by
+        2 % of a step of 5 ms in all (a Xeon core, 2026-11)."""
+        if told is not self._is_telling:
+            self._is_telling = told
+            if self._spread:
+                refuse_part_of_sum(told)
+            kind = self._told if told else nn.Parameter
+            for each in self._telling:
+                each.__class__ = kind
 
-    def touch(self) -> None:
-        """Somebody has asked for the `.data` of a parameter."""
-        self._touched = self._touched or not self._is_inside
+    def touch(self, parameter: Tensor, data: Tensor) -> None:
+        """Somebody has asked for the `.data` of a parameter, by which it may write."""
+        if self._is_inside:
+            return
+        self._touched = True
+        if self.has_parts:
+            self._read.add(id(parameter))
+            if id(parameter) not in self._lent:
+                self._lent[id(parameter)] = _sums(data)
+
+    def read(self, parameters: Iterable[Tensor]) -> None:
+        """Somebody has computed something of parameters."""
+        if not self._is_inside:
+            self._read.update(map(id, parameters))
 
     def rebind(self, parameter: nn.Parameter, old: Tensor, new: Tensor) -> bool:
         """Somebody gives a parameter other storage.  Take its values over, and return whether that was done.
@@ -106,10 +133,13 @@ class Edits:
             self.release()
             self._structure.check()
         self._looks += 1
-        self._tell(False)
+        self.tell(False)
         self._refuse_other_storage()
         has_copies = self._has_copies
         edited = self._edited()
+        if self._lent:
+            known, lent = {id(each) for each in edited}, self._written_through_data()
+            edited += [each for each in lent if id(each) not in known]
         if _versions(self._masters) != self._versions:
             self._take_optimizers(edited, has_copies=has_copies)
         elif has_copies and (edited or self._touched or _is_due(self._looks)):
@@ -129,7 +159,8 @@ class Edits:
             self._plan.data_parallel.shards_weights or self._has_copies
         ):  # elsewhere a step writes into the masters alone
             self._follow()
-        self._tell(True)
+        self.tell(not (gathered and self.has_parts))  # a manual step's own forwards read weights as a step does
+        self._lent = {}
         self._touched = self._is_inside = False
 
     def release(self) -> None:
@@ -160,15 +191,22 @@ class Edits:
         edited: list[_Watched] = []
         for place, each in enumerate(self._watched):
             address, version = seen[place], seen[place - len(self._watched)]
-            if address != self._seen[place] and not isinstance(each.parameter, DTensor):
+            is_other = address != self._seen[place] and not isinstance(each.parameter, DTensor)
+            if is_other:
                 given = each.parameter.detach()
                 _check_fits(each.name, each.trained, given)
                 each.trained.copy_(given)
                 each.parameter.data = each.trained
-            if self._counts_writes and version != self._seen[place - len(self._watched)]:
+            if self._counts_writes and (is_other or version != self._seen[place - len(self._watched)]):
                 edited.append(each)
         self._seen = self._look()
         return edited
+
+    def _written_through_data(self) -> list[_Watched]:
+        """Those whose `.data` the loop has asked for, and that have other values since."""
+        lent = [(each, self._lent[id(each.parameter)]) for each in self._watched if id(each.parameter) in self._lent]
+        now = [_sums(each.parameter.detach()) for each, _ in lent]
+        return [each for (each, then), sums in zip(lent, now, strict=True) if not all(map(torch.equal, then, sums))]
 
     def _look(self) -> list[int]:
         """The address of each parameter, and behind these its version, where it is asked for.  After a step none of
@@ -191,7 +229,7 @@ class Edits:
 
     def let_go(self) -> None:
         """Watch no more: parameters are torch's own again."""
-        self._tell(False)
+        self.tell(False)
         self._structure.let_go()
 
     def _take_optimizers(self, edited: Sequence[_Watched], *, has_copies: bool) -> None:
@@ -208,26 +246,65 @@ class Edits:
             self._stores.publish()
 
     def _note_edited(self, edited: Sequence[_Watched]) -> None:
-        cut = next((each.name for each in edited if each.is_cut), None)
-        if cut is not None:
-            raise RecipeError(
-                f"the loop has changed {cut} since the last step, of which this rank has a part (mesh.tensor ="
-                f" {self._plan.mesh.tensor}): what is computed of the whole (a norm, an average) would be another on"
-                " each rank. Write it as a parametrization in the model, or use mesh.tensor = 1."
-            )
+        if self.has_parts:
+            self._refuse_of_parts(edited)
         self._edits += 1
         mesh = self._plan.mesh
-        if mesh.pipeline > 1 and len({each.name.rpartition(".")[0] for each in edited}) > 1:
-            raise RecipeError(
-                f"the loop has changed {edited[0].name} and {len(edited) - 1} more weights since the last step, and"
-                f" other ranks have the other stages of the model (mesh.pipeline = {mesh.pipeline}): what is computed"
-                " of several weights (a norm of all, an average) would be another on each. Write it as a"
-                " parametrization in the model, change the weights of one module alone, or use mesh.pipeline = 1."
-            )
         is_same = mesh.tensor * mesh.pipeline * mesh.context == 1 and _is_due(self._edits)
         said = [f"{each.name}{_digest(each.parameter) if is_same else ''}" for each in edited]
         if mesh.pipeline == 1:
             self._facts["what the loop has written into the weights"] = ", ".join(said)
+
+    def _refuse_of_parts(self, edited: Sequence[_Watched]) -> None:
+        """Refuse what may have been computed of parts of the model.  What a loop has read of a weight may have been
+        kept, so that it counts in every later step."""
+        mesh, first = self._plan.mesh, edited[0]
+        read = [each for each in self._watched if id(each.parameter) in self._read]
+        of = "(a norm, an average) would be another on each rank. Write it as a parametrization in the model"
+        if (cut := next((each for each in edited if each.cut_by), None)) is not None:
+            raise RecipeError(
+                f"the loop has changed {cut.name} since the last step, {self._part_of(cut)}: what is computed of the"
+                f" whole {of}, or use mesh.{cut.cut_by} = 1."
+            )
+        if (cut := next((each for each in read if each.cut_by), None)) is not None:
+            raise RecipeError(
+                f"the loop has changed {first.name} since the last step, and has read {cut.name},"
+                f" {self._part_of(cut)}: what is computed of that {of}, read no weights, or use mesh.{cut.cut_by} = 1."
+            )
+        others = [each for each in (*edited, *read) if _module_of(each) != _module_of(first)]
+        if mesh.pipeline > 1 and others:
+            more = f" and {len(edited) - 1} more weights" if others[0] in edited else ""
+            does = "" if more else f" and has read {others[0].name}"
+            raise RecipeError(
+                f"the loop has changed {first.name}{more} since the last step{does}, and other ranks have the other"
+                f" stages of the model (mesh.pipeline = {mesh.pipeline}): what is computed of several weights {of},"
+                " read and change the weights of one module alone, or use mesh.pipeline = 1."
+            )
+
+    def _part_of(self, cut: _Watched) -> str:
+        return f"of which this rank has a part (mesh.{cut.cut_by} = {getattr(self._plan.mesh, cut.cut_by or '')})"
+
+
+def _cut_by(layout: ParameterLayout) -> Axis | None:
+    return next((axis for axis in layout.split_axes if axis not in BATCH_AXES), None)
+
+
+def _module_of(watched: _Watched) -> str:
+    return watched.name.rpartition(".")[0]
+
+
+@torch.no_grad()
+def _sums(tensor: Tensor) -> list[Tensor]:
+    """Digests of a tensor's values: sums of their bits along each dimension, or, of a short one, the values."""
+    if tensor.ndim < 2:
+        return [tensor.clone()]
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = real.contiguous().view(_BITS[real.element_size()])
+    return [bits.sum(dim, dtype=torch.int64) for dim in range(bits.ndim)]
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element → whole numbers as wide."""
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
@@ -261,34 +338,3 @@ def _digest(parameter: Tensor) -> str:
 
 def _said(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
-
-
-def _watching(edits: weakref.ref[Edits]) -> type[nn.Parameter]:
-    """Return a class of parameters that tell of `.data`.  It is made anew for each model, and copies and pickles are
-    torch's own parameters: nothing of Weft goes with them."""
-    plain: Any = cast(Any, torch.Tensor).data
-
-    class Parameter(nn.Parameter):
-        @property
-        def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-            if (told := edits()) is not None:
-                told.touch()
-            return plain.__get__(self)
-
-        @data.setter
-        def data(self, value: Tensor) -> None:
-            told = edits()
-            if told is None or not told.rebind(self, plain.__get__(self), value):
-                plain.__set__(self, value)
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-            if id(self) not in memo:
-                copied = plain.__get__(self).clone(memory_format=torch.preserve_format)
-                memo[id(self)] = nn.Parameter(copied, self.requires_grad)
-            return memo[id(self)]
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return nn.Parameter(plain.__get__(self), self.requires_grad).__reduce_ex__(protocol)
-
-    Parameter.__module__, Parameter.__qualname__ = nn.Parameter.__module__, nn.Parameter.__qualname__
-    return Parameter

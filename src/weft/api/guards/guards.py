@@ -109,6 +109,7 @@ class Guard:
         Raises:
             RecipeError: the model is closed or in a manual step, cannot train, or its gradients were changed.
         """
+        self._hush()
         if self.is_closed:
             raise RecipeError(
                 f"{call} was called after close(), and what is closed takes no more steps. Take them before, or prepare"
@@ -155,6 +156,10 @@ class Guard:
         """Have what a loop writes into the weights taken over, or refused, before anything else is done."""
         if self._watches_edits and not model.plan.memory.offloads_parameters:  # which come and go by themselves
             self._edits = Edits(model.parts, model.stores, model.plan)
+            if self._edits.has_parts:
+                root = model.parts[0].module
+                self._handles.append(root.register_forward_pre_hook(self._hush, prepend=True))
+                self._handles.append(root.register_forward_hook(self._listen_again, always_call=True))
 
     def facts(self) -> dict[str, str]:
         """What must be equal on all ranks of what the loop has written into the weights since the last step."""
@@ -218,6 +223,16 @@ class Guard:
         """After a forward of the loop's own: what is written into weights that were gathered for it would be lost."""
         if not self.is_inside and not self._is_manual and not torch.is_grad_enabled() and self._edits is not None:
             self._edits.release()
+
+    def _hush(self, *_: Any) -> None:
+        """What Weft or the model itself does with parameters is not told."""
+        if self._edits is not None:
+            self._edits.tell(False)
+
+    def _listen_again(self, *_: Any) -> None:
+        """After a forward of the loop's own, which reads weights as a step does."""
+        if not self.is_inside and not self._is_manual and self._edits is not None:
+            self._edits.tell(True)
 
     def _refusal(self, reason: str) -> Callable[..., None]:
         """A hook that raises for `reason` outside a step."""

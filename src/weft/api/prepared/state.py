@@ -89,6 +89,7 @@ class TrainState(PreparedModel):
         with self._calls.call(f"{self._name}.step()", facts=lambda: self._facts), self._guard.inside():
             microbatches = self._taken(batch)
             event = self._training.stepper(microbatches, step=self._steps, **self._agreement())
+            self._note_left()
         self._took(event)
         return event
 
@@ -139,7 +140,9 @@ class TrainState(PreparedModel):
         self._facts = self._settings()
         called = self._calls.call(f"the end of {self._name}.manual_step()", facts=lambda: self._facts)
         with called, self._guard.inside():
-            return self._training.stepper.end(totals, step=self._steps, **self._agreement())
+            event = self._training.stepper.end(totals, step=self._steps, **self._agreement())
+            self._note_left()
+        return event
 
     def evaluate(
         self, loader: Iterable[UserBatch], metrics: Mapping[str, Any] | None = None, *, outputs: Select | None = None
@@ -281,9 +284,12 @@ class TrainState(PreparedModel):
 
     def _took(self, event: StepEvent) -> None:
         self._note(event, self._share.size)
+        self._shares.took_step(self._share)
+
+    def _note_left(self) -> None:
+        """Gradients are as the step has left them."""
         self._named = self._named or list(self.model.named_parameters())
         self._left = LeftGradients(self._named)
-        self._shares.took_step(self._share)
 
     def _data_facts(self) -> dict[str, str]:
         return {

@@ -37,11 +37,11 @@ def _head(result: Mapping[str, Any]) -> list[str]:
     return [
         "# Models that nobody chose",
         "",
-        "Families of `transformers` of every kind, drawn by a seed, each in a small form with random weights, and a few"
-        " modules of plain torch.",
-        "Each is given to `weft check` under the plans below, mixtures also with experts shared out, and then trains"
-        " five steps whose losses must be those of one process.",
-        "Written by `make families`; the whole result, with every sentence, is"
+        "A seed draws families of `transformers` of every kind, in a small form with random weights. A few modules of"
+        " plain torch stand beside them.",
+        "Each runs `weft check` under the plans below (mixtures also with shared experts), and then five steps of"
+        " training. The losses must be those of one process.",
+        "`make families` writes this page; every refusal in full is in"
         " [families.json](../benchmarks/results/families.json).",
         "",
         f"Seed {result['seed']}, {result.get('date', '')}, transformers {known['transformers']},"
@@ -49,8 +49,10 @@ def _head(result: Mapping[str, Any]) -> list[str]:
         f"Families by the commit that they ran on: {', '.join(f'{name} ({n})' for name, n in commits.most_common())}.",
         f"Of {len(cells)} cells: {said}.",
         "",
-        "*equal*: the plan computes what one process computes. *refused*: a sentence says why, below. Anything else is"
+        "*equal*: the plan computes what one process computes. *refused*: a sentence below says why. Anything else is"
         " a defect.",
+        "A cell is true of the commits above. Later ones refuse `tensor 4, 2-D` to mixtures and to families without a"
+        " file (28 November 2026).",
         "",
     ]
 

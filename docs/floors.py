@@ -109,7 +109,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 # ── wings: the packages of Weft ──────────────────────────────────────────────────────────────────────────────────────
 
-SETTINGS_ONLY = re.compile(r"weft\.(config|comm)(\..+)? -> weft\.techniques\..+\.(settings|schedules)")
+SETTINGS_ONLY = re.compile(r"weft\.(config|comm)(\..+)? -> weft\.techniques\.\w+\.settings")
 """The one arrow up: a plan is made of the settings of techniques, each of which stands in its technique's folder."""
 
 
@@ -119,9 +119,9 @@ def wing_of(module: str) -> str:
 
 
 def wing_graph() -> dict[str, set[str]]:
-    """Return wing → the wings that its files import from, but for `SETTINGS_ONLY`."""
+    """Return wing → the wings that its files import from, types too, but for `SETTINGS_ONLY`."""
     wings: dict[str, set[str]] = {}
-    for module, needs in import_graph(source_files()).items():
+    for module, needs in import_graph(source_files(), types=True).items():
         counted = {wing_of(need) for need in needs if not SETTINGS_ONLY.fullmatch(f"{module} -> {need}")}
         wings.setdefault(wing_of(module), set()).update(counted)
     return {wing: needs - {wing, ""} for wing, needs in wings.items() if wing}

@@ -91,7 +91,7 @@ def test_a_model_that_checkpoints_itself_draws_the_same_twice(ranks: RankPool, h
 
 def test_steps_and_layers_draw_differently():
     """A draw that ignored its keys would pass every comparison between plans."""
-    from weft.techniques.randomness._noise import Elements
+    from weft.techniques.randomness._draw_values import Elements
     from weft.techniques.randomness.keyed_dropout import sample_words
 
     def of(key: str = "a", step: int = 0, seed: int = 1, first: int = 0) -> Tensor:
@@ -160,6 +160,7 @@ HOW: dict[str, Any] = {
     "mixed": lambda module, x: x + x[torch.randperm(x.shape[0])],
     "half": lambda module, x: x * torch.rand(x.shape[0] // 2, 1, 1).to(x).sum(),
     "length_first": _length_first,
+    "map": lambda module, x: x * F.dropout(x.mean((1, 2))[:, None, None].expand(-1, 13, 13), 0.3).mean((1, 2), True),
     "binomial": lambda module, x: x * torch.poisson(torch.ones_like(x)),
 }
 
@@ -221,6 +222,15 @@ def test_generators_are_left_as_they_were():
     for blueprint in built:
         find_draws(blueprint, keys_itself)
     assert before.moved(Generators.now(torch.device("cpu"))) == ""
+
+
+def test_a_worked_out_size_that_the_first_prime_divides_is_told_from_samples():
+    """A map of 13 × 13 places, where thirteen samples are tried first."""
+    from weft.techniques.randomness._draw_trace import find_draws
+    from weft.techniques.randomness.draws import keys_itself
+
+    (layouts,) = find_draws(build_refused("map"), keys_itself).layouts.values()
+    assert [(layout.place, layout.dim, layout.whole) for layout in layouts] == [("sample", 0, (1, 13, 13))]
 
 
 @pytest.mark.parametrize("dim", [1, 2])

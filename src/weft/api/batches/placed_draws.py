@@ -18,10 +18,10 @@ import numpy as np
 import torch
 import xxhash
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.errors import PlanError
-from weft.techniques.randomness.draws import is_draw, shape_of_draw
+from weft.techniques.core._draw_net import DrawMode
+from weft.techniques.randomness.draws import shape_of_draw
 
 Draw = Callable[..., Any]
 
@@ -212,7 +212,7 @@ class PlacedDraws:
 
         def draw(*args: Any, **kwargs: Any) -> Any:
             shown = f"{name}(out=…)" if kwargs.get("out") is not None else name
-            with _WholeBatch(lambda func, args, kwargs: self._place(shown, func, args, kwargs)):
+            with DrawMode(lambda func, args, kwargs: self._place(shown, func, args, kwargs)):
                 return plain(*args, **kwargs)
 
         return draw
@@ -265,18 +265,6 @@ class PlacedDraws:
         if self._start < self._stop:
             whole[self._start : self._stop] = value.detach()
         return whole
-
-
-class _WholeBatch(TorchDispatchMode):
-    """Gives operators that draw to `place`, and runs the others."""
-
-    def __init__(self, place: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> None:
-        super().__init__()
-        self._place = place
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        return self._place(func, args, given) if is_draw(func, args, given) else func(*args, **given)
 
 
 def _place_of_call() -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weft.techniques.randomness.draws import is_draw
+from weft.techniques.core._draw_net import is_draw
 
 _SHARE = 0.75
 """Share of the range or the deviation of what is drawn."""

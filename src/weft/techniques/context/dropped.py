@@ -41,7 +41,7 @@ class DroppedAttention:
     @classmethod
     def by_function(cls, draw: PairDraw, rate: float, heads: int, length: int) -> DroppedAttention:
         """What a dropout that is a function drops of `heads` heads of this rank."""
-        from weft.techniques.randomness._noise import dropped_of  # loaded where something draws by functions
+        from weft.techniques.randomness._draw_values import dropped_of  # loaded where something draws by functions
 
         return cls(draw.words, dropped_of(1.0 - rate), draw.first_of(heads), length, rate)
 
@@ -85,7 +85,7 @@ class DroppedAttention:
 
     def _one_by_one(self, rate: float, rows: Tensor, keys: Sequence[Run]) -> Tensor:
         """What is kept, (samples, rows, keys), by a number for each, as `Elements.kept` has it."""
-        from weft.techniques.randomness._noise import uniform_of  # as above
+        from weft.techniques.randomness._draw_values import uniform_of  # as above
 
         columns = torch.cat([torch.arange(start, stop, device=rows.device) for start, stop in keys])
         row_words = mix(mix(self.words)[:, None] + rows * GOLDEN)

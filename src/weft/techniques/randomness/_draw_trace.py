@@ -1,8 +1,9 @@
 """What a model and its loss draw by functions: seen before training in one forward on the meta device, without memory.
 
 The batch of that forward has a prime number of samples, which divides no size of the model or of its samples.  So the
-dim of a draw whose size is a multiple of that prime is the dim of the samples.  The forward shows the shapes of whole
-draws.  Which part of a whole draw a rank makes is told by the shape that the rank asks for (`draws.py`).
+dim of a draw whose size is a multiple of that prime is the dim of the samples.  Where two dims are multiples, a forward
+with another prime tells.  The forward shows the shapes of whole draws.  Which part of a whole draw a rank makes is told
+by the shape that the rank asks for (`draws.py`).
 
 Values that a forward may read back from a draw (`if torch.rand(1) < p`) are high.  Where there are any, a second
 forward of the same batch has low ones, so that both branches are seen.
@@ -115,7 +116,25 @@ def find_draws(blueprint: Blueprint, ignored: Callable[[nn.Module], bool]) -> Dr
         return found
     found.length, found.are_tokens_followed = blueprint.sequence_length or 0, bool(blueprint.attending)
     found.varying = frozenset(size for like in example(1).values() for size in like.shape[1:] if size > 1)
-    samples = _samples_of(blueprint, found.varying)
+    for samples in _numbers_of_samples(blueprint, found.varying):
+        _look(blueprint, example, samples, ignored, found)
+        if all(layout.place != "unknown" for layouts in found.layouts.values() for layout in layouts):
+            break  # else a size that the forward works out may be a multiple of the prime, too
+    return found
+
+
+def _numbers_of_samples(blueprint: Blueprint, sizes: Iterable[int]) -> list[int]:
+    """Two primes that divide neither these sizes nor any of the model's tensors', where there are such."""
+    tensors = (*blueprint.module.parameters(), *blueprint.module.buffers())
+    every = {size for size in (*sizes, *(size for tensor in tensors for size in tensor.shape)) if size}
+    return [prime for prime in _SAMPLES if all(size % prime for size in every)][:2] or [_SAMPLES[0]]
+
+
+def _look(
+    blueprint: Blueprint, example: Example, samples: int, ignored: Callable[[nn.Module], bool], found: Draws
+) -> None:
+    """Fill in what is found with so many samples."""
+    found.layouts.clear()
     with _generators_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for value in (_HIGH, _LOW):
@@ -128,14 +147,6 @@ def find_draws(blueprint: Blueprint, ignored: Callable[[nn.Module], bool]) -> Dr
                 found.layouts[key] = list(dict.fromkeys([*known, *(_layout(each, key[1], samples) for each in every)]))
             if not recorder.has_values:
                 break
-    return found
-
-
-def _samples_of(blueprint: Blueprint, sizes: Iterable[int]) -> int:
-    """A prime that divides neither these sizes nor any of the model's tensors'."""
-    tensors = (*blueprint.module.parameters(), *blueprint.module.buffers())
-    every = {size for size in (*sizes, *(size for tensor in tensors for size in tensor.shape)) if size}
-    return next((prime for prime in _SAMPLES if all(size % prime for size in every)), _SAMPLES[0])
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.comm.collectives import shard_bounds
 from weft.comm.mesh import GroupView, Mesh
@@ -32,11 +31,10 @@ from weft.errors import PlanError
 from weft.model.blueprint import Batch, Blueprint, Loss
 from weft.techniques.core._call_numbers import numbered
 from weft.techniques.core._context import MicrobatchState, StepContext
-from weft.techniques.core._draw_net import is_draw
+from weft.techniques.core._draw_net import DrawMode
 from weft.techniques.core.local_tokens import LocalTokens
 from weft.techniques.randomness._draw_trace import LOSS, DrawLayout, Draws, find_draws, line_of_user
-from weft.techniques.randomness._draw_values import keyed_value, shape_of_draw
-from weft.techniques.randomness._noise import Elements, Joined, Numbers
+from weft.techniques.randomness._draw_values import Elements, Joined, Numbers, keyed_value, shape_of_draw
 from weft.techniques.randomness.keyed_dropout import KeyedDropout, sample_words
 
 _DROPOUTS = (KeyedDropout, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -153,19 +151,16 @@ _RUN = _called.__code__
 """Code of the frame below which a call under keys lies."""
 
 
-class _Keyed(TorchDispatchMode):
+class _Keyed(DrawMode):
     """One call of a module: its random operators are given keyed numbers."""
 
     def __init__(self, name: str, draws: Draws, view: GroupView, context: StepContext, state: MicrobatchState) -> None:
-        super().__init__()
+        super().__init__(self._draw)
         self._name, self._draws, self._view, self._context, self._state = name, draws, view, context, state
         self._call = state.calls.take(name)
         self._counts: dict[str, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        if not is_draw(func, args, given):
-            return func(*args, **given)
+    def _draw(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
         op = func.overloadpacket.__name__
         if _in_checkpoint():
             raise PlanError(_CHECKPOINTED.format(self._name or "the model's forward", op))
@@ -236,7 +231,8 @@ class _Keyed(TorchDispatchMode):
         for dim, size in enumerate(held):
             if size == whole[dim]:
                 continue
-            if is_free and (layout.place != "shared" or whole[dim] in self._draws.varying):
+            is_of_samples = layout.place == "sample" or (layout.place == "flat" and dim != layout.dim)
+            if is_free and (is_of_samples or whole[dim] in self._draws.varying):
                 whole[dim] = size  # samples of another length
                 continue
             full = whole[dim]

@@ -25,7 +25,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 @dataclass(frozen=True, slots=True)
 class Still:
-    """Numbers (`_noise.Numbers`) that are all the same."""
+    """Numbers (`_draw_values.Numbers`) that are all the same."""
 
     shape: torch.Size
     device: torch.device

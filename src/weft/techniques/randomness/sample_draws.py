@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.techniques.randomness._noise import Elements
+from weft.techniques.randomness._draw_values import Elements
 from weft.techniques.randomness.keyed_dropout import sample_words
 
 

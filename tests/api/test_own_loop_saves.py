@@ -245,7 +245,7 @@ def test_saves_that_fit_nothing_are_refused(session: weft.Session, tmp_path: Pat
     session.save(tmp_path, extra={"average": Average()})
     session.save(tmp_path, extra={"average": Average()})
     assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == ["step-000000"]
-    says(CheckpointError, r"and this loop has no such object", session.load, tmp_path)
+    says(CheckpointError, r"and there is no such object now", session.load, tmp_path)
     says(CheckpointError, r"no state for extra\['best'\]", session.load, tmp_path, extra={"best": Average()})
     session.prepare(DataLoader(things[2].dataset, 8))
     says(CheckpointError, "1 models and 1 loaders, and session.prepare was given 1 and 2", session.load, tmp_path)

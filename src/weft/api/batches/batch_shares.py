@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from weft.api.batches.batch_shape import FILLER, BatchShape, taken_apart
-from weft.api.batches.stream import UserBatch, fields_of
+from weft.api.batches.stream import UserBatch, digest_of, fields_of
 from weft.config.plan import Plan
 from weft.errors import DataError
 from weft.model.blueprint import Batch, Blueprint
@@ -52,6 +52,8 @@ class _Taken:
     """The batch's first sample, for microbatches that have none."""
     shape: BatchShape | None = None
     """Shape of that sample."""
+    digest: str = ""
+    """Digest of the whole batch; empty: not known."""
     tensors: list[ReferenceType[Tensor]] = field(default_factory=list[ReferenceType[Tensor]])
     """What the loop was handed."""
 
@@ -97,14 +99,15 @@ class BatchShares:
         cuts = tuple((length * i // number, length * (i + 1) // number) for i in range(number))
         return BatchShare(size, start, stop, cuts, some_empty=min(sizes) < number)
 
-    def cut(self, batch: UserBatch, hand_out: Callable[[UserBatch], UserBatch]) -> UserBatch:
+    def cut(self, batch: UserBatch, digest: str, hand_out: Callable[[UserBatch], UserBatch]) -> UserBatch:
         """Return this rank's share of a whole batch, as `hand_out` gives it to the loop, and remember what it is."""
         fields, shape = taken_apart(batch)
         share = self.of(next(iter(fields.values())).shape[0])
         part = {name: value[share.start : share.stop] for name, value in fields.items()}
         own = hand_out(shape.restored(part))
         # A copy: a view would keep the whole batch alive as long as its share is remembered.
-        taken = _Taken(share, {name: value[:1].clone() for name, value in fields.items()}, shape.first(fields))
+        first = {name: value[:1].clone() for name, value in fields.items()}
+        taken = _Taken(share, first, shape.first(fields), digest)
         self._forget_dropped()
         self._ahead.append(taken)
         for value in fields_of(own).values():
@@ -138,6 +141,14 @@ class BatchShares:
         """
         return self._find(fields).share
 
+    def digest(self, fields: Mapping[str, Tensor]) -> str:
+        """Return the digest of a batch that all ranks must have alike; empty where that is not known."""
+        mesh = self._plan.mesh
+        if mesh.data == 1 and mesh.world_size > 1:  # no rank has a share of its own
+            return digest_of(fields)
+        known = self._known(fields)
+        return "" if known is None else known.digest
+
     def microbatches(self, fields: Mapping[str, Tensor], ids: Tensor) -> list[Batch]:
         """Cut a share, whose samples have the numbers `ids`."""
         taken, whole = self._find(fields), {**fields, "sample_ids": ids}
@@ -150,8 +161,11 @@ class BatchShares:
                 found.append({**taken.first, "sample_ids": torch.zeros(1, dtype=torch.int64), FILLER: flag})
         return found
 
+    def _known(self, fields: Mapping[str, Tensor]) -> _Taken | None:
+        return next((found for value in fields.values() if (found := self._of_field.get(value)) is not None), None)
+
     def _find(self, fields: Mapping[str, Tensor]) -> _Taken:
-        known = next((found for value in fields.values() if (found := self._of_field.get(value)) is not None), None)
+        known = self._known(fields)
         if known is None:
             of_size = {one.share.size: one for one in self._ahead}
             if len(of_size) > 1:

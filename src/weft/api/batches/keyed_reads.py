@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 from weft.api.batches.batch_shape import taken_apart
-from weft.api.batches.drawn_reads import DrawnReads, seeded
+from weft.api.batches.generators import DrawnReads, seeded
 
 
 class Asked(NamedTuple):
@@ -31,6 +31,8 @@ class KeyedReader:
         """`alone`: whether this rank has all samples."""
         self._dataset, self._collate, self._seed, self._alone = dataset, collate, seed, alone
         self._reads, self._collates = DrawnReads(dataset), DrawnReads(collate)
+        self.collates_whole = False
+        """Whether the collate function draws, or looks at the whole batch, and is given the whole on every rank."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -45,22 +47,19 @@ class KeyedReader:
         return asked
 
     def __call__(self, asked: Asked) -> Any:
-        start, stop = (0, len(asked.indices)) if self._needs_whole else _rows(asked)
+        rows, whole = _rows(asked), (0, len(asked.indices))
+        start, stop = whole if self.collates_whole else rows
         samples = self._samples(asked, start, stop)
         found = None if self._collates.draw else self._collates.tried(lambda: [self._collate(samples)])
-        if found is not None:
+        if found is None:
+            self.collates_whole = not self._alone
+            samples = samples if self._alone or (start, stop) == whole else self._samples(asked, *whole)
+            with seeded(self._seed, asked.first):
+                found = [self._collate(samples)]
+        if not self.collates_whole or rows == whole:
             return found[0]
-        if self._alone:
-            return self._collated(samples, asked)
-        if (start, stop) != (0, len(asked.indices)):
-            samples = self._samples(asked, 0, len(asked.indices))
-        fields, shape = taken_apart(self._collated(samples, asked))
-        rows = slice(*_rows(asked))
-        return shape.restored({name: value[rows] for name, value in fields.items()})
-
-    @property
-    def _needs_whole(self) -> bool:
-        return self._collates.draw and not self._alone
+        fields, shape = taken_apart(found[0])
+        return shape.restored({name: value[slice(*rows)] for name, value in fields.items()})
 
     def _samples(self, asked: Asked, start: int, stop: int) -> list[Any]:
         indices = asked.indices[start:stop]
@@ -75,10 +74,6 @@ class KeyedReader:
     def _items(self, indices: Sequence[Any]) -> list[Any]:
         fetch = getattr(self._dataset, "__getitems__", None)
         return list(fetch(indices)) if fetch else [self._dataset[index] for index in indices]
-
-    def _collated(self, samples: list[Any], asked: Asked) -> Any:
-        with seeded(self._seed, asked.first):
-            return self._collate(samples)
 
 
 def _rows(asked: Asked) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The user's loss by Weft's contract, and what else may be made of a model's outputs where the loss is computed."""
+"""The user's loss by Weft's contract, what else is made of a model's outputs there, and losses that a loop computes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from weft.api.batches.batch_shape import FILLER, BatchShape, taken_apart
 from weft.errors import RecipeError
@@ -148,3 +149,76 @@ _NO_ROWS = (
     " sizes, which are no tensor with a row for each sample and stay where the loader put them. Give the loss tensors"
     " (encode the texts in collate_fn), or use one data rank."
 )
+
+
+_MOST_NODES = 32
+"""Steps of a computation that are looked at: what makes a loss of its terms is short."""
+_SUM = 2
+"""What torch's losses keep of `reduction="sum"`."""
+_JOINING = ("Add", "Sub", "Neg", "Mul", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Clone")
+_SMALL = 0.1
+"""A factor below this may be what divides by the number of samples."""
+
+
+def is_sum_over_samples(loss: Tensor) -> bool:
+    """Whether every term of a loss is a sum that nothing divides.  False where it cannot be told."""
+    waiting: list[Any] = [loss.grad_fn]
+    sums = 0
+    for _ in range(_MOST_NODES):
+        if not waiting:
+            return sums > 0
+        node = waiting.pop()
+        if node is None or _is_divided(node):
+            return False
+        if _is_sum(node):
+            sums += 1
+        elif node.name().removesuffix("0").startswith(tuple(f"{each}Backward" for each in _JOINING)):
+            waiting += [each for each, _ in node.next_functions if each is not None]
+        else:
+            return False
+    return False
+
+
+def warn_of_sum(loss: Tensor, ranks: int) -> None:
+    """Say what a sum would be taken for, on so many data ranks."""
+    if is_sum_over_samples(loss):
+        warnings.warn(
+            "the loss is a sum over samples, and session.backward(loss) takes it for a mean over this rank's: on"
+            f" {ranks} data ranks gradients are {ranks} times smaller than those of one process. Write"
+            " session.backward(loss, reduction='sum'), or divide the loss by len(x).",
+            stacklevel=4,
+        )
+
+
+def _is_sum(node: Any) -> bool:
+    if hasattr(node, "_saved_reduction"):
+        return node._saved_reduction == _SUM
+    # A product may have weights that add up to 1.
+    made = node.next_functions[0][0] if node.next_functions else None
+    return node.name().startswith("SumBackward") and not (made is not None and made.name().startswith(("Mul", "Div")))
+
+
+def _is_divided(node: Any) -> bool:
+    """Whether a product is with a number that may be what divides, or with something that is not known."""
+    if not node.name().startswith("MulBackward"):
+        return False
+    saved = (getattr(node, "_saved_self", None), getattr(node, "_saved_other", None))
+    factors = [each for each in saved if each is not None]
+    return any(each.numel() != 1 or abs(float(each)) < _SMALL for each in factors)
+
+
+def stand_in_loss(outputs: Any, batch: Any) -> tuple[Tensor, int]:
+    """The sum of all that the outputs have for each sample, which is what looks for samples that meet; never trained
+    on."""
+    rows = _rows(batch)
+    floating = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    # Of the state of a recurrent network samples lie along another dim, and layers may be as many along the first.
+    own = [leaf for leaf in floating if rows in leaf.shape]
+    total = sum((leaf.sum() for leaf in own), start=torch.zeros(()))
+    if not own and floating:  # means over the batch: nothing of one sample alone
+        total = floating[0].sum() * 0.0
+    return torch.as_tensor(total), rows
+
+
+def _rows(batch: Any) -> int:
+    return next((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 1)

@@ -1,19 +1,20 @@
-"""A loop's own loader, which goes on looking like itself and hands out this rank's rows of every global batch."""
+"""This rank's rows of global batches: of a loop's own loader, which goes on looking like itself, and of its tensors."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from weft.api.batches.batch_shape import samples_in, taken_apart
 from weft.api.batches.batch_shares import bounds_of
@@ -26,15 +27,17 @@ from weft.api.batches.generators import (
     take_states,
 )
 from weft.api.batches.keyed_reads import Asked, KeyedReader
-from weft.api.batches.placed_draws import PlacedDraws
-from weft.api.ranks.agreement import check_same_batches, gather_texts
+from weft.api.batches.loop_draws import PlacedDraws
+from weft.api.batches.stream import digest_of, refuse_shared_out
+from weft.api.ranks.agreement import check_same_batches, check_same_facts, gather_texts
 from weft.api.ranks.calls import Calls
 from weft.errors import CheckpointError, DataError
 
 _KNOWN = 256
 """Tensors of the last batches that are known again."""
 _COMPARED = 3
-"""Batches of a loader that only iterates which ranks compare: one that differs does so from the start."""
+"""Batches of a loader that only iterates, and calls of `session.share`, whose tensors ranks compare at once: one that
+differs does so from the start.  Later calls are looked at in the agreement of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,7 @@ class LoopLoader:
 
     def __init__(self, loader: Iterable[Any], handing: Handing, number: int) -> None:
         """`number`: of the session's loaders, from 1."""
-        _refuse_shared(loader)
+        refuse_shared_out(loader)
         self._loader, self._handing, self._number = loader, handing, number
         self._ahead: deque[HandedOut] = deque()
         """What the sampler has given out and the loop has not been handed yet: workers read ahead."""
@@ -317,7 +320,7 @@ class LoopLoader:
                 fields, shape = taken_apart(batch)
                 if number < skipped + _COMPARED:
                     with handing.calls.call(f"a batch of loader {self._number}", meets=True):
-                        check_same_batches(fields, handing.world)
+                        check_same_batches(digest_of(fields), handing.device, handing.world)
                 handed = handing.share_of(next(iter(fields.values())).shape[0], first, self._number)
                 rows = slice(handed.start, handed.stop) if handed.start < handed.stop else slice(0, 1)
                 yield shape.restored({name: value[rows] for name, value in fields.items()}), handed
@@ -363,17 +366,72 @@ def _inner_of(loader: Iterable[Any], shares: _Shares, seed: int, *, alone: bool)
     )
 
 
-def _refuse_shared(loader: object) -> None:
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    if isinstance(sampler, DistributedSampler):
-        raise DataError(
-            "the loader has a DistributedSampler, which gives this rank a share, and the session would share that out"
-            " again. Leave it out: DataLoader(dataset, batch_size=…, shuffle=True) with the global batch."
-        )
-
-
 def _moved(batch: Any, device: torch.device) -> Any:
     if device.type == "cpu":
         return batch
     moved = tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
     return moved.to(device) if moved is batch and callable(getattr(batch, "to", None)) else moved
+
+
+@final
+class SharedRows:
+    """What `session.share` hands out: this rank's rows of batches that the loop makes itself, equally on every rank."""
+
+    def __init__(self, handing: Handing) -> None:
+        self._handing = handing
+        self._calls = self._samples = 0
+
+    def rows(self, values: Sequence[Any], dim: int) -> list[Any]:
+        """Return this rank's rows of all tensors in `values`, on the device.
+
+        Raises:
+            DataError: there is none, they have not equally many rows, or other ranks gave others.
+        """
+        handing, leaves = self._handing, [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+        size = _size_of(leaves, dim)
+        handed = handing.share_of(size, self._samples, source=-size)
+        if handing.world is not None:
+            self._compare(leaves)
+        self._calls += 1
+        self._samples += handed.size
+        handing.hand_out(handed, is_made=True)
+        found = [tree_map_only(Tensor, lambda each: self._part(each, handed, dim), value) for value in values]
+        handing.know(found, handed)
+        return found
+
+    def _part(self, tensor: Tensor, handed: HandedOut, dim: int) -> Tensor:
+        rows = handed.stop - handed.start
+        part = tensor.narrow(dim, handed.start, rows) if rows else tensor.narrow(dim, 0, 1)  # a filler, counted 0
+        return part.to(self._handing.device, non_blocking=True)
+
+    def _compare(self, leaves: Sequence[Tensor]) -> None:
+        """Note what was given, which must be equal on all ranks."""
+        handing, early = self._handing, self._calls < _COMPARED
+        digest = xxhash.xxh64(handing.shared.encode())
+        digest.update(torch.get_rng_state().numpy().tobytes())  # by which most loops make their batches
+        for each in leaves:
+            digest.update(f"{each.dtype} {[*each.shape]}".encode())
+            if early or each.device.type == "cpu":  # to read it from another device would wait for that
+                digest.update(each.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        handing.shared = digest.hexdigest()
+        if early:
+            with handing.calls.call("session.share()", meets=True):
+                check_same_facts({"data: what session.share was given": handing.shared}, handing.device)
+
+
+def _size_of(leaves: Sequence[Tensor], dim: int) -> int:
+    if not leaves:
+        raise DataError("session.share() was given no tensor. Give it the tensors of a whole batch.")
+    short = next((each for each in leaves if not -each.ndim <= dim < each.ndim), None)
+    if short is not None:
+        raise DataError(
+            f"session.share(dim={dim}) was given a tensor of shape {tuple(short.shape)}, which has no such dim. Share"
+            " tensors whose samples lie along it, and leave others out."
+        )
+    sizes = sorted({each.shape[dim] for each in leaves})
+    if len(sizes) > 1 or not sizes[0]:
+        raise DataError(
+            f"session.share(dim={dim}) was given tensors of {' and '.join(map(str, sizes))} samples. Give it the"
+            " tensors of one batch, before they are flattened; dim= says where samples lie."
+        )
+    return sizes[0]

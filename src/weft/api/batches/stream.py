@@ -19,10 +19,13 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
 )
 
-from weft.api.batches.batch_shape import ROWS, BatchShape, taken_apart
-from weft.api.batches.drawn_reads import DrawnReads, seeded
+from weft.api.batches.batch_shape import ROWS, BatchShape, add_to_digest, taken_apart
+from weft.api.batches.generators import seeded
+from weft.api.batches.keyed_reads import Asked, KeyedReader
+from weft.api.ranks.agreement import UNKNOWN
 from weft.errors import DataError, RecipeError
 from weft.run.data import Permutation
 
@@ -124,7 +127,7 @@ class BatchStream:
         self,
         loader: Iterable[UserBatch],
         seed: int,
-        check: Callable[[Mapping[str, Tensor]], None],
+        check: Callable[[str], None],
         batch_size: int | None = None,
     ) -> None:
         self._loader = loader
@@ -134,9 +137,9 @@ class BatchStream:
         self.batch_size = _batch_size(loader, batch_size)
         self._orders: dict[tuple[int, int], Permutation] = {}
         """The order that was last asked for, by size and epoch."""
-        self._drawn = DrawnReads(self._dataset, getattr(loader, "collate_fn", None))
-        self._collates_whole: bool | None = None
-        """Whether the collate function looks at the whole batch, so that shares are cut out of what it returns."""
+        self._reader = KeyedReader(self._dataset, getattr(loader, "collate_fn", list), seed, alone=False)
+        self._has_looked = False
+        """Whether the collate function was tried on a part of a batch."""
         self.digest = ""
         """Digest of the last batch that `iterate` took, before it was cut."""
         self._refuse_what_is_not_read()
@@ -175,46 +178,24 @@ class BatchStream:
 
     def read(self, step: int, start: int, stop: int) -> UserBatch:
         """Samples [start, stop) of a step's global batch, collated by the loader's own function."""
-        assert self._dataset is not None, "an iterated loader is not read by index"
         first = step * self.batch_size
-        is_all = stop - start == self.batch_size
-        if self._collates_whole is None and not is_all:
-            self._collates_whole = self._looks_at_the_whole(first, start, stop)
-        if is_all or not self._collates_whole:
-            return self._collated(range(first + start, first + stop), first)
-        # What the function makes of one sample depends on the others, so every rank collates all and takes its rows.
-        fields, shape = taken_apart(self._collated(range(first, first + self.batch_size), first))
-        return shape.restored({name: value[start:stop] for name, value in fields.items()})
+        asked = Asked(self._indices(range(first, first + self.batch_size)), first, start, stop)
+        is_part = stop - start < self.batch_size
+        if is_part and not self._has_looked:
+            self._has_looked = True
+            self._reader.collates_whole = self._looks_at_the_whole(asked)
+        return self._reader(asked)
 
-    def _collated(self, positions: range, key: int) -> Any:
-        dataset, indices = cast(Any, self._dataset), self._indices(positions)
-        collate = cast(DataLoader[Any], self._loader).collate_fn
-        if not self._drawn.draw:
-
-            def read() -> list[Any]:
-                return [collate([dataset[index] for index in indices])]
-
-            found = self._drawn.tried(read)
-            if found is not None:
-                return found[0]
-        samples: list[Any] = []
-        for position, index in zip(positions, indices, strict=True):
-            with seeded(self._seed, position):
-                samples.append(dataset[index])
-        with seeded(self._seed, key):
-            return collate(samples)
-
-    def _looks_at_the_whole(self, first: int, start: int, stop: int) -> bool:
-        """Try the collate function on a batch and on this rank's share of it; lengths that it pads to may differ.  Its
-        draws are seeded by something else in the two: what is random is drawn for the whole batch, too."""
+    def _looks_at_the_whole(self, asked: Asked) -> bool:
+        """Try the collate function on a batch and on this rank's share of it; lengths that it pads to may differ."""
         # Padding to the longest sample differs between the two and is harmless: a model masks it.  Only the part that
         # both have is compared.
-        whole = fields_of(self._collated(range(first, first + self.batch_size), first))
-        share = fields_of(self._collated(range(first + start, first + stop), first + self.batch_size))
-        if whole.keys() != share.keys():
+        whole = fields_of(self._reader(asked._replace(start=0, stop=self.batch_size)))
+        share = fields_of(self._reader(asked))
+        if self._reader.collates_whole or whole.keys() != share.keys():
             return True
         for name, value in share.items():
-            other = whole[name][start:stop]
+            other = whole[name][asked.start : asked.stop]
             if name == ROWS:  # rows are counted from the first of each; what stands in them is compared
                 value, other = value[:, 1], other[:, 1]
             common = tuple(slice(min(sizes)) for sizes in zip(value.shape, other.shape, strict=False))
@@ -242,12 +223,8 @@ class BatchStream:
         loader = self._loader
         if not isinstance(loader, DataLoader):
             return
+        refuse_shared_out(loader)
         sampler = getattr(loader.batch_sampler, "sampler", None)
-        if isinstance(sampler, DistributedSampler):
-            raise DataError(
-                "the loader has a DistributedSampler, which gives this rank a share, and Weft would share that out"
-                " again. Leave it out: DataLoader(dataset, batch_size=…, shuffle=True) with the global batch."
-            )
         if self._dataset is None:
             return  # it is iterated as it is, with all its settings
         generator = loader.generator if loader.generator is not None else getattr(sampler, "generator", None)
@@ -284,12 +261,21 @@ class BatchStream:
         """Every batch of a loader that only iterates, whole; they may differ in size."""
         for number, batch in enumerate(self._loader):
             fields = fields_of(batch)
+            self.digest = digest_of(fields)
             if number < 3:  # comparing costs a collective; loaders that differ between ranks do so from the start
-                self._check(fields)
+                self._check(self.digest)
             if not next(iter(fields.values())).shape[0]:
                 raise DataError(f"batch {number} of the loader has no samples, so no step can be made of it.")
-            self.digest = digest_of(fields)
             yield batch
+
+
+def refuse_shared_out(loader: object) -> None:
+    """Raises `DataError` for a loader that gives this rank a share already."""
+    if isinstance(getattr(getattr(loader, "batch_sampler", None), "sampler", None), DistributedSampler):
+        raise DataError(
+            "the loader has a DistributedSampler, which gives this rank a share, and the session would share that out"
+            " again. Leave it out: DataLoader(dataset, batch_size=…, shuffle=True) with the global batch."
+        )
 
 
 def _sampler(loader: DataLoader[Any]) -> Any:
@@ -338,3 +324,56 @@ def _batch_size(loader: Iterable[Any], given: int | None) -> int:
         f"{type(loader).__name__} does not say its batch_size, which is the global batch that all ranks share."
         " Use a torch DataLoader, or give your loader an attribute batch_size."
     )
+
+
+_SAMPLES, _READS = 8, 3
+
+
+# A split by an unseeded permutation gives each rank other data.
+def facts_of_data(stream: BatchStream, seed: int) -> Mapping[str, str]:
+    """Return what must be equal on all ranks of the data of a map-style loader: its subsets, and a few samples.
+
+    Samples are read under seeded generators, which are put back.  Where a sample is another when it is read again (it
+    draws from a generator of its own, or tells the time), nothing is said of any.
+    """
+    dataset: Any = stream.dataset
+    if dataset is None:
+        return {}
+    facts = {
+        f"data: the indices of the loader's Subset{number or ''}": _digest(np.asarray(indices))
+        for number, indices in enumerate(_subsets(dataset))
+    }
+    return {**facts, f"data: {_SAMPLES} of the loader's samples": _samples(dataset, seed)}
+
+
+def _subsets(dataset: Any) -> Iterator[Any]:
+    while isinstance(dataset, Subset):
+        yield list(dataset.indices)
+        dataset = dataset.dataset
+
+
+def _samples(dataset: Any, seed: int) -> str:
+    """A digest of samples from the whole data set; `UNKNOWN` where they cannot be read again."""
+    size = len(dataset)
+    places = np.linspace(0, size - 1, min(_SAMPLES, size)).astype(np.int64).tolist() if size else []
+    found: list[str] = []
+    for place in places:
+        try:
+            read = {_read(dataset, place, seed) for _ in range(_READS)}
+        except Exception:  # whatever a user's data raise: training reads them, and says so
+            return UNKNOWN
+        if len(read) > 1:
+            return UNKNOWN
+        found += read
+    return _digest("".join(found))
+
+
+def _read(dataset: Any, place: int, seed: int) -> str:
+    with seeded(seed, place):
+        return _digest(dataset[place])
+
+
+def _digest(value: Any) -> str:
+    digest = xxhash.xxh3_64()
+    add_to_digest(digest, value)
+    return digest.hexdigest()

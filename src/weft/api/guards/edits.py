@@ -1,18 +1,21 @@
-"""What a loop writes into the weights between two steps: taken over where the plan trains copies, or refused."""
+"""What a loop does to a model between two steps: writes into weights are taken over where the plan trains copies, or
+refused; parameters that are taken out or exchanged are refused."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import final
+from itertools import chain
+from operator import is_
+from typing import Any, final
 
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
 
-from weft.api.guards.structure import Structure
+from weft.api.guards.state_checks import digest_of, is_due
 from weft.api.guards.telling_parameters import refuse_part_of_sum, telling_class
 from weft.config.plan import BATCH_AXES, Axis, Plan
 from weft.errors import RecipeError
@@ -142,7 +145,7 @@ class Edits:
             edited += [each for each in lent if id(each) not in known]
         if _versions(self._masters) != self._versions:
             self._take_optimizers(edited, has_copies=has_copies)
-        elif has_copies and (edited or self._touched or _is_due(self._looks)):
+        elif has_copies and (edited or self._touched or is_due(self._looks)):
             for shard in self._shards:
                 shard.take_over()
         if edited:
@@ -250,8 +253,8 @@ class Edits:
             self._refuse_of_parts(edited)
         self._edits += 1
         mesh = self._plan.mesh
-        is_same = mesh.tensor * mesh.pipeline * mesh.context == 1 and _is_due(self._edits)
-        said = [f"{each.name}{_digest(each.parameter) if is_same else ''}" for each in edited]
+        is_same = mesh.tensor * mesh.pipeline * mesh.context == 1 and is_due(self._edits)
+        said = [f"{each.name}{_values_of(each.parameter) if is_same else ''}" for each in edited]
         if mesh.pipeline == 1:
             self._facts["what the loop has written into the weights"] = ", ".join(said)
 
@@ -325,16 +328,92 @@ def _check_fits(name: str, old: Tensor, new: Tensor) -> None:
         )
 
 
-def _is_due(number: int) -> bool:
-    return number & (number - 1) == 0 or number % 1000 == 0
-
-
-def _digest(parameter: Tensor) -> str:
-    if isinstance(parameter, DTensor) or not parameter.numel():
-        return ""
-    values = parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return f" ({xxhash.xxh3_64_hexdigest(values.data)})"
+def _values_of(parameter: Tensor) -> str:
+    return "" if isinstance(parameter, DTensor) or not parameter.numel() else f" ({digest_of(parameter)})"
 
 
 def _said(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+
+
+@final
+class Structure:
+    """Knows the parameters of a rank's modules, and refuses to go on without them.
+
+    What a loop adds (a teacher, an average, a metric) is its own affair.  Each step looks at the parameters and at the
+    numbers of submodules.  A submodule in another's place is told by torch when it is registered: to look at all of
+    them, too, takes 0.3 % of a step of 5 ms.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self._parts = parts
+        self._is_touched = False
+        self._handle = register_module_module_registration_hook(_Touch(weakref.ref(self)))
+        self._known = _names(parts)
+        self._homes: list[Collection[Any]] = []
+        """What the modules hold as parameters, as it is at any time."""
+        self._parameters: list[Any] = []
+        self._children: list[dict[str, Any]] = []
+        self._numbers: list[int] = []
+        self._look()
+
+    def touch(self) -> None:
+        """Some module of the process was given another."""
+        self._is_touched = True
+
+    def let_go(self) -> None:
+        """Watch no more."""
+        self._handle.remove()
+
+    def note(self) -> None:
+        """What is there now is as Weft has left it."""
+        if not self._is_same():
+            self._known = _names(self._parts)
+            self._look()
+
+    def check(self) -> None:
+        """Refuse what the loop has done since `note`.
+
+        Raises:
+            RecipeError: a parameter was taken out, or has another one in its place.
+        """
+        if not self._is_touched and self._is_same():
+            return
+        self._is_touched = False
+        now = _names(self._parts)
+        for name, parameter in self._known.items():
+            if now.get(name) is not parameter:
+                what = f"put another parameter in the place of {name}" if name in now else f"taken {name} out"
+                raise RecipeError(
+                    f"the loop has {what} since session.prepare, and the plan trains, saves and exports those that"
+                    " prepare was given. Write into a weight (`with torch.no_grad(): parameter.copy_(new)`), or change"
+                    " the model before prepare: state.export() first, and a new session with the changed model."
+                )
+        self._look()
+
+    def _look(self) -> None:
+        modules = [module for part in self._parts for module in part.modules()]
+        self._homes = [own.values() for each in modules if (own := vars(each)["_parameters"])]
+        self._children = [own for each in modules if (own := vars(each)["_modules"])]
+        self._parameters, self._numbers = [*chain.from_iterable(self._homes)], [*map(len, self._children)]
+
+    def _is_same(self) -> bool:
+        if [*map(len, self._children)] != self._numbers:
+            return False
+        parameters = [*chain.from_iterable(self._homes)]
+        return len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
+
+
+class _Touch:
+    """Tells of every module that is registered.  Weak, as torch holds it until it is taken out."""
+
+    def __init__(self, structure: weakref.ref[Structure]) -> None:
+        self._structure = structure
+
+    def __call__(self, *_: Any) -> None:
+        if (structure := self._structure()) is not None:
+            structure.touch()
+
+
+def _names(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    return {name: each for part in parts for name, each in part.named_parameters(remove_duplicate=False)}

@@ -14,17 +14,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from weft.api.batches.sharded_loader import HandedOut, Handing
-from weft.api.guards.guards import WatchedGradients
-from weft.api.guards.messages import OWN_STEPS
+from weft.api.guards.gradients import WatchedGradients
+from weft.api.guards.model_guard import OWN_STEPS
 from weft.api.prepared.prepared_model import Given, PreparedModel
-from weft.api.saving.plain_states import PlainStates
-from weft.api.saving.whole_weights import whole_weights
+from weft.api.saving.export import whole_weights
+from weft.api.saving.optimizer_states import PlainStates
 from weft.errors import DataError, RecipeError
 from weft.run.engine import Reduced
 from weft.techniques.core import LossTotals, MicrobatchState
 from weft.techniques.core.own_forwards import OwnForwards
 
 _EARLY_STEPS, _REPORT_SECONDS = 4, 0.1
+_CHANGED = (
+    "between backward and optimizer.step(), as torch.nn.utils.clip_grad_norm_ does",
+    "Clip by session.clip_grad_norm_(model, 1.0), whose norm is that of the whole gradient; scale the loss in place of"
+    " its gradient; clear gradients by optimizer.zero_grad().",
+)
 SCHEDULED = "_wrapped_by_lr_sched"
 """Attribute by which a scheduler knows an optimizer's step that tells of itself."""
 
@@ -39,12 +44,12 @@ class OpenModel(PreparedModel):
     """
 
     def __init__(self, given: Given, handing: Handing) -> None:
-        gathers = given.plan.data_parallel.shards_weights
-        self.size = 0 if gathers else sum(each.numel() for each in given.blueprint.module.parameters())
+        gathers = given.planned.plan.data_parallel.shards_weights
+        self.size = 0 if gathers else sum(each.numel() for each in given.planned.blueprint.module.parameters())
         """Elements whose gradients are reduced in buckets; the same on all ranks."""
         super().__init__(given, nominal_count=1.0)
         self._handing = handing
-        self._plain_states = PlainStates(self.optimizer, self._optimizer.runs, given.groups)
+        self._plain_states = PlainStates(self.optimizer, self._optimizer.runs, given.planned.groups)
         part = self._parallel.parts[0]
         dtype = self._parallel.dtypes.compute if self._blueprint.casts_inputs else None
         gathers = self.plan.data_parallel.shards_weights and self._mesh.size("shard") > 1
@@ -60,7 +65,7 @@ class OpenModel(PreparedModel):
                 part.module.register_forward_pre_hook(draws.enter, prepend=True),
                 part.module.register_forward_hook(draws.leave, always_call=True),
             ]
-        self._watched = WatchedGradients(part.module) if self._mesh["world"].size > 1 else None
+        self._watched = WatchedGradients(part.module, *_CHANGED) if self._mesh["world"].size > 1 else None
         self._batch: HandedOut | None = None
         """What forwards are keyed by."""
         self._offset = 0
@@ -78,7 +83,8 @@ class OpenModel(PreparedModel):
         """Samples of the global batches whose losses the step has."""
         self._reduced: Reduced | None = None
         self._reported = 0.0
-        self._methods = _Methods(self.optimizer, part.module, self)
+        self._methods = ReplacedMethods()
+        self._replace_methods(part.module)
 
     # ── forwards ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -246,6 +252,31 @@ class OpenModel(PreparedModel):
         self._last_made, self._made = self._made, 0
         self._has_gradients = False
 
+    def _replace_methods(self, module: nn.Module) -> None:
+        plain = self.optimizer.step
+
+        def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if self._guard.is_inside or self._guard.is_closed:
+                return plain() if closure is None else plain(closure)
+            refuse_closure(closure)
+            return self.step()
+
+        if hasattr(plain, SCHEDULED):
+            setattr(step, SCHEDULED, True)
+
+        def zero_grad(_: Any, set_to_none: bool = True) -> None:
+            self.zero_grad(leaves_zeros=not set_to_none)
+
+        def state_dict(_: torch.optim.Optimizer) -> dict[str, Any]:
+            return self.optimizer_state()
+
+        def load_state_dict(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+            self.load_optimizer_state(state_dict)
+
+        own: dict[str, Any] = {"state_dict": state_dict, "load_state_dict": load_state_dict, "zero_grad": zero_grad}
+        self._methods.put(self.optimizer, step=step, **own)
+        self._methods.put(module, zero_grad=zero_grad)
+
     def optimizer_state(self) -> dict[str, Any]:
         """What `optimizer.state_dict()` returns: as without Weft, where every rank has all of each parameter.
 
@@ -365,51 +396,35 @@ class OpenModel(PreparedModel):
 
 
 @final
-class _Methods:
+class ReplacedMethods:
     """Methods of the user's objects that a session answers, and what they were."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module, model: OpenModel) -> None:
+    def __init__(self) -> None:
         self._held: list[tuple[Any, str, Any, Any]] = []
-        plain = optimizer.step
 
-        def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            if model._guard.is_inside or model._guard.is_closed:  # pyright: ignore[reportPrivateUsage]
-                return plain() if closure is None else plain(closure)
-            if closure is not None:
-                raise RecipeError(
-                    "optimizer.step(closure) would compute the loss inside of the step. Write the forward,"
-                    " session.backward(loss) and optimizer.step() one after another."
-                )
-            return model.step()
-
-        if hasattr(plain, SCHEDULED):
-            setattr(step, SCHEDULED, True)
-
-        def zero_grad(self: Any, set_to_none: bool = True) -> None:
-            model.zero_grad(leaves_zeros=not set_to_none)
-
-        def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
-            return model.optimizer_state()
-
-        def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-            model.load_optimizer_state(state_dict)
-
-        self._put(optimizer, "step", MethodType(step, optimizer))
-        self._put(optimizer, "state_dict", MethodType(state_dict, optimizer))
-        self._put(optimizer, "load_state_dict", MethodType(load_state_dict, optimizer))
-        self._put(optimizer, "zero_grad", MethodType(zero_grad, optimizer))
-        self._put(module, "zero_grad", MethodType(zero_grad, module))
-
-    def _put(self, owner: Any, name: str, method: Any) -> None:
-        self._held.append((owner, name, vars(owner).get(name), method))
-        vars(owner)[name] = method
+    def put(self, owner: Any, **functions: Callable[..., Any]) -> None:
+        """Let functions of an object and its arguments be called in place of its methods of these names."""
+        for name, function in functions.items():
+            method = MethodType(function, owner)
+            self._held.append((owner, name, vars(owner).get(name), method))
+            vars(owner)[name] = method
 
     def put_back(self) -> None:
+        """Let the objects have their own methods, but where somebody else has wrapped ours since."""
         for owner, name, before, own in self._held:
             if vars(owner).get(name) is not own:
-                continue  # somebody else has wrapped it since
+                continue
             if before is None:
                 del vars(owner)[name]
             else:
                 vars(owner)[name] = before
         self._held.clear()
+
+
+def refuse_closure(closure: Callable[[], Any] | None) -> None:
+    """Raises `RecipeError` where an optimizer's step was given one."""
+    if closure is not None:
+        raise RecipeError(
+            "optimizer.step(closure) would compute the loss inside of the step. Write the forward,"
+            " session.backward(loss) and optimizer.step() one after another."
+        )

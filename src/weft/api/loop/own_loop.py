@@ -15,26 +15,21 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from weft.api.batches.batch_shape import Counted, taken_apart
-from weft.api.batches.loop_loss import stand_in_loss
-from weft.api.batches.losses import LossOfUser
+from weft.api.batches.loop_draws import PlacedDraws
+from weft.api.batches.losses import LossOfUser, stand_in_loss, warn_of_sum
 from weft.api.batches.outputs import GatheredOutputs
-from weft.api.batches.placed_draws import PlacedDraws
-from weft.api.batches.sharded_loader import Handing, LoopLoader
-from weft.api.batches.shared_rows import SharedRows
-from weft.api.batches.sum_losses import warn_of_sum
-from weft.api.guards.guards import refuse_wrapped
-from weft.api.guards.messages import OWN_STEPS
+from weft.api.batches.sharded_loader import Handing, LoopLoader, SharedRows
+from weft.api.guards.model_guard import OWN_STEPS, refuse_wrapped
 from weft.api.loop.first_call import FirstCall, as_prepared, called_with
 from weft.api.loop.open_step import OpenModel
 from weft.api.loop.saves import LoopSaves, LoopThings
 from weft.api.loop.shared_optimizer import SharedOptimizer
-from weft.api.planning.planning import Planning
+from weft.api.planning.session_plan import Planning
 from weft.api.preflight.proof import variables_kept
 from weft.api.prepared.manual_step import check_loss, check_manual
-from weft.api.prepared.models import Models
-from weft.api.prepared.prepared_facts import facts_of_model
+from weft.api.prepared.models import Models, facts_of_model
 from weft.api.ranks.agreement import check_same_facts, take_weights_of_rank_0
-from weft.api.saving.plain_states import CarriedState
+from weft.api.saving.optimizer_states import CarriedState
 from weft.comm.mesh import Mesh
 from weft.config.plan import MeshPlan, MicrobatchPlan, Plan
 from weft.errors import DataError, PlanError, RecipeError

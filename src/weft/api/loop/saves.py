@@ -18,15 +18,14 @@ from weft.api.batches.generators import process_states, take_process_states
 from weft.api.batches.sharded_loader import LoopLoader
 from weft.api.loop.open_step import OpenModel
 from weft.api.loop.shared_optimizer import SharedOptimizer
-from weft.api.planning.arguments import path_of_save
 from weft.api.ranks.agreement import check_same_facts
-from weft.api.saving.plain_saves import PlainSaves
-from weft.api.saving.saves import Saves
-from weft.api.saving.stateful import StatesBeside
+from weft.api.saving.saves import PlainSaves, Saves
+from weft.api.saving.stateful import EXTRA, SCHEDULERS, StatefulObjects
 from weft.comm.mesh import Mesh
 from weft.config.document import Json, JsonObject
-from weft.errors import CheckpointError, RecipeError
+from weft.errors import CheckpointError
 from weft.run.checkpoint import Checkpointer, Peers, StoredCheckpoint
+from weft.run.data.preparation import path_of
 from weft.techniques.core import Piece
 
 logger = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ class LoopSaves:
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None) -> Path:
         """See `Session.save`."""
         started, things = time.monotonic(), self._things
-        path, beside = path_of_save("session.save(folder)", folder), self._beside(extra)
+        path, beside = path_of("session.save(folder)", folder, CheckpointError), self._beside(extra)
         for model in things.models:
             if id(model) in self._waiting:
                 raise CheckpointError(
@@ -103,9 +102,13 @@ class LoopSaves:
             f"data: the place of loader {number}": f"batch {each['batches']} of pass {each['passes']}"
             for number, each in enumerate(loaders, 1)
         }
-        facts = {"the folder of session.save()": str(path), **places, **beside.facts()}
+        forms = {each.member: cast(Json, each.written()) for each in beside}
+        facts = {"the folder of session.save()": str(path), **places}
+        for each in beside:
+            facts |= each.facts()
         check_same_facts(facts, self._device, world.group)
-        states, pieces = list[Json](), list(beside.pieces(counts=world.index == 0))
+        states = list[Json]()
+        pieces = [piece for each in beside for piece in each.pieces(counts=world.index == 0)]
         for number, model in enumerate(things.models, 1):
             state, own = self._part(model).written()
             states.append({"class": type(model).__name__, **state})
@@ -113,7 +116,7 @@ class LoopSaves:
         whole: dict[str, Json] = {
             "models": states,
             "loaders": cast(Json, loaders),
-            **beside.forms(),
+            **forms,
             "generators": cast(Json, process_states(self._device)),
         }
         steps = max((each.steps for _, each in things.begun), default=0)
@@ -122,19 +125,11 @@ class LoopSaves:
             each.note_save(saved, time.monotonic() - started)
         return path
 
-    def _beside(self, extra: Mapping[str, Any] | None) -> StatesBeside:
-        """The states of what is neither model nor optimizer, for one save or load."""
-        found = StatesBeside()
-        found.add("schedulers", {str(number): each for number, each in enumerate(self._things.schedulers, 1)})
-        saved_anyway = [*self._things.models, *self._things.optimizers]
-        for name, each in (extra or {}).items():
-            if any(each is other for other in saved_anyway):
-                raise RecipeError(
-                    f"extra[{name!r}] is what session.prepare was given, which session.save() saves anyway. Leave it"
-                    " out."
-                )
-        found.add("extra", extra or {})
-        return found
+    def _beside(self, extra: Mapping[str, Any] | None) -> list[StatefulObjects]:
+        """What is neither model nor optimizer, for one save or load."""
+        schedulers = {str(number): each for number, each in enumerate(self._things.schedulers, 1)}
+        saved = (*self._things.models, *self._things.optimizers)
+        return [StatefulObjects(SCHEDULERS, schedulers), StatefulObjects(EXTRA, extra, saved)]
 
     def _part(self, model: nn.Module) -> OpenModel | PlainSaves:
         begun = self._things.state_of(model)
@@ -147,7 +142,7 @@ class LoopSaves:
 
     def load(self, folder: str | Path, extra: Mapping[str, Any] | None) -> int:
         """See `Session.load`."""
-        path, beside = path_of_save("session.load(folder)", folder), self._beside(extra)
+        path, beside = path_of("session.load(folder)", folder, CheckpointError), self._beside(extra)
         world, things = self._mesh()["world"], self._things
         check_same_facts({"the folder of session.load()": str(path)}, self._device, world.group)
         for _, state in things.begun:
@@ -161,7 +156,7 @@ class LoopSaves:
             files.fill(
                 [
                     *(_wanted(one, each) for one, each in zip(cut, fillers, strict=True)),
-                    (_beside_in(stored), beside.to_fill(stored)),
+                    (_beside_in(stored), [piece for each in beside for piece in each.to_fill(stored)]),
                 ]
             )
             for one, each in zip(cut, fillers, strict=True):
@@ -174,7 +169,9 @@ class LoopSaves:
         self._go_on(stored, beside)
         return max((cast(int, each["steps"]) for each in models), default=0)
 
-    def _check(self, state: JsonObject, fillers: Sequence[Saves | PlainSaves], beside: StatesBeside) -> None:
+    def _check(
+        self, state: JsonObject, fillers: Sequence[Saves | PlainSaves], beside: Sequence[StatefulObjects]
+    ) -> None:
         """Refuse what `save` has not written, or not of such a loop."""
         if "models" not in state.values:
             raise CheckpointError(
@@ -190,14 +187,16 @@ class LoopSaves:
         for one, each in zip(models, fillers, strict=False):
             one.count("steps")
             each.check(one)
-        beside.check(state)
+        for each in beside:
+            each.check(state)
         state.object("generators")
 
-    def _go_on(self, stored: StoredCheckpoint, beside: StatesBeside) -> None:
+    def _go_on(self, stored: StoredCheckpoint, beside: Sequence[StatefulObjects]) -> None:
         state, things = cast(dict[str, Any], stored.manifest.state), self._things
         for shared in things.shared:
             shared.take_settings()
-        beside.take(state)
+        for each in beside:
+            each.take(state)
         for loader, place in zip(things.loaders, state["loaders"], strict=False):
             loader.resume(place)
         take_process_states(self._device, state["generators"])

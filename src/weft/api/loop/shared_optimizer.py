@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any, final
 
 import torch
 from torch import nn
 
-from weft.api.loop.open_step import SCHEDULED, OpenModel
+from weft.api.loop.open_step import SCHEDULED, OpenModel, ReplacedMethods, refuse_closure
 from weft.api.saving.optimizer import cuts_of
 from weft.errors import RecipeError
 
@@ -30,6 +29,7 @@ class SharedOptimizer:
             )
         self.whole = whole
         self._models: list[OpenModel] = []
+        self._methods = ReplacedMethods()
         self._put()
 
     def part_of(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -68,11 +68,7 @@ class SharedOptimizer:
 
     def _put(self) -> None:
         def step(_: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
-            if closure is not None:
-                raise RecipeError(
-                    "optimizer.step(closure) would compute the loss inside of the step. Write the forward,"
-                    " session.backward(loss) and optimizer.step() one after another."
-                )
+            refuse_closure(closure)
             for model in self._models:
                 self._give_settings(model)
                 model.step()
@@ -92,15 +88,8 @@ class SharedOptimizer:
             )
 
         setattr(step, SCHEDULED, True)
-        for name, method in {
-            "step": step,
-            "zero_grad": zero_grad,
-            "state_dict": refuse,
-            "load_state_dict": refuse,
-        }.items():
-            vars(self.whole)[name] = MethodType(method, self.whole)
+        self._methods.put(self.whole, step=step, zero_grad=zero_grad, state_dict=refuse, load_state_dict=refuse)
 
     def let_go(self) -> None:
         """Give the user's object its methods back."""
-        for name in ("step", "zero_grad", "state_dict", "load_state_dict"):
-            vars(self.whole).pop(name, None)
+        self._methods.put_back()

@@ -12,7 +12,7 @@ from torch import nn
 
 from weft.api.batches.batch_shape import BatchShape
 from weft.config.recipe import SplitKind
-from weft.errors import CheckpointError, DataError, LaunchError, PlanError, RecipeError, did_you_mean
+from weft.errors import DataError, LaunchError, PlanError, RecipeError, did_you_mean
 from weft.model.families import CutTable, SplitRule
 from weft.model.patterns import require_matches
 from weft.run.data.preparation import path_of
@@ -199,16 +199,6 @@ def whole_or_none(what: str, value: object) -> int | None:
     if value is not None and (type(value) is not int or value < 0):
         raise RecipeError(f"{what} = {value!r} is no number of them. Give a whole number from 0 on, or leave it out.")
     return value
-
-
-def path_of_save(call: str, path: object) -> Path:
-    """Return the folder of a save that `call` was given."""
-    return path_of(call, path, CheckpointError)
-
-
-def saved_path_of(path: object) -> Path:
-    """Return the path of a save, or of a run's folder, that is to be loaded."""
-    return path_of("state.load(path)", path, CheckpointError)
 
 
 def check_draw(what: str, shape: tuple[object, ...], low: object = 0, high: object = 1) -> tuple[int, ...]:

@@ -1,11 +1,12 @@
-"""What is seen of a model and its loss before training, by a few samples of the first batch on trial."""
+"""What is seen of a model and its loss before training, by a few samples of the first batch on trial: of a session's
+model, and of a recipe's."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -13,16 +14,18 @@ import torch
 import torch.distributed as dist
 
 from weft.api.batches.stream import UserBatch
-from weft.api.planning.nets import Nets
-from weft.api.planning.settings import PlanSettings
+from weft.api.planning.settings import Nets, PlanSettings
 from weft.api.preflight.conditional_blocks import find_branches, gathers_blocks, words_on_branches
 from weft.api.preflight.coupled_samples import SampleMeeting, WholeBatchLoss, find_meeting, refuse_meeting
 from weft.api.preflight.forward_state import LeftBehind, find_left_behind, refuse_left_behind, runs_once
-from weft.api.preflight.sample_trials import is_costly, part_of, trials_of
+from weft.api.preflight.sample_trials import Trials, is_costly, part_of, trials_of
 from weft.api.preflight.trial_copies import LOSS
 from weft.api.ranks.agreement import gather_texts
-from weft.config.plan import MeshPlan, ModelFacts, Plan
-from weft.model.blueprint import Blueprint
+from weft.config.plan import MeshPlan, MicrobatchPlan, ModelFacts, Plan
+from weft.config.recipe import Recipe
+from weft.errors import PlanError
+from weft.model.blueprint import Batch, Blueprint
+from weft.run.data import PreparedData, data_shape, open_data
 
 logger = logging.getLogger(__name__)
 
@@ -98,18 +101,27 @@ def look_first(
             trials.flops / 1e9,
         )
         trials = None
-    if trials is not None and nets.left_behind:
-        with suppress(Exception):  # whatever a user's forward raises on a part of a batch
-            looks = replace(looks, left=find_left_behind(trials))
-    if trials is not None and (nets.meetings or is_declared):
-        with suppress(Exception):  # as above
-            looks = replace(looks, meeting=find_meeting(trials, is_declared=is_declared))
     blocks = blueprint.cut.blocks if blueprint.cut is not None and (plan is None or gathers_blocks(plan)) else ()
-    if trials is not None and blocks:
-        with suppress(Exception):  # as above
-            looks = replace(looks, branches=find_branches(trials, blocks))
+    if trials is not None:
+        looks = _found(looks, trials, nets, blocks, is_declared=is_declared)
     looks = agreed_looks(looks, device)
     blueprint.sometimes = looks.branches
+    return looks
+
+
+def _found(
+    looks: FirstLooks, trials: Trials, nets: Nets, blocks: Sequence[str] = (), *, is_declared: bool = False
+) -> FirstLooks:
+    """What this rank finds; what raises keeps what `looks` has."""
+    if nets.left_behind:
+        with suppress(Exception):  # whatever a user's forward raises on a part of a batch
+            looks = replace(looks, left=find_left_behind(trials))
+    if nets.meetings or is_declared:
+        with suppress(Exception):  # as above
+            looks = replace(looks, meeting=find_meeting(trials, is_declared=is_declared))
+    if blocks:
+        with suppress(Exception):  # as above
+            looks = replace(looks, branches=find_branches(trials, blocks))
     return looks
 
 
@@ -127,3 +139,56 @@ def agreed_looks(looks: FirstLooks, device: torch.device) -> FirstLooks:
         meeting=SampleMeeting(**first("meeting")),
         branches=list(dict.fromkeys(name for one in told for name in one["branches"])),
     )
+
+
+def refuse_by_first_looks(recipe: Recipe, plan: Plan, blueprint: Blueprint, prepared: PreparedData) -> None:
+    """Refuse a plan under which a model of the user's own would leave something else behind than on one process, or
+    whose ranks and microbatches would part samples that meet.  Not collective; nothing is said of a model that has no
+    weights yet, or fails on a part of a batch.
+
+    Raises:
+        PlanError: it would.
+    """
+    trials = _trials(recipe, plan, blueprint, prepared)
+    if trials is None:
+        return
+    is_declared = not blueprint.per_sample_loss
+    looks = _found(FirstLooks(), trials, Nets(), is_declared=is_declared)
+    looks.check(plan)
+    if looks.meeting.in_loss and not is_declared and plan.mesh.data > 1:
+        raise PlanError(
+            f"the loss of {recipe.model.factory} is no sum over samples: the first ones give {looks.meeting.figures},"
+            " together and in two parts, so that data ranks would train on something else than one process. Give the"
+            " loss the attribute per_sample = False, and data ranks gather their samples for it; or, if it is a mean"
+            " over something else than samples (tokens, pixels), return (sum, count)."
+        )
+
+
+def branches_by_first_looks(
+    recipe: Recipe, plan: Plan, blueprint: Blueprint, prepared: PreparedData
+) -> tuple[str, ...]:
+    """Blocks that only some of the first samples run, where ranks gather each together.  Call on every rank that has
+    been joined."""
+    if blueprint.cut is None or not gathers_blocks(plan):
+        return ()
+    looks, trials = FirstLooks(), _trials(recipe, plan, blueprint, prepared)
+    if trials is not None:
+        looks = _found(looks, trials, Nets(left_behind=False, meetings=False), blueprint.cut.blocks)
+    return tuple(agreed_looks(looks, torch.device("cpu")).branches)
+
+
+def _trials(recipe: Recipe, plan: Plan, blueprint: Blueprint, prepared: PreparedData) -> Trials | None:
+    """Trials of the first samples, where these and the model are there and it does not take long."""
+    if recipe.model.factory is None or runs_once(plan):
+        return None
+    with suppress(Exception):  # the ranks will say what is wrong with the data
+        trials = trials_of(blueprint, blueprint.loss, _first_batch(recipe, blueprint, prepared), part_of(plan))
+        return None if trials is None or is_costly(trials) else trials
+    return None
+
+
+def _first_batch(recipe: Recipe, blueprint: Blueprint, prepared: PreparedData) -> Batch:
+    """The first global batch."""
+    whole = MicrobatchPlan(size=recipe.batch.global_batch_size, per_step=1)
+    with closing(open_data(recipe, data_shape(blueprint, recipe), microbatch=whole, prepared=prepared)) as data:
+        return data.microbatches(0)[0]

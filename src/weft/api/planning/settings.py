@@ -142,3 +142,17 @@ def session_arguments(plan: Plan | str | Path, seconds: float | None = None) -> 
         **({"compression": (data.compression,)} if data.compression != "none" else {}),
         **({"local_steps": data.local_steps} if data.local_steps else {}),
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nets:
+    """Which nets are spread.  All are, but in tests that ask what another one finds."""
+
+    left_behind: bool = True
+    """State that a forward or a loss changes by itself is looked for."""
+    meetings: bool = True
+    """Samples of a batch that a forward or a loss lets meet are looked for."""
+    edits: bool = True
+    """What a loop writes into the weights between steps is looked for."""
+    data: bool = True
+    """Subsets and a few samples of the data are compared over the ranks."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from weft.api.batches.batch_shape import BatchShape, taken_apart
 from weft.api.batches.losses import LossOfUser
 from weft.api.batches.stream import BatchStream, UserBatch, fields_of
-from weft.api.guards.guards import Guard
+from weft.api.guards.model_guard import Guard
 from weft.comm.device import forget_peak_memory
 from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.api.batches.batch_shape import BatchShape
-from weft.api.guards.guards import Guard, LeftGradients
+from weft.api.guards.gradients import WatchedGradients
+from weft.api.guards.model_guard import Guard
 from weft.api.ranks.calls import Calls
 from weft.config.plan import Plan
 from weft.errors import DataError, PlanError, RecipeError
@@ -70,7 +71,12 @@ class ManualStep:
         self._totals = LossTotals.empty(self._device)
         self._taken = 0
         self._event: StepEvent | None = None
-        self._left: LeftGradients | None = None
+        self._watched = WatchedGradients(
+            model.module,
+            "inside a manual step, as clip_grad_norm_ and zero_grad do",
+            "Clip by session.prepare(…, max_grad_norm=1.0); scale the loss that step.backward is given, or leave a"
+            " backward out, in place of its gradient.",
+        )
         # Every rank makes the same backwards where these exchange something: weights, or statistics of a batch norm.
         self._exchanges = model.plan.data_parallel.shards_weights or bool(model.blueprint.batch_norm)
         self._scale = stepper.begin(step)
@@ -146,13 +152,13 @@ class ManualStep:
             raise DataError(f"step.backward(of={of!r}) wants what step.total(…) has returned, and more than 0.")
         else:
             share = loss * (self._batch_size / of.value)
-        self._check_left()
+        self._watched.check()
         self._totals.add(share.reshape(()), torch.zeros_like(self._totals.count))
         called = self._calls.call("step.backward()") if self._exchanges else nullcontext()
         with called, self._guard.inside():
             self._model.stores.on_backward(0, 0)  # ZeRO-3 reduces in every backward: nobody knows which is the last
             self._forwards.backward(share * self._scale, retain_graph)
-        self._left = LeftGradients(self._model.module.named_parameters())
+        self._watched.note()
 
     # ── driven by `state.manual_step` ─────────────────────────────────────────────────────────────────────────────────
 
@@ -177,12 +183,8 @@ class ManualStep:
         self._totals.count += sum(len(batch["sample_ids"]) for batch in self._microbatches)
         self._event = end(self._totals)
 
-    def _check_left(self) -> None:
-        if self._left is not None:
-            self._left.check_kept()
-
     def _check_taken(self) -> None:
-        self._check_left()
+        self._watched.check()
         if self._taken < len(self._microbatches):
             raise RecipeError(
                 f"the block has taken {self._taken} of the {len(self._microbatches)} parts of this rank's share, so"

@@ -1,50 +1,122 @@
-"""The models of a session: whose their parameters are, and how each is brought under its plan."""
+"""The models of a session: what must be equal on all ranks, whose their parameters are, and how each is brought under
+its plan."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, final
 
 import torch
 from torch import nn
 
 from weft.analysis.blueprint import look_for_blocks
+from weft.api.batches.generators import generators_kept
 from weft.api.batches.losses import LossOfUser
-from weft.api.batches.stream import UserBatch
-from weft.api.guards.guards import Guard
-from weft.api.guards.loss_parameters import LossParameters
-from weft.api.guards.messages import GuardWords
+from weft.api.batches.stream import BatchStream, UserBatch
+from weft.api.guards.gradients import LossParameters
+from weft.api.guards.model_guard import Guard, GuardWords
 from weft.api.planning.first_looks import look_first
-from weft.api.planning.nets import Nets
-from weft.api.planning.planning import Planning, UserLoss
+from weft.api.planning.session_plan import Planning, UserLoss
+from weft.api.planning.settings import Nets
 from weft.api.preflight.proof import SessionProof
-from weft.api.prepared.dtypes import casts_inputs, check_dtypes
-from weft.api.prepared.prepared_model import Given, PreparedModel
-from weft.api.prepared.rounds import RoundsOfSession
+from weft.api.prepared.prepared_model import Given, Planned, PreparedModel, RoundsOfSession
 from weft.api.ranks.calls import Calls
 from weft.api.ranks.recording import SessionRuns
-from weft.api.saving.optimizer import group_indices
+from weft.api.saving.optimizer import cuts_of, group_indices, settings_of
 from weft.comm.mesh import Mesh
 from weft.config.plan import MeshPlan, Plan
 from weft.config.recipe import Recipe
-from weft.errors import RecipeError
+from weft.errors import DataError, RecipeError
 from weft.model.blueprint import Blueprint
+from weft.techniques.core.precision import NARROW, main_dtype
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """A model with the plan that it is to be brought under, before anything of it is touched."""
+def check_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Refuse dtypes in which plain PyTorch would train, and the plan would not.
 
-    recipe: Recipe
-    plan: Plan
-    blueprint: Blueprint
-    mesh: Mesh
-    optimizer: torch.optim.Optimizer
-    groups: dict[str, int]
-    loss: UserLoss
-    """The loss, which says of itself what looking has found."""
+    Raises:
+        RecipeError: names the first parameter, and what to write.
+    """
+    precision, main = plan.compute.precision, main_dtype(model)
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    if (name := next((name for name, each in trained if each.is_complex()), None)) is not None:
+        if precision not in ("fp32", "fp64"):
+            raise RecipeError(
+                f"{name} is complex, and torch has no complex numbers of {precision}. Use compute.precision = fp32."
+            )
+        if cuts_of(optimizer) != "anywhere":
+            raise RecipeError(
+                f"{name} is complex, and a {type(optimizer).__name__} may look at more than its parts one by one. Keep"
+                f" {name} as torch.view_as_real of it and call torch.view_as_complex in the forward, or use an"
+                " optimizer such as torch.optim.AdamW."
+            )
+    if precision not in ("fp32", "fp64"):
+        return
+    narrow = next(((name, each.dtype) for name, each in trained if each.dtype in NARROW), None)
+    if narrow is not None:
+        name, kind = narrow[0], str(narrow[1]).removeprefix("torch.")
+        short = "bf16" if narrow[1] is torch.bfloat16 else "fp16"
+        raise RecipeError(
+            f"{name} is {kind} and to be trained, and the plan's precision is {precision}, which would train it"
+            f" otherwise than PyTorch does. Give prepare model.float(), or permit {short} (weft.session(permit="
+            f'("{short}",)), compute.precision = "{short}"), which computes in {kind} beside weights in fp32.'
+        )
+    if main is torch.float64 and precision == "fp32":
+        name = next(name for name, each in trained or model.named_parameters() if each.dtype is torch.float64)
+        raise RecipeError(
+            f"{name} is float64 as most of the model is, and the plan's precision fp32 would round it. Give prepare"
+            ' model.float(), or permit fp64 (weft.session(permit=("fp64",)), compute.precision = "fp64").'
+        )
+
+
+def casts_inputs(model: nn.Module, plan: Plan) -> bool:
+    """Whether the plan computes in another dtype than the model was given in, so that inputs follow it."""
+    return {"fp32": torch.float32, "fp64": torch.float64}.get(plan.compute.precision) != main_dtype(model)
+
+
+def facts_of_prepared(
+    model: nn.Module, optimizer: torch.optim.Optimizer, stream: BatchStream, max_grad_norm: float | None
+) -> dict[str, str]:
+    """Return them by name: data, classes, parameters and the optimizer's settings."""
+    facts = {
+        "data: the number of samples in the loader": str(stream.num_samples),
+        "data: the global batch": str(stream.batch_size),
+        "max_grad_norm": str(max_grad_norm),
+    }
+    return facts | facts_of_model(model, optimizer)
+
+
+def facts_of_model(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, str]:
+    """Return those of a model, and of its optimizer."""
+    kind = type(model).__name__
+    facts = {"the class of the model": kind}
+    if optimizer is not None:
+        facts["the class of the optimizer"] = type(optimizer).__name__
+    facts |= {
+        f"{kind}.{name}": f"{tuple(p.shape)}, {p.dtype}, {p.requires_grad}" for name, p in model.named_parameters()
+    }
+    return facts if optimizer is None else facts | settings_of(optimizer)
+
+
+def first_batch_of(loader: Iterable[UserBatch]) -> UserBatch:
+    """Return a loader's first batch; no generator moves.
+
+    Raises:
+        DataError: it is an iterator, or yields no batch.
+    """
+    with torch.random.fork_rng(devices=[]), generators_kept(loader):  # a loader's iterator draws a seed
+        is_iterator = iter(loader) is loader
+        first = None if is_iterator else next(iter(loader), None)
+    if is_iterator:
+        raise DataError(
+            f"the loader is an iterator ({type(loader).__name__}), which can be gone through only once. Give an"
+            " iterable: a DataLoader, a list of batches, or an object whose __iter__ starts anew."
+        )
+    if first is None:
+        raise DataError("the loader yields no batch. Give it data, or a smaller batch size.")
+    return first
 
 
 @final
@@ -147,12 +219,7 @@ class Models:
         self._number += 1
         held = LossParameters(planned.loss, self._owned, plan, mesh, nominal_count=nominal_count)
         given = Given(
-            recipe=planned.recipe,
-            plan=plan,
-            blueprint=planned.blueprint,
-            mesh=mesh,
-            optimizer=planned.optimizer,
-            groups=planned.groups,
+            planned=planned,
             loss=loss,
             recorded=self._runs.open(self._number, plan),
             calls=self.calls,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,25 +14,27 @@ import xxhash
 from torch import nn
 
 from weft.api.batches.losses import LossOfUser
-from weft.api.guards.copied_state import CopiedState
-from weft.api.guards.guards import Guard, LeftGradients, frozen
-from weft.api.planning.arguments import saved_path_of
-from weft.api.prepared.rounds import RoundsOfSession
+from weft.api.guards.gradients import LeftGradients
+from weft.api.guards.model_guard import Guard, frozen
+from weft.api.guards.state_checks import CopiedState
+from weft.api.planning.session_plan import UserLoss
 from weft.api.ranks.agreement import check_same_facts, take_weights_of_rank_0
 from weft.api.ranks.calls import Calls
 from weft.api.ranks.recording import ModelRun
-from weft.api.saving.attached import Attached
 from weft.api.saving.export import export_model
 from weft.api.saving.optimizer import UserOptimizer, cuts_of, settings_of
 from weft.api.saving.saves import Saves
+from weft.api.saving.stateful import ATTACHED, StatefulObjects
 from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.document import Json
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
+from weft.errors import CheckpointError, RecipeError
 from weft.events import CheckpointEvent, EndEvent, StepEvent
 from weft.model.blueprint import Blueprint
-from weft.run.engine import StepReporter, begin_training
+from weft.run.data.preparation import path_of
+from weft.run.engine import StepReporter, TrainingState, begin_training
 from weft.techniques.build import ParallelModel, parallelize
 from weft.techniques.core import Piece
 
@@ -39,16 +42,90 @@ if TYPE_CHECKING:
     from weft.api.preflight.proof import SessionProof
 
 
+class Rounds:
+    """The rounds of one prepared model.  Under plans whose replicas meet in every step nothing here does anything."""
+
+    def __init__(self, training: TrainingState, calls: Calls, name: str, guard: Guard) -> None:
+        self._training: TrainingState | None = training
+        self._calls, self._name, self._guard = calls, name, guard
+        self._length = training.model.plan.data_parallel.local_steps
+        self._told: set[str] = set()
+
+    @contextmanager
+    def agreed(self, method: str) -> Generator[None]:
+        """Let the model have the weights that replicas agreed on last, for `method` to look at, and its own again
+        after it.  Enter and leave on every rank."""
+        if self._training is None or not self._training.is_open:
+            yield
+            return
+        self.warn(method)
+        with self._training.evaluated():
+            yield
+
+    def warn(self, method: str) -> None:
+        """Say once of a method that it sees what replicas agreed on last, if they have taken steps since."""
+        if self._training is not None and self._training.is_open and method not in self._told:
+            self._told.add(method)
+            warnings.warn(
+                f"{self._name}.{method}() is in the middle of a round of {self._length} local steps: it sees the"
+                " weights that replicas agreed on last, without what they have learnt since. Call"
+                f" {self._name}.end_round() before it to have them averaged now.",
+                stacklevel=4,
+            )
+
+    def end(self) -> None:
+        """Average the replicas, if they have taken steps since they last did.  Call on every rank."""
+        if self._training is not None and self._training.is_open:
+            with self._calls.call(f"the last average of {self._name}", meets=True), self._guard.inside():
+                self._training.finish()
+
+    def close(self) -> None:
+        """`end`; no steps follow, and the training is let go."""
+        self.end()
+        self._training = None
+
+
+class RoundsOfSession:
+    """The rounds of all models of a session, in the order in which they were prepared: what ends them holds them, also
+    where the loop has let go of a state, because garbage is collected at other times on other ranks."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._all: list[Rounds] = []
+
+    def of(self, training: TrainingState, name: str, guard: Guard) -> Rounds:
+        """Return those of a model, whose guard knows that Weft itself averages."""
+        made = Rounds(training, self._calls, name, guard)
+        if training.model.plan.data_parallel.replicas_step_alone:
+            self._all.append(made)
+        return made
+
+    def close(self) -> None:
+        """End every model's last round.  Call on every rank."""
+        for rounds in self._all:
+            rounds.close()
+        self._all.clear()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """What a prepared model is made of, on every rank alike."""
+class Planned:
+    """A model with the plan that it is to be brought under, before anything of it is touched."""
 
     recipe: Recipe
     plan: Plan
     blueprint: Blueprint
     mesh: Mesh
     optimizer: torch.optim.Optimizer
-    groups: Mapping[str, int]
+    groups: dict[str, int]
+    loss: UserLoss
+    """The loss, which says of itself what looking has found."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a prepared model is made of, on every rank alike."""
+
+    planned: Planned
     loss: LossOfUser
     recorded: ModelRun
     calls: Calls
@@ -64,13 +141,14 @@ class PreparedModel:
 
     def __init__(self, given: Given, nominal_count: float | None = None) -> None:
         """`nominal_count`: see `begin_training`."""
-        recipe, plan, mesh, optimizer = given.recipe, given.plan, given.mesh, given.optimizer
+        planned = given.planned
+        recipe, plan, mesh, optimizer = planned.recipe, planned.plan, planned.mesh, planned.optimizer
         self.plan, self._calls, self._name, self._guard = plan, given.calls, given.name, given.guard
         self.optimizer, self._mesh, self._recipe, self._loss = optimizer, mesh, recipe, given.loss
         self._left: LeftGradients | None = None
         """What the last step has left in the model's gradients, for the next to look at."""
         self._facts = dict[str, str]()
-        self._blueprint = blueprint = replace(given.blueprint, loss=self._loss, beside=self._loss.part)
+        self._blueprint = blueprint = replace(planned.blueprint, loss=self._loss, beside=self._loss.part)
         take_weights_of_rank_0(blueprint.module, mesh.device, mesh["world"].group)
         before = dict(blueprint.module.named_parameters())
         cuts = cuts_of(optimizer)
@@ -79,10 +157,10 @@ class PreparedModel:
             plan,
             mesh,
             seed=recipe.run.seed,
-            group_parameters=lambda shapes: {name: given.groups[name] for name in shapes},
+            group_parameters=lambda shapes: {name: planned.groups[name] for name in shapes},
             cuts="anywhere" if cuts == "anywhere" else "parameter",
         )
-        shards, order = self._parallel.stores.shards, [*given.groups]
+        shards, order = self._parallel.stores.shards, [*planned.groups]
         self._optimizer = UserOptimizer(optimizer, shards, order=order, whole=cuts != "anywhere", guard=self._guard)
         self._recorder = Recorder()
         self._training = begin_training(recipe, self._parallel, self._optimizer, None, self._recorder, nominal_count)
@@ -92,7 +170,7 @@ class PreparedModel:
         self._run = given.recorded.run
         self._reporter = StepReporter(self._run, self._recorder, self._parallel)
         self._reporter.start(0, None)
-        self._steps, self._attached = 0, Attached()
+        self._steps, self._attached = 0, StatefulObjects(ATTACHED)
         self._frozen = [name for name, value in blueprint.module.named_parameters() if not value.requires_grad]
         self._saves = Saves(given.recorded.checkpointer(mesh), self._training, self._optimizer, self._attached, mesh)
         self._copied = CopiedState(self._parallel)
@@ -118,7 +196,9 @@ class PreparedModel:
         Raises:
             RecipeError: an object has no such methods or is saved anyway, or its name is taken.
         """
-        self._attached.add(objects, saved_anyway=(self.model, self.optimizer))
+        if not objects:
+            raise RecipeError("state.attach() was given nothing. Name what to save: state.attach(scheduler=scheduler).")
+        self._attached.add(objects, saved=(self.model, self.optimizer))
 
     def end_round(self) -> None:
         """Average the replicas now, though their round of local steps is not through (`weft.session(local_steps=…)`).
@@ -164,7 +244,7 @@ class PreparedModel:
             CheckpointError: there is none, it is damaged, or it is another model's.
         """
         self._guard.refuse_within_manual(f"{self._name}.load()")
-        which = "latest" if path is None else saved_path_of(path)
+        which = "latest" if path is None else path_of("state.load(path)", path, CheckpointError)
         with self._calls.call(f"{self._name}.load()", meets=True), self._guard.inside():
             state = self._saves.read(which)
         self.loaded(state)

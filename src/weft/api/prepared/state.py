@@ -1,4 +1,4 @@
-"""What `session.prepare` returns: a model in training, driven by the user's own loop."""
+"""`session.prepare` with a loss, and what it returns: a model in training, whose whole steps are Weft's."""
 
 from __future__ import annotations
 
@@ -13,17 +13,13 @@ from torch import Tensor, nn
 
 from weft.api.batches.batch_shape import taken_apart
 from weft.api.batches.batch_shares import BatchShares
-from weft.api.batches.epochs import Epochs
 from weft.api.batches.loop_draws import Yielded
 from weft.api.batches.outputs import GatheredOutputs, Select, logits_alone, logits_and_labels
-from weft.api.batches.passes import LoaderPasses
-from weft.api.batches.saved_data import refuse_other_data
-from weft.api.batches.seen_batches import SeenBatches
+from weft.api.batches.passes import Epochs, LoaderPasses, refuse_other_data
 from weft.api.batches.stream import BatchStream, UserBatch, fields_of, trainable
-from weft.api.guards.guards import LeftGradients
+from weft.api.guards.gradients import LeftGradients
 from weft.api.planning.arguments import check_draw, whole_or_none
-from weft.api.prepared.evaluation import Evaluation
-from weft.api.prepared.metrics import Metrics
+from weft.api.prepared.evaluation import Evaluation, Metrics
 from weft.api.prepared.prepared_model import Given, PreparedModel
 from weft.api.ranks.agreement import check_same_batches
 from weft.config.document import Json
@@ -34,6 +30,24 @@ from weft.techniques.randomness.sample_draws import SampleDraws
 
 if TYPE_CHECKING:
     from weft.api.prepared.manual_step import ManualStep
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from weft.api.batches.losses import LossOfUser
+from weft.api.batches.stream import facts_of_data, shape_of, without_labels
+from weft.api.guards.model_guard import STEPS, refuse_wrapped
+from weft.api.planning.arguments import check_prepared
+from weft.api.planning.session_plan import Planning, UserLoss
+from weft.api.planning.settings import Nets
+from weft.api.preflight.proof import SessionProof, variables_kept
+from weft.api.prepared.models import Models, facts_of_prepared, first_batch_of
+from weft.api.ranks.agreement import check_same_facts
+from weft.config.recipe import Recipe
+from weft.model.blueprint import Blueprint
+from weft.model.families._tables import CutTable, SplitRule
+from weft.model.hooks import refuse_given
+from weft.run.engine.proof import Prove
 
 
 class TrainState(PreparedModel):
@@ -41,7 +55,7 @@ class TrainState(PreparedModel):
 
     def __init__(self, given: Given, stream: Iterable[UserBatch]) -> None:
         super().__init__(given)
-        plan, mesh, recipe = given.plan, given.mesh, given.recipe
+        plan, mesh, recipe = given.planned.plan, given.planned.mesh, given.planned.recipe
         self._batch_size = recipe.batch.global_batch_size
         self._stream = BatchStream(stream, recipe.run.seed, self._check_equal, self._batch_size)
         self._yielded: Yielded | None = None
@@ -49,8 +63,9 @@ class TrainState(PreparedModel):
         self._shares = BatchShares(plan, mesh.data_index, self._batch_size, self._blueprint)
         self._share = self._shares.usual
         self._evaluation = Evaluation(self._parallel.runner, self._blueprint, self._loss, mesh, plan, recipe)
-        self._seen = SeenBatches(shared_by_all=plan.mesh.data == 1 and plan.mesh.world_size > 1)
-        self._passes = LoaderPasses(self._stream, self._seen)
+        self._digest = ""
+        """What stands for the batch of the coming step, where all ranks must have the same."""
+        self._passes = LoaderPasses(self._stream)
         self._named: list[tuple[str, nn.Parameter]] = []
         """The model's parameters by name, once it has taken a step."""
 
@@ -252,9 +267,7 @@ class TrainState(PreparedModel):
 
     def _share_of(self, batch: UserBatch) -> UserBatch:
         """This rank's share of a batch that every rank has whole."""
-        own = self._shares.cut(batch, self._handed_out)
-        self._seen.note(fields_of(own), self._stream.digest)
-        return own
+        return self._shares.cut(batch, self._stream.digest, self._handed_out)
 
     def _taken(self, batch: UserBatch) -> list[Batch]:
         """The microbatches of a share that a step takes."""
@@ -262,7 +275,7 @@ class TrainState(PreparedModel):
         fields, shape = taken_apart(batch)
         if self._yielded is not None:
             self._yielded.check(fields)
-        self._seen.take(fields)
+        self._digest = self._shares.digest(fields)
         self._share, self._loss.like = self._shares.find(fields), self._shares.with_spare(fields, shape)
         self._facts = self._settings()  # now: in the midst of a step a loss may switch what they speak of
         return self._shares.microbatches(fields, self._samples(batch))
@@ -277,10 +290,10 @@ class TrainState(PreparedModel):
         """The epoch in which the next step lies."""
         return self._passes.number if (known := self._stream.epoch_of(self._steps)) is None else known
 
-    def _check_equal(self, fields: Mapping[str, Tensor]) -> None:
+    def _check_equal(self, digest: str) -> None:
         if (group := self._mesh["world"].group) is not None:
             with self._calls.call(f"{self._name}.batches()", meets=True):
-                check_same_batches(fields, group)
+                check_same_batches(digest, self._mesh.device, group)
 
     def _took(self, event: StepEvent) -> None:
         self._note(event, self._share.size)
@@ -293,7 +306,7 @@ class TrainState(PreparedModel):
 
     def _data_facts(self) -> dict[str, str]:
         return {
-            "data: the batch of this step": self._seen.now,
+            "data: the batch of this step": self._digest,
             "the number of draws for this step": str(self._draws.drawn(self._steps)),
         }
 
@@ -311,3 +324,77 @@ class TrainState(PreparedModel):
             "num_samples": self._stream.num_samples,
             "seed": self._recipe.run.seed,
         }
+
+
+Split = Sequence[SplitRule] | Mapping[str, Any]
+"""How modules split over the tensor axis: rules, or name → kind."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WithLoss:
+    """What a session has for it.  Called on every rank."""
+
+    models: Models
+    planning: Planning
+    nets: Nets
+    prove: Prove
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Iterable[UserBatch],
+        *,
+        loss: UserLoss,
+        inputs: Mapping[str, str] | None,
+        split: Split,
+        cut: CutTable | None,
+        vocabulary_head: str | None,
+        max_grad_norm: float | None,
+        batch_size: int | None,
+    ) -> TrainState:
+        """See `Session.prepare`."""
+        planning, several = self.planning, self.planning.world_size > 1
+        with variables_kept(model, loss, optimizer) as put_back:
+            check_prepared(model, optimizer, loss, split, cut, vocabulary_head)
+            refuse_wrapped(model)
+            stream = BatchStream(loader, planning.seed, lambda digest: None, batch_size)
+            stream.warn_of_workers()
+            self.models.refuse_taken(model)
+            refuse_given(model, vocabulary_head, "before prepare")
+            data = facts_of_data(stream, planning.seed) if self.nets.data and several else {}
+            check_same_facts({**facts_of_prepared(model, optimizer, stream, max_grad_norm), **data}, planning.device)
+            recipe = planning.recipe(model, stream.batch_size, max_grad_norm)
+            example = first_batch_of(loader)
+            blueprint = planning.blueprint(model, inputs, split, cut, vocabulary_head, example)
+            return self._begin(recipe, blueprint, optimizer, loader, stream, loss, example, put_back)
+
+    def _begin(
+        self,
+        recipe: Recipe,
+        blueprint: Blueprint,
+        optimizer: torch.optim.Optimizer,
+        loader: Iterable[UserBatch],
+        stream: BatchStream,
+        loss: UserLoss,
+        example: UserBatch,
+        put_back: Callable[[], None],
+    ) -> TrainState:
+        """Choose the plan, and bring model and optimizer under it."""
+        model, planning = blueprint.module, self.planning
+        planned = self.models.plan(planning, recipe, blueprint, optimizer, loss, example)
+        proving = (self.prove, planning.quiet, recipe, planned.plan, planned.blueprint, planned.mesh, put_back)
+        proof = SessionProof.of(*proving, optimizer=optimizer, loss=loss, stream=stream, example=example)
+        shape = shape_of(example)
+        state = self.models.bring(
+            planned,
+            LossOfUser(planned.loss, shape, without_labels(model, shape, blueprint.inputs)),
+            lambda given: TrainState(given, loader),
+            nominal_count=float(recipe.batch.global_batch_size * (blueprint.sequence_length or 1)),
+            words=STEPS,
+            name="state",
+            proof=proof,
+        )
+        assert isinstance(state, TrainState)
+        return state

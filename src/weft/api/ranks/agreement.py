@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import Tensor, nn
+from torch import nn
 
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
@@ -61,22 +61,13 @@ def check_same_facts(facts: Mapping[str, str], device: torch.device, group: dist
             raise differs(name, values)
 
 
-def check_same_batches(fields: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Compare a batch over the ranks of a group by a digest of all its fields.  Call on every rank.
+def check_same_batches(digest: str, device: torch.device, group: dist.ProcessGroup) -> None:
+    """Compare a batch over the ranks of a group by its digest.  Call on every rank.
 
     Raises:
         DataError: on every rank, when they differ.
     """
-    digests: list[Tensor] = []
-    for field in fields.values():
-        values = field.double().flatten()
-        places = torch.arange(values.numel(), device=values.device)
-        digests += [values.sum(), values.square().sum(), (values * places).sum()]
-    digest = torch.stack(digests)
-    low, high = digest.clone(), digest.clone()
-    dist.all_reduce(low, dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
-    if not torch.equal(low, high):
+    if not is_same(digest, device, group):
         raise DataError(
             "the loader yields other batches on other ranks, so the global batch is not what it says. Seed its order"
             " equally on all ranks (by a generator= of the sampler's own, since torch's is seeded by rank in each"

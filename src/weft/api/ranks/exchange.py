@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.api.ranks.agreement import gather_texts
 from weft.api.ranks.calls import Calls
@@ -60,16 +60,13 @@ class Together:
         own: dict[str, Tensor] = {}
         text = _text_of(value, own) if dist.get_rank() == source else ""
         form, kinds = _read_told(gather_texts(text, self._device, self._world)[source], "session.broadcast()")
-        told = {str(name): self._sent(own.get(name), dtype, shape, source) for name, dtype, shape in kinds}
-        return value if dist.get_rank() == source else read_form(form, told, self._device)
-
-    def _sent(self, own: Tensor | None, dtype: str, shape: list[int], source: int) -> Tensor:
-        kind: torch.dtype = getattr(torch, dtype)
-        raw = torch.empty(torch.Size(shape).numel() * kind.itemsize, dtype=torch.uint8, device=self._device)
-        if own is not None:
-            raw = _bytes_of(own.to(self._device))
-        dist.broadcast(raw, src=source, group=self._world)
-        return raw.view(kind).view(shape)
+        if dist.get_rank() == source:
+            message = _packed(own.values(), self._device)
+        else:
+            message = torch.empty(_size_of(kinds), dtype=torch.uint8, device=self._device)
+        if message.numel():
+            dist.broadcast(message, src=source, group=self._world)
+        return value if dist.get_rank() == source else read_form(form, _unpacked(message, kinds), self._device)
 
     def all_gather(self, value: Tensor) -> list[Tensor]:
         """Return what each data rank has given, in their order; shapes may differ."""
@@ -95,27 +92,14 @@ class Together:
         own: dict[str, Tensor] = {}
         texts = gather_texts(_text_of(value, own), self._device, self._world)
         told = [_read_told(text, call) for text in texts]
-        sizes = [[_size_of(dtype, shape) for _, dtype, shape in kinds] for _, kinds in told]
-        longest = max(sum(each) for each in sizes)
+        longest = max(_size_of(kinds) for _, kinds in told)
         gathered = [torch.zeros(longest, dtype=torch.uint8, device=self._device) for _ in told]
         if longest:
-            message, start = torch.zeros_like(gathered[0]), 0
-            for each, size in zip(own.values(), sizes[dist.get_rank()], strict=True):
-                raw = _bytes_of(each.to(self._device))
-                message[start : start + len(raw)] = raw
-                start += size
+            message, packed = torch.zeros_like(gathered[0]), _packed(own.values(), self._device)
+            message[: len(packed)] = packed
             dist.all_gather(gathered, message, group=self._world)
-        found: list[Any] = []
-        for rank in self._first if ranks is None else ranks:
-            form, kinds = told[rank]
-            tensors, start = dict[str, Tensor](), 0
-            for (name, dtype, shape), size in zip(kinds, sizes[rank], strict=True):
-                kind: torch.dtype = getattr(torch, dtype)
-                stop = start + torch.Size(shape).numel() * kind.itemsize
-                tensors[name] = gathered[rank][start:stop].clone().view(kind).view(shape)
-                start += size
-            found.append(read_form(form, tensors, self._device))
-        return found
+        chosen = [(told[rank], gathered[rank]) for rank in (self._first if ranks is None else ranks)]
+        return [read_form(form, _unpacked(message, kinds), self._device) for (form, kinds), message in chosen]
 
     def all_reduce(self, value: Tensor | float, operation: Operation) -> Tensor:
         """Return the sum, mean, smallest or largest of what the data ranks have given, element by element.
@@ -163,9 +147,34 @@ def _read_told(text: str, call: str) -> tuple[Any, list[Any]]:
     return form, kinds
 
 
-def _size_of(dtype: str, shape: list[int]) -> int:
+def _size_of(kinds: Iterable[tuple[str, str, list[int]]]) -> int:
+    """Bytes of the message that holds such tensors."""
+    return sum(_room_of(getattr(torch, dtype), shape) for _, dtype, shape in kinds)
+
+
+def _room_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
     """Bytes of a tensor in a message, where tensors begin at multiples of 16: the largest elements have so many."""
-    return -(-torch.Size(shape).numel() * getattr(torch, dtype).itemsize // 16) * 16
+    return -(-torch.Size(shape).numel() * dtype.itemsize // 16) * 16
+
+
+def _packed(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Tensors as one message."""
+    parts = [torch.empty(0, dtype=torch.uint8, device=device)]
+    for each in tensors:
+        raw = each.detach().to(device).contiguous().view(-1).view(torch.uint8)
+        parts.append(nn.functional.pad(raw, (0, _room_of(each.dtype, each.shape) - len(raw))))
+    return torch.cat(parts)
+
+
+def _unpacked(message: Tensor, kinds: Iterable[tuple[str, str, list[int]]]) -> dict[str, Tensor]:
+    """The tensors of a message by name, each with storage of its own."""
+    tensors, start = dict[str, Tensor](), 0
+    for name, dtype, shape in kinds:
+        kind: torch.dtype = getattr(torch, dtype)
+        stop = start + torch.Size(shape).numel() * kind.itemsize
+        tensors[name] = message[start:stop].clone().view(kind).view(shape)
+        start += _room_of(kind, shape)
+    return tensors
 
 
 def _is_first(coordinates: Mapping[Any, int]) -> bool:
@@ -174,7 +183,3 @@ def _is_first(coordinates: Mapping[Any, int]) -> bool:
 
 def _is_real(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
-
-
-def _bytes_of(value: Tensor) -> Tensor:
-    return value.detach().contiguous().view(-1).view(torch.uint8)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import xxhash
 from torch import Tensor
 
-from weft.config.document import Json
+from weft.config.document import Json, JsonObject
+from weft.errors import CheckpointError
+from weft.run.checkpoint import StoredCheckpoint
 from weft.techniques.core import NestedSplit, Piece
 
 
@@ -99,6 +101,26 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for inner in cast(Sequence[Any], value):
             yield from tensors_in(inner)
+
+
+def check_form(place: JsonObject, name: str, form: Any, expected: str) -> None:
+    """Refuse what `write_form` cannot have returned, whatever the tensors that it names."""
+    try:
+        read_form(form, dict.fromkeys(tensors_named(form), torch.empty(0)))
+    except (ValueError, TypeError, KeyError):
+        raise place.fail(name, expected) from None
+
+
+def rooms_for(stored: StoredCheckpoint, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return tensors that a checkpoint is to fill, by the names that its forms say.
+
+    Raises:
+        CheckpointError: it lacks one.
+    """
+    named = sorted(set(names))
+    if lost := next((name for name in named if name not in stored.runs), None):
+        raise CheckpointError(f"{stored.folder} lacks {lost}, which its manifest names. Load an earlier one.")
+    return {name: torch.zeros(stored.shape(name), dtype=stored.dtype(name)) for name in named}
 
 
 def digest_of_form(form: Json, tensors: Mapping[str, Tensor]) -> str:

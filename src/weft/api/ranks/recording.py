@@ -1,4 +1,4 @@
-"""Where a run keeps what it says: a session's folders, and the one path that all ranks agree on."""
+"""Where a run keeps what it says: a session's folders, the one path that all ranks agree on, and a user's function."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import logging
 import os
 import re
 import sys
+import warnings
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from weft.comm.mesh import Mesh
 from weft.config.plan import Plan, dump_plan
 from weft.errors import LaunchError, WeftError
 from weft.events import (
+    Emitted,
+    Event,
     LogSink,
     MetricsSink,
     OnEvent,
@@ -35,9 +38,6 @@ from weft.events import (
 from weft.events.folder_lock import FolderLock
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.launch import RankInfo
-
-if TYPE_CHECKING:
-    from weft.api.ranks.callbacks import Callback
 
 logger = logging.getLogger(__name__)
 
@@ -172,8 +172,6 @@ class SessionRuns:
         """A run whose events the user's function hears, where there is one."""
         if self._on_event is None:
             return run
-        from weft.api.ranks.callbacks import Callback, CalledRun  # loaded where a session has such a function
-
         callback = Callback(self._on_event, number)
         run.attach(callback)
         self._callbacks.append(callback)
@@ -213,3 +211,55 @@ class SessionRuns:
                 " write weft.session(record=False)."
             ) from None
         return own
+
+
+class Callback:
+    """A sink that keeps the events of one model's run for a user's function until somebody calls `deliver`, where the
+    loop stands and not where the event was said."""
+
+    def __init__(self, on_event: OnEvent, model: int) -> None:
+        self._on_event, self._model = on_event, model
+        self._waiting: deque[Event] = deque()
+        self._is_delivering = False
+
+    def take(self, emitted: Emitted) -> None:
+        """See `Sink`.  From any thread, also in the middle of a collective call."""
+        self._waiting.append(emitted.event)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def deliver(self) -> None:
+        """Call the function with what is waiting, in its order.  What it does itself is told after it; what it raises
+        is raised here, and the rest goes on waiting."""
+        if self._is_delivering:
+            return
+        self._is_delivering = True
+        try:
+            while self._waiting:
+                self._on_event(self._waiting.popleft(), self._model)
+        finally:
+            self._is_delivering = False
+
+    def deliver_last(self) -> None:
+        """`deliver` on the way out by an error, which is the one to be seen: what the function raises is a warning."""
+        while self._waiting:
+            try:
+                self.deliver()
+            except Exception as problem:
+                with suppress(Warning):  # of a user who turns them into errors
+                    text = f"on_event raised {type(problem).__name__}: {problem}, while the session ended by an error."
+                    warnings.warn(text, stacklevel=2)
+
+
+class CalledRun(Run):
+    """What a state says things through: another run, whose callback then hears what has been said so far."""
+
+    def __init__(self, run: Run, callback: Callback) -> None:
+        super().__init__(run.rank)
+        self._run, self._callback = run, callback
+
+    def emit(self, event: Event) -> None:
+        """Say something, and call the user's function; its errors are raised."""
+        self._run.emit(event)
+        self._callback.deliver()

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from weft.api.guards.guards import Guard
+from weft.api.guards.model_guard import Guard
 from weft.api.ranks.json_values import tensors_in
 from weft.api.saving.optimizer_states import HeldRun, KeptStates, keys_of, own_attributes
 from weft.errors import PlanError, RecipeError

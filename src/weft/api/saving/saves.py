@@ -1,4 +1,4 @@
-"""What a session's `save` writes of a model in training, and its `load` takes back."""
+"""What a save writes of one model, and a load takes back: of a model in training, and of one that is plain still."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import logging
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, cast, final
+from typing import Literal, Self, cast, final
 
 import torch
+from torch import Tensor, nn
 
 from weft.api.ranks.agreement import check_same_facts, gather_texts
-from weft.api.saving.attached import Attached
 from weft.api.saving.optimizer import UserOptimizer, settings_of
-from weft.comm.mesh import Mesh
+from weft.api.saving.optimizer_states import KeptStates
+from weft.api.saving.stateful import StatefulObjects
+from weft.comm.mesh import GroupView, Mesh
 from weft.config.document import Json, JsonObject
 from weft.errors import CheckpointError
 from weft.run.checkpoint import Checkpointer, StoredCheckpoint
 from weft.run.engine import TrainingState
-from weft.techniques.core import Piece
+from weft.techniques.core import NestedSplit, Piece
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ class Saves:
         checkpointer: Checkpointer,
         training: TrainingState,
         optimizer: UserOptimizer,
-        attached: Attached,
+        attached: StatefulObjects,
         mesh: Mesh,
     ) -> None:
         self._checkpointer = checkpointer
@@ -41,8 +43,6 @@ class Saves:
         self._kept = optimizer.kept
         self._attached = attached
         self._mesh = mesh
-        self._to_fill: list[Piece] = []
-        """Tensors of what is attached, while a load is under way."""
 
     def warn_of_earlier(self, steps: int) -> None:
         """Say after the first step that a save will be refused, where the folder is an earlier run's."""
@@ -69,7 +69,7 @@ class Saves:
             RecipeError: what is attached, or the optimizer's settings, differ between ranks.
             CheckpointError: something has no form in a checkpoint.
         """
-        world = self._mesh["world"]
+        world, attached = self._mesh["world"], self._attached.written()
         facts = settings_of(optimizer) | self._kept.facts() | self._attached.facts()
         check_same_facts(facts, self._mesh.device, world.group)
         state: dict[str, Json] = {
@@ -79,7 +79,7 @@ class Saves:
                 lambda text: gather_texts(text, self._mesh.device, world.group) if world.group else [text]
             ),
             **self._training.state(),
-            "attached": cast(Json, self._attached.states()[0]),
+            "attached": cast(Json, attached),
         }
         counts = world.index == 0
         own = [*self._kept.own_pieces(counts=counts), *self._attached.pieces(counts=counts)]
@@ -101,23 +101,21 @@ class Saves:
     @contextmanager
     def loading(self) -> Generator[None]:
         """What is loaded goes to the optimizer within."""
-        self._to_fill = list(self._attached.pieces_to_fill())
         try:
             yield
         finally:
             self._kept.forget()
-            self._to_fill = []
 
     def to_fill(self, stored: StoredCheckpoint) -> list[Piece]:
         """Return all that is to be filled from a checkpoint, once it was checked."""
         self._kept.expect(stored)
-        return [*self._training.pieces(), *self._kept.own_pieces(counts=False), *self._to_fill]
+        return [*self._training.pieces(), *self._kept.own_pieces(counts=False), *self._attached.to_fill(stored)]
 
     def take(self, state: Mapping[str, Json]) -> None:
         """Go on with what was filled, and what is no tensor.  Call on every rank."""
         self._kept.take(state)
         self._training.restored(state)
-        self._attached.load(state)
+        self._attached.take(state)
 
     def _check(self, state: JsonObject, step: int) -> None:
         """Refuse what `write` cannot have written after `step` steps."""
@@ -140,3 +138,95 @@ class Saves:
             state.text("last_batch", r"[0-9a-f]{0,16}", "a digest")
         self._kept.check(state)
         self._training.check_state(state)
+
+
+@final
+class PlainSaves:
+    """A model that has not been called yet, or has no optimizer: every rank has it whole, and its optimizer's settings.
+
+    The save has the form of one that a plan was laid over, so that either is loaded into the other.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: GroupView, device: torch.device
+    ) -> None:
+        self._model, self._world, self._device = model, world, device
+        self._kept = None if optimizer is None else KeptStates(optimizer, [])
+        self._rooms: list[tuple[Tensor, Tensor]] = []
+        """Tensors without flat storage, and what a load fills in their place."""
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether it will train."""
+        return self._kept is not None
+
+    def written(self) -> tuple[dict[str, Json], list[Piece]]:
+        """Return what is no tensor, and what is.
+
+        Raises:
+            CheckpointError: a setting of the optimizer has no form in a checkpoint.
+        """
+        counts = self._world.index == 0
+        state: dict[str, Json] = {"steps": 0, "attached": {}, "loss_scale": None}
+        pieces = self._pieces(counts=counts)
+        if self._kept is not None:
+            state |= self._kept.state(self._gathered)
+            pieces += self._kept.own_pieces(counts=counts)
+        return state, pieces
+
+    @contextmanager
+    def loading(self) -> Generator[Self]:
+        """What is loaded goes to the optimizer within."""
+        try:
+            yield self
+        finally:
+            self._rooms.clear()
+            if self._kept is not None:
+                self._kept.forget()
+
+    def check(self, state: JsonObject) -> None:
+        """Refuse what belongs to no such model."""
+        if self._kept is None:
+            return
+        if "optimizer" not in state.values:
+            raise CheckpointError(
+                f"{state.path} holds no optimizer for the {type(self._model).__name__}, whose own would begin anew."
+                " Load before the optimizer is prepared, to take the weights alone."
+            )
+        self._kept.check(state)
+
+    def to_fill(self, stored: StoredCheckpoint) -> list[Piece]:
+        """Return the weights, and what the optimizer's settings hold of tensors."""
+        pieces = self._pieces(counts=False)
+        if self._kept is not None:
+            self._kept.expect(stored)
+            pieces += self._kept.own_pieces(counts=False)
+        return pieces
+
+    @torch.no_grad()
+    def take(self, state: Mapping[str, Json]) -> None:
+        """Go on with what was filled."""
+        for tensor, room in self._rooms:
+            tensor.copy_(room.view(tensor.shape))
+        if self._kept is not None:
+            self._kept.take(state)
+
+    def _pieces(self, *, counts: bool) -> list[Piece]:
+        saved = set(self._model.state_dict(keep_vars=True))
+        buffers = [(name, each) for name, each in self._model.named_buffers() if name in saved]
+        return [
+            *(self._piece(f"model/{name}", each, counts=counts) for name, each in self._model.named_parameters()),
+            *(self._piece(f"buffer/{name}", each, counts=counts) for name, each in buffers),
+        ]
+
+    def _piece(self, name: str, tensor: Tensor, *, counts: bool) -> Piece:
+        tensor = tensor.detach()
+        if tensor.is_complex():  # stored as real and imaginary parts
+            tensor = torch.view_as_real(tensor)
+        flat = tensor.contiguous().view(-1)
+        if not tensor.is_contiguous():
+            self._rooms.append((tensor, flat))
+        return Piece(name=name, shape=tensor.shape, tensor=flat, split=NestedSplit(), start=0, counts=counts)
+
+    def _gathered(self, text: str) -> list[str]:
+        return [text] if self._world.group is None else gather_texts(text, self._device, self._world.group)

@@ -1,121 +1,166 @@
-"""Objects with a `state_dict`, whose states one save takes and one load gives back."""
+"""Objects with a `state_dict`, by name: what one save takes of them, and one load gives back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
-import torch
 from torch import Tensor
 
-from weft.api.ranks.json_values import NoFormError, digest_of_form, form_pieces, read_form, tensors_named, write_form
-from weft.api.saving.attached import Stateful
+from weft.api.ranks.json_values import (
+    NoFormError,
+    check_form,
+    digest_of_form,
+    form_pieces,
+    read_form,
+    rooms_for,
+    tensors_named,
+    write_form,
+)
 from weft.config.document import Json, JsonObject
 from weft.errors import CheckpointError, RecipeError
 from weft.run.checkpoint import StoredCheckpoint
 from weft.techniques.core import Piece
 
 
-class StatesBeside:
-    """Objects by kind and name.  Their states must be equal on all ranks: one rank's is kept."""
+@runtime_checkable
+class Stateful(Protocol):
+    """What can say its state and take it back, as torch's schedulers do."""
 
-    def __init__(self) -> None:
-        self._objects: dict[str, dict[str, Stateful]] = {}
-        self._forms: dict[str, dict[str, Json]] | None = None
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+class StatefulKind(NamedTuple):
+    """One kind of such objects: the member of a save's state that holds them, and how errors speak of them."""
+
+    member: str
+    label: str
+    """How errors call the object `{name}`."""
+    if_new: str
+    """What to do with one that the save has no state of."""
+    if_missing: str
+    """What to write for one that is in the save and not here; empty: it is left out."""
+
+
+ATTACHED = StatefulKind(
+    "attached",
+    "what is attached as {name}",
+    "Attach it after state.load(), with the state that it shall have.",
+    "Write state.attach({name}=…) before state.load().",
+)
+_LEAVE = "Leave it out, or load what was saved with it."
+EXTRA = StatefulKind("extra", "extra[{name!r}]", _LEAVE, "Write session.load(…, extra={{{name!r}: …}}).")
+SCHEDULERS = StatefulKind("schedulers", "scheduler {name}", _LEAVE, "")
+
+
+class StatefulObjects:
+    """Objects of one kind.  Their states must be equal on all ranks: one rank's is kept."""
+
+    def __init__(
+        self, kind: StatefulKind, objects: Mapping[Any, Any] | None = None, saved: Sequence[object] = ()
+    ) -> None:
+        """`objects`, `saved`: see `add`."""
+        self._kind = kind
+        self._objects: dict[str, Stateful] = {}
+        self._forms: dict[str, Json] = {}
         self._tensors: dict[str, Tensor] = {}
+        self.add(objects or {}, saved)
 
-    def add(self, kind: str, objects: Mapping[Any, Any]) -> None:
-        """Take objects.  Raises `RecipeError` for what has no state to say."""
+    def add(self, objects: Mapping[Any, Any], saved: Sequence[object] = ()) -> None:
+        """Take further objects.
+
+        Raises:
+            RecipeError: one has no state to say or a name that is taken, or is among those that are `saved` anyway.
+        """
         for name, found in objects.items():
             if not isinstance(name, str) or not name or "/" in name:
-                raise RecipeError(f"{kind} names an object {name!r}. Give it a text without slashes.")
-            if isinstance(found, type) or not isinstance(found, Stateful):
-                what = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+                raise RecipeError(f"{self._kind.member} names an object {name!r}. Give it a text without slashes.")
+            label = self._label(name)
+            if isinstance(found, type):
+                raise RecipeError(f"{label} is the class {found.__name__}. Give an object that was made of it.")
+            if any(found is each for each in saved):
                 raise RecipeError(
-                    f"{kind}[{name!r}] is {what}, which has no state to save. Give an object with state_dict() and"
-                    " load_state_dict()."
+                    f"{label} is what session.prepare was given, which a save saves anyway. Leave it out."
                 )
-        self._objects[kind] = dict(objects)
+            if not isinstance(found, Stateful):
+                raise RecipeError(
+                    f"{label} is a {type(found).__name__}, which has no state_dict() and load_state_dict(), so nothing"
+                    " of it could be saved. Give it these two methods."
+                )
+            if self._objects.setdefault(name, found) is not found:
+                raise RecipeError(f"another object is {label.removeprefix('what is ')}. Give this one another name.")
+
+    @property
+    def member(self) -> str:
+        """Where a save's state holds theirs."""
+        return self._kind.member
+
+    def _label(self, name: str) -> str:
+        return self._kind.label.format(name=name)
 
     # ── saving ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def forms(self) -> dict[str, Json]:
-        """Return the states as JSON, by kind and name.
+    def written(self) -> dict[str, Json]:
+        """Return the states of now as JSON, by name; `facts` and `pieces` are of the same.
 
         Raises:
             CheckpointError: one holds what is neither a plain value nor a tensor, with its place.
         """
-        if self._forms is None:
-            self._forms = {kind: self._written(kind, objects) for kind, objects in self._objects.items()}
-        return cast(dict[str, Json], self._forms)
-
-    def _written(self, kind: str, objects: Mapping[str, Stateful]) -> dict[str, Json]:
+        self._tensors, member = {}, self._kind.member
         try:
-            return {
-                name: write_form(each.state_dict(), f"{kind}/{name}", self._tensors) for name, each in objects.items()
+            self._forms = {
+                name: write_form(each.state_dict(), f"{member}/{name}", self._tensors)
+                for name, each in self._objects.items()
             }
         except NoFormError as found:
             raise CheckpointError(
-                f"{found.place.replace('/', '.')} is a {type(found.value).__name__}, which a save cannot hold: numbers,"
-                " text, tensors, lists and dictionaries can be saved. Leave it out of state_dict()."
+                f"{found.place.replace('/', '.')} is a {type(found.value).__name__}, which a checkpoint cannot hold:"
+                " numbers, text, tensors, lists and dictionaries can be saved. Leave it out of state_dict()."
             ) from None
+        return self._forms
 
     def facts(self) -> dict[str, str]:
         """What must be equal on all ranks: a digest of every object's state."""
         return {
-            f"the state of {kind}[{name!r}]": digest_of_form(form, self._tensors)
-            for kind, forms in self.forms().items()
-            for name, form in cast(dict[str, Json], forms).items()
+            f"the state of {self._label(name)}": digest_of_form(form, self._tensors)
+            for name, form in self._forms.items()
         }
 
     def pieces(self, *, counts: bool) -> Iterator[Piece]:
         """Tensors of the states, to be written by the rank that `counts`."""
-        self.forms()
         yield from form_pieces(self._tensors, counts=counts)
 
     # ── loading ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def check(self, state: JsonObject) -> None:
-        """Refuse a save that lacks a state.  Raises `CheckpointError`."""
-        for kind, objects in self._objects.items():
-            saved = state.object(kind)
-            if missing := [name for name in objects if name not in saved.values]:
+        """Refuse a save that lacks a state, or has one of an object that is not here.  Raises `CheckpointError`."""
+        member, _, if_new, if_missing = self._kind
+        saved = state.object(member)
+        for name in self._objects:
+            if name not in saved.values:
                 raise CheckpointError(
-                    f"{state.path} holds no state for {kind}[{missing[0]!r}], which would begin anew. Leave it out, or"
-                    " load what was saved with it."
+                    f"{state.path} holds no state for {self._label(name)}, which would begin anew. {if_new}"
                 )
-            if kind == "extra" and (left := [name for name in saved.values if name not in objects]):
+        for name in saved.values:
+            if name not in self._objects and if_missing:
                 raise CheckpointError(
-                    f"{state.path} was saved with extra[{left[0]!r}], and this loop has no such object, which would"
-                    f" begin anew. Write session.load(…, extra={{{left[0]!r}: …}})."
+                    f"{state.path} was saved with {self._label(name)}, and there is no such object now, which would"
+                    f" begin anew. {if_missing.format(name=name)}"
                 )
-            rooms = _Rooms()
-            try:
-                read_form(list(saved.values.values()), rooms)
-            except (ValueError, TypeError, KeyError):
-                raise state.fail(kind, "what session.save() writes") from None
+        for name, form in saved.values.items():
+            check_form(saved, name, form, "what a save writes of such an object")
 
     def to_fill(self, stored: StoredCheckpoint) -> list[Piece]:
         """Return the tensors of all saved states, whether an object takes them or not."""
-        named = [name for kind in self._objects for name in tensors_named(_forms_of(stored.manifest.state, kind))]
-        if lost := sorted(name for name in named if name not in stored.runs):
-            raise CheckpointError(f"{stored.folder} lacks {lost[0]}, which its manifest names. Load an earlier one.")
-        self._tensors = {name: torch.zeros(stored.shape(name), dtype=stored.dtype(name)) for name in sorted(named)}
+        forms: Any = stored.manifest.state[self._kind.member]
+        self._tensors = rooms_for(stored, tensors_named(list(forms.values())))
         return list(form_pieces(self._tensors, counts=False))
 
     def take(self, state: Mapping[str, Json]) -> None:
         """Give every object what was saved of it."""
-        for kind, objects in self._objects.items():
-            for name, each in objects.items():
-                each.load_state_dict(read_form(cast(Any, state)[kind][name], self._tensors))
-
-
-class _Rooms(dict[str, Tensor]):
-    """Stands for tensors that are not read yet."""
-
-    def __missing__(self, name: str) -> Tensor:
-        return torch.empty(0)
-
-
-def _forms_of(state: Mapping[str, Any], kind: str) -> list[Json]:
-    return list(state[kind].values())
+        saved = cast(Mapping[str, Json], state[self._kind.member])
+        for name, each in self._objects.items():
+            each.load_state_dict(read_form(saved[name], self._tensors))
+        self._tensors = {}

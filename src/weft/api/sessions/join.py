@@ -1,8 +1,8 @@
-"""The way into a job: `weft.session`."""
+"""The ways into a job: `weft.session`, and `weft.spawn` for a function in a notebook's cell."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -10,17 +10,18 @@ from typing import Any, Literal
 import torch
 
 from weft.api.planning.arguments import check_session, run_folder_of
-from weft.api.planning.planning import Planning, with_timeout
+from weft.api.planning.session_plan import Planning, with_timeout
 from weft.api.planning.settings import PlanSettings
 from weft.api.preflight.proof import check_prove
 from weft.api.ranks.recording import SessionRuns
 from weft.api.sessions.session import Session
 from weft.config.plan import Plan, load_plan
 from weft.config.recipe import PermitRecipe, Precision
-from weft.errors import RecipeError
+from weft.errors import LaunchError, RecipeError
 from weft.events import OnEvent, Track
 from weft.run.engine.proof import Prove
 from weft.run.launch import RankInfo, initialise_distributed
+from weft.run.launch.launcher import ForkServer, launch_cells
 
 
 def session(
@@ -121,3 +122,49 @@ def session(
         runs = SessionRuns(own_folder, distributed.rank_info, record=record, track=track, on_event=on_event)
         stack.callback(runs.close)
         return Session(distributed, planning, runs, check_prove(prove), stack)
+
+
+def spawn(
+    function: Callable[..., Any],
+    *,
+    processes: int,
+    arguments: Mapping[str, Any] | None = None,
+    threads_per_rank: int | None = None,
+    fork_server: ForkServer | None = None,
+) -> list[Any]:
+    """Call a function on ranks of this machine, and return what each returned, by rank.
+
+    The function may stand in a cell of a notebook, and so may the functions and classes that it uses, the modules that
+    it needs be imported there, and numbers and texts be set there: all that is handed to the ranks as source.  Objects
+    are not: models and data are made inside.  In it `weft.session()` joins all ranks.  What they print appears below
+    the cell; Ctrl-C, or a notebook's interrupt, ends them.  Nothing of them is left when this returns.
+
+    Args:
+        function: written at the left margin of a cell, or of a file.
+        processes: how many ranks.
+        arguments: of the function, by name: what JSON can hold.
+        threads_per_rank: OpenMP threads of each; by default the cores are shared out.
+        fork_server: process that forks the ranks, where several calls share one
+            (`weft.run.launch.launcher.ForkServer`), so that torch is imported once.
+
+    Raises:
+        LaunchError: the function uses an object that lives in this process alone; or a rank failed
+            (`weft.run.launch.launcher.RankError`): its text is the report, with the cell's line.
+        KeyboardInterrupt: the ranks were interrupted.
+
+    Example::
+
+        def train(lr):
+            with weft.session() as session:
+                ...
+                return state.step(batch).loss
+
+        losses = weft.spawn(train, processes=2, arguments={"lr": 1e-3})
+    """
+    if RankInfo.from_environment() is not None:
+        raise LaunchError(
+            "this process is a rank already (RANK is set), and ranks start no others. Call the function itself."
+        )
+    return launch_cells(
+        function, arguments or {}, processes, threads_per_rank=threads_per_rank, fork_server=fork_server
+    )

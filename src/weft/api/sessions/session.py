@@ -15,12 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from weft.api.batches.stream import UserBatch
 from weft.api.planning.arguments import refuse_without_loss
-from weft.api.planning.nets import Nets
-from weft.api.planning.planning import Planning, UserLoss
+from weft.api.planning.session_plan import Planning, UserLoss
+from weft.api.planning.settings import Nets
 from weft.api.prepared.models import Models
 from weft.api.prepared.prepared_model import PreparedModel
-from weft.api.prepared.state import TrainState
-from weft.api.prepared.with_loss import Split, WithLoss
+from weft.api.prepared.state import Split, TrainState, WithLoss
 from weft.api.ranks.calls import Calls
 from weft.api.ranks.exchange import Together
 from weft.api.ranks.recording import SessionRuns

@@ -323,39 +323,26 @@ def _run_ranks(
     launch(arguments, small.plan.mesh.world_size, meanwhile)
 
 
-@dataclass(slots=True)
-class _Beside:
-    """One process, which is run while the ranks are."""
-
-    small: SmallCase
-    folder: Path
-    launch: Launch
-    cases: Sequence[CheckCase]
-    runs: _Runs | None = None
-    plain: Comparison | None = None
-    """How it compares with plain torch."""
-
-    def run(self) -> None:
-        self.runs = _Runs.of(self.small, self.folder, self.launch)
-        self.plain = self.runs.alone.against_plain_torch()
-        if self.plain is None or self.plain.is_equal:
-            for case in self.cases:
-                self.runs.reference(case)
-
-
 def _compare_cases(
     small: SmallCase, folder: Path, launch: Launch, cases: Sequence[CheckCase], explain: bool
 ) -> tuple[list[Comparison], CheckFailure | None]:
     """Run all cases and compare until one is not equal; first of all, one process itself."""
     # Ranks spend as long on importing and building as this process does on what they are compared with.
-    beside = _Beside(small, folder, launch, cases)
+    known: list[tuple[_Runs, Comparison | None]] = []
+
+    def beside() -> None:
+        runs = _Runs.of(small, folder, launch)
+        plain = runs.alone.against_plain_torch()
+        known.append((runs, plain))
+        for case in cases if plain is None or plain.is_equal else ():
+            runs.reference(case)
+
     stopped: RankError | None = None
     try:
-        _run_ranks(small, folder, launch, cases, "wide", meanwhile=beside.run)
+        _run_ranks(small, folder, launch, cases, "wide", meanwhile=beside)
     except RankError as error:
         stopped = error
-    runs, plain = beside.runs, beside.plain
-    assert runs is not None  # a rank's failure is raised after one process has been run
+    runs, plain = known[0]  # a rank's failure is raised after one process has been run
     if plain is not None and not plain.is_equal:
         cause = "one process of Weft does not compute what plain PyTorch does, whatever the plan"
         return [plain], _first_of(plain, cause, ())

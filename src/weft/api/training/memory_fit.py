@@ -42,7 +42,7 @@ def fit_microbatch(
             reason = f"tried: a step peaks at {spell_memory(trial.peak_bytes)} per process"
             return plan, reason + (f"; {refused[-1]} finds no memory" if refused else "")
         refused.append(plan.microbatch.size)
-        smaller = None if facts.has_batch_norm else _smaller(plan)
+        smaller = None if facts.has_batch_norm else plan.microbatch.smaller()
         if smaller is None:
             memory = (
                 f"{spell_memory(trial.peak_bytes)} were held then" if trial.peak_bytes else "the system ended a process"
@@ -52,13 +52,7 @@ def fit_microbatch(
                 ' smaller. Free memory on the device, or give a plan that needs less: plan.memory.recompute = "full",'
                 " or a higher plan.data_parallel.zero."
             )
-        plan = smaller
-
-
-def _smaller(plan: Plan) -> Plan | None:
-    """The same global batch in smaller microbatches: by the smallest divisor that the size has."""
-    smaller = plan.microbatch.smaller()
-    return None if smaller is None else replace(plan, microbatch=smaller)
+        plan = replace(plan, microbatch=smaller)  # the same global batch
 
 
 def measure_peak_in_processes(recipe: Recipe, plan: Plan, *, fork_server: ForkServer | None = None) -> PeakMemory:

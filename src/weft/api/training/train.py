@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from weft.analysis.blueprint import build_blueprint
 from weft.api.planning.describe import describe_blueprint, machine_for
-from weft.api.planning.recipe_looks import branches_by_first_looks, refuse_by_first_looks
+from weft.api.planning.first_looks import branches_by_first_looks, refuse_by_first_looks
 from weft.api.preflight.conditional_blocks import words_on_branches
 from weft.api.preflight.proof import check_prove
 from weft.api.ranks.agreement import check_same_on_all_ranks

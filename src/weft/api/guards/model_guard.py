@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import nn
@@ -13,16 +13,80 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from weft.api.guards.edits import Edits
-from weft.api.guards.fixed_norms import FixedNorms
-from weft.api.guards.loss_parameters import LossParameters
-from weft.api.guards.messages import GuardWords
+from weft.api.guards.gradients import LeftGradients, LossParameters
 from weft.api.guards.plain_model import PlainModel
+from weft.api.guards.state_checks import FixedNorms
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
 from weft.errors import PlanError, RecipeError
 from weft.events import StepEvent
-from weft.model.blueprint import Blueprint
 from weft.techniques.build import ParallelModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardWords:
+    """Errors: each says what would be wrong, and the line to write."""
+
+    step: str
+    """What the optimizer's own step says."""
+    backward: str
+    """What a backward says that reaches the model by itself."""
+    forward: str
+    """What a forward says that would lead to one, where weights are gathered for each."""
+    untrained: str
+    """What a step says while gradients are switched off."""
+    optimizer_state: str
+    optimizer_load: str
+    model_state: str
+    model_load: str
+
+
+_WRITE = "Write `state.step(batch)` in place of the forward, loss.backward(), clipping and optimizer.step()"
+STEPS = GuardWords(
+    step="optimizer.step() of an optimizer that session.prepare was given would change no weight: gradients are reduced"
+    f" and applied by the session. {_WRITE}.",
+    backward="backward() has reached parameters of a model that session.prepare was given, outside its step: this"
+    f" gradient would be lost. {_WRITE}; where the model is the fixed side of another's loss, write it inside `with"
+    " state.frozen():`; where only its outputs are wanted, inside `with torch.no_grad():`.",
+    forward="a forward outside a step records gradients, which this plan (ZeRO-3) would lose. Write"
+    " `state.step(batch)` in place of the forward, loss.backward(), clipping and optimizer.step(); where only outputs"
+    " are wanted, call the model inside `with torch.no_grad():`; as the fixed side of another model's loss inside"
+    " `with state.frozen():`.",
+    untrained="state.step() was called inside torch.no_grad() or torch.inference_mode(), where nothing can train. Call"
+    " it outside; state.evaluate(loader) is for losses alone.",
+    optimizer_state="optimizer.state_dict() would hold this rank's share of the states only. Write `state.save()`,"
+    " which saves model, optimizer and place in the data for any plan.",
+    optimizer_load="optimizer.load_state_dict() cannot fill this rank's share of the states. Write `state.load(path)`"
+    " for what state.save() has written.",
+    model_state="this plan cuts the model, so state_dict() and save_pretrained() would hold this rank's share of the"
+    " weights only. Write `state.export(folder)` on every rank: it writes the whole model, as transformers loads it.",
+    model_load="load_state_dict() after session.prepare would be lost with the next step: the weights that train lie"
+    " elsewhere. Load before prepare, or write `state.load(path)` for what state.save() has written.",
+)
+"""Words for a loop whose steps are `state.step` and `state.manual_step`."""
+
+_STATE = "state = session.state(model)"
+OWN_STEPS = GuardWords(
+    step="optimizer.step() was reached past the object that session.prepare was given. Call it as"
+    " `optimizer.step()` of that object.",
+    backward="backward() has reached a model that session.prepare was given by itself, so that its gradient would not"
+    " be weighted by this rank's samples. Write `session.backward(loss)` in place of `loss.backward()`; where only the"
+    " model's outputs are wanted, call it inside `with torch.no_grad():`.",
+    forward="a forward after session.close() records gradients that nobody would reduce. Call the model before, or"
+    " inside `with torch.no_grad():`.",
+    untrained="session.backward() was called inside torch.no_grad() or torch.inference_mode(), where nothing can"
+    " train. Call it outside.",
+    optimizer_state="optimizer.state_dict() would hold this rank's share of the states only. Write"
+    " `session.save(folder)`, which saves all that was prepared for any plan.",
+    optimizer_load="optimizer.load_state_dict() after the model's first forward cannot fill this rank's share of the"
+    " states. Write `session.load(folder)` for what session.save() has written.",
+    model_state="this plan cuts the model, so state_dict() and save_pretrained() would hold this rank's share of the"
+    f" weights only. Write `{_STATE}` and `state.export(folder)` on every rank: it writes the whole model, as"
+    " transformers loads it.",
+    model_load="load_state_dict() after the model's first forward would be lost with the next step: the weights that"
+    " train lie elsewhere. Load before it, or write `session.load(folder)` for what session.save() has written.",
+)
+"""Words for a loop that keeps its own forward, loss and optimizer.step()."""
 
 
 class MovedParameter(nn.Parameter):
@@ -149,11 +213,7 @@ class Guard:
         trained = [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]
         self.watch_gradients(() if gathers else trained, parts[:1] if gathers else ())
         self.watch_state(parts[0], model.plan)
-        self.watch_norms(parts, model.blueprint, model.plan, recipe)
-        self.watch_edits(model)
-
-    def watch_edits(self, model: ParallelModel) -> None:
-        """Have what a loop writes into the weights taken over, or refused, before anything else is done."""
+        self._norms = FixedNorms(parts, model.blueprint, model.plan, recipe)
         if self._watches_edits and not model.plan.memory.offloads_parameters:  # which come and go by themselves
             self._edits = Edits(model.parts, model.stores, model.plan)
             if self._edits.has_parts:
@@ -202,10 +262,6 @@ class Guard:
             module.register_state_dict_pre_hook(self._refusal(self._words.model_state))
         if is_cut or plan.compute.precision in ("bf16", "fp16"):
             model.register_load_state_dict_pre_hook(self._refusal(self._words.model_load))
-
-    def watch_norms(self, parts: Sequence[nn.Module], blueprint: Blueprint, plan: Plan, recipe: Recipe) -> None:
-        """Refuse steps in which batch norms take statistics that took none before, where the plan cannot have that."""
-        self._norms = FixedNorms(parts, blueprint, plan, recipe)
 
     def _refuse_backward(self, *_: Any) -> None:
         if not self._depth:
@@ -276,27 +332,6 @@ def refuse_wrapped(model: nn.Module) -> None:
         )
 
 
-class Modes:
-    """What of a model a loop may switch, and must on all ranks alike; stages have other parts of it.
-
-    Modules and parameters are those that were there at `prepare`: to walk through them took 4 % of a step of 5 ms.
-    """
-
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self._model = model
-        self._is_whole = plan.mesh.pipeline == 1
-        self._modules, self._parameters = list(model.modules()), list(model.parameters())
-
-    def facts(self) -> dict[str, str]:
-        """What must be equal, by name."""
-        found = {"the model's training mode": str(self._model.training)}
-        if self._is_whole:
-            found["the number of modules in training mode"] = str(sum(each.training for each in self._modules))
-            wanted = sum(each.requires_grad for each in self._parameters)
-            found["the number of parameters that want a gradient"] = str(wanted)
-        return found
-
-
 def refuse_untrainable(model: nn.Module, frozen: Iterable[str], untrained: str) -> None:
     """Refuse a step that could not train what the loop means to: the parameters named `frozen` were so at `prepare`.
 
@@ -347,73 +382,3 @@ def retire(before: Mapping[str, nn.Parameter], *parts: nn.Module) -> None:
         if id(parameter) not in kept and type(parameter) is nn.Parameter:
             parameter.data = torch.empty(0)
             parameter.__class__ = MovedParameter
-
-
-class LeftGradients:
-    """Gradients that a step has left in the parameters: what a loop does to them afterwards has no effect."""
-
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        left = [(name, parameter, parameter.grad) for name, parameter in parameters]
-        # Weak, so that a loop which sets its gradients to None gets their memory back.
-        self._left = [(name, parameter, ref(grad), grad._version) for name, parameter, grad in left if grad is not None]
-
-    def check_kept(self) -> None:
-        """Refuse gradients that were changed or dropped since, inside a step that goes on adding to them.
-
-        Raises:
-            RecipeError: there are some; the first is named.
-        """
-        for name, parameter, left, version in self._left:
-            grad = left()
-            if grad is None or parameter.grad is not grad or grad._version != version:
-                raise RecipeError(
-                    f"the gradient of {name} was changed inside a manual step, as clip_grad_norm_ and zero_grad do: it"
-                    " is this rank's part of a sum that is not made yet, so plans would differ. Clip by"
-                    " session.prepare(…, max_grad_norm=1.0); scale the loss that step.backward is given, or leave a"
-                    " backward out, in place of its gradient."
-                )
-
-    def check(self) -> None:
-        """Refuse gradients that were changed since, to something else than zero.
-
-        Raises:
-            RecipeError: there are some; the first is named.
-        """
-        for name, parameter, left, version in self._left:
-            grad = left()
-            if grad is not None and parameter.grad is grad and grad._version != version and bool(grad.any()):
-                raise RecipeError(
-                    f"the gradient of {name} was changed after state.step(), as torch.nn.utils.clip_grad_norm_ and"
-                    " clip_grad_value_ do: without effect, the step had updated the weights by then. Clip by"
-                    " session.prepare(…, max_grad_norm=1.0), whose norm is that of the whole gradient"
-                    " (state.step(batch).gradient_norm); mask or scale a gradient in the model's forward."
-                )
-
-
-class WatchedGradients:
-    """Gradients of a rank that are part of a sum over the ranks: nobody else may change them until that is made."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-        self._seen: list[tuple[torch.Tensor | None, int]] = []
-
-    def note(self) -> None:
-        """They are as they should be."""
-        found = [each.grad for _, each in self._parameters]
-        self._seen = [(None, 0) if grad is None else (grad, grad._version) for grad in found]
-
-    def check(self) -> None:
-        """Refuse gradients that were changed since `note`.
-
-        Raises:
-            RecipeError: the first is named.
-        """
-        for (name, parameter), (grad, version) in zip(self._parameters, self._seen, strict=False):
-            now = parameter.grad
-            if now is not grad or (now is not None and now._version != version):
-                raise RecipeError(
-                    f"the gradient of {name} was changed between backward and optimizer.step(), as"
-                    " torch.nn.utils.clip_grad_norm_ does: it is this rank's part of a sum that is not made yet. Clip"
-                    " by session.clip_grad_norm_(model, 1.0), whose norm is that of the whole gradient; scale the loss"
-                    " in place of its gradient; clear gradients by optimizer.zero_grad()."
-                )

@@ -1,11 +1,12 @@
-"""Parameters that a loss holds and another optimizer of the loop's steps: reduced over the ranks as the model's are."""
+"""Gradients between two steps: those that a loop may not change, and those of parameters that only a loss holds."""
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast, final
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,60 @@ from weft.errors import RecipeError
 from weft.events import StepEvent
 
 _DEEPEST = 6
+
+
+class LeftGradients:
+    """Gradients that a step has left in the parameters: what a loop does to them afterwards has no effect."""
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        left = [(name, parameter, parameter.grad) for name, parameter in parameters]
+        # Weak, so that a loop which sets its gradients to None gets their memory back.
+        self._left = [(name, parameter, ref(grad), grad._version) for name, parameter, grad in left if grad is not None]
+
+    def check(self) -> None:
+        """Refuse gradients that were changed since, to something else than zero.
+
+        Raises:
+            RecipeError: there are some; the first is named.
+        """
+        for name, parameter, left, version in self._left:
+            grad = left()
+            if grad is not None and parameter.grad is grad and grad._version != version and bool(grad.any()):
+                raise RecipeError(
+                    f"the gradient of {name} was changed after state.step(), as torch.nn.utils.clip_grad_norm_ and"
+                    " clip_grad_value_ do: without effect, the step had updated the weights by then. Clip by"
+                    " session.prepare(…, max_grad_norm=1.0), whose norm is that of the whole gradient"
+                    " (state.step(batch).gradient_norm); mask or scale a gradient in the model's forward."
+                )
+
+
+class WatchedGradients:
+    """Gradients of a rank that are part of a sum over the ranks: nobody else may change them until that is made."""
+
+    def __init__(self, model: nn.Module, when: str, instead: str) -> None:
+        """`when` they may not be changed, and what to write `instead`: both stand in the error."""
+        self._parameters = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        self._when, self._instead = when, instead
+        self._seen: list[tuple[Tensor | None, int]] = []
+
+    def note(self) -> None:
+        """They are as they should be."""
+        grads = [each.grad for _, each in self._parameters]
+        self._seen = [(None, 0) if grad is None else (grad, grad._version) for grad in grads]
+
+    def check(self) -> None:
+        """Refuse gradients that were changed since `note`.
+
+        Raises:
+            RecipeError: the first is named.
+        """
+        for (name, parameter), (grad, version) in zip(self._parameters, self._seen, strict=False):
+            now = parameter.grad
+            if now is not grad or (now is not None and now._version != version):
+                raise RecipeError(
+                    f"the gradient of {name} was changed {self._when}: it is this rank's part of a sum that is not made"
+                    f" yet. {self._instead}"
+                )
 
 
 @final

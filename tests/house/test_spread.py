@@ -1,7 +1,8 @@
 """A setting of the plan has one home: few rooms speak of it, and a technique says all of itself in one place.
 
-A room is a package inside of a wing (the ways in, `api`, are one), and below `techniques` a technique.  It speaks of what is an identifier, an attribute,
-a keyword, or (the last word of) a whole string there; docstrings and comments do not count.
+A room is a package inside of a wing (the ways in, `api`, are one), and below `techniques` a technique.  It speaks of
+what is an identifier, an attribute, a keyword, or (the last word of) a whole string there; docstrings and comments do
+not count.
 """
 
 from __future__ import annotations

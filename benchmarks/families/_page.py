@@ -51,8 +51,7 @@ def _head(result: Mapping[str, Any]) -> list[str]:
         "",
         "*equal*: the plan computes what one process computes. *refused*: a sentence below says why. Anything else is"
         " a defect.",
-        "A cell is true of the commits above. Later ones refuse `tensor 4, 2-D` to mixtures and to families without a"
-        " file (28 November 2026).",
+        "A cell is true of the commits above; those of `tensor 4, 2-D` are of 28 November 2026.",
         "",
     ]
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft import CutTable, SplitRule
 from weft.model.blueprint import Blueprint
-from weft.model.families import CutTable, SplitRule
 from weft.model.losses import token_loss
 
 

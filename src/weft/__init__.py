@@ -26,15 +26,19 @@ if TYPE_CHECKING:
     from weft.config.recipe import Recipe as Recipe
     from weft.errors import WeftError as WeftError
     from weft.events import StepEvent as StepEvent
+    from weft.model.families import CutTable as CutTable
+    from weft.model.families import SplitRule as SplitRule
 
 
 _PACKAGES = {
     "CheckReport": "weft.api",
     "Cluster": "weft.config.cluster",
+    "CutTable": "weft.model.families",
     "Plan": "weft.config.plan",
     "Recipe": "weft.config.recipe",
     "RunResult": "weft.api",
     "Session": "weft.api",
+    "SplitRule": "weft.model.families",
     "StepEvent": "weft.events",
     "TrainState": "weft.api",
     "WeftError": "weft.errors",

@@ -48,8 +48,7 @@ SESSIONS: dict[str, tuple[dict[str, Any], str]] = {
     "a wait without end": ({"collective_timeout_seconds": math.inf}, "finite number above 0"),
     "a wait in words": ({"collective_timeout_seconds": "3"}, "Write 3.0, without quotes"),
     "a plan that is a dictionary": ({"plan": {}}, "is no plan"),
-    "a plan of nothing": ({"plan": None}, "is no plan"),
-    "half an accumulation": ({"plan": "auto", "accumulate": 1.5}, "= 1.5 is no number of microbatches"),
+    "half an accumulation": ({"plan": "auto", "microbatches": 1.5}, "= 1.5 is no number of microbatches"),
 }
 
 

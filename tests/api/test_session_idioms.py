@@ -36,7 +36,7 @@ def mean_loss(folder: str) -> tuple[float, float, int, str]:
 
 
 def test_a_mean_over_an_epoch_is_made_of_loss_and_count(ranks: RankPool, tmp_path: Path) -> None:
-    """And a session of which each rank is handed a part of the batch says so: `len(batch)` counts that part alone."""
+    """And a session of which each rank is handed a part of the batch says so."""
     model = build()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     total, count = 0.0, 0
@@ -51,7 +51,7 @@ def test_a_mean_over_an_epoch_is_made_of_loss_and_count(ranks: RankPool, tmp_pat
         for mean, number, mine, _ in found:
             assert (number, mine) == (count, count // world)
             assert mean == pytest.approx(total / count, rel=1e-12)
-        words = f"{BATCH // 2} of {BATCH} samples on a rank, which `len(batch)` counts"
+        words = f"batch     {BATCH} samples in all per step: {BATCH // 2} on each of 2 data ranks; step.loss"
         assert [words in said for *_, said in found] == [world > 1, *[False] * (world - 1)]
 
 

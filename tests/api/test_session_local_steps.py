@@ -274,7 +274,7 @@ def test_beside_auto_every_rank_is_a_replica_and_one_process_has_none(ranks: Ran
         assert (plan.mesh.replicate, plan.mesh.shard) == (2, 1)
         assert (data.local_steps, data.outer_learning_rate, data.outer_momentum) == (2, 1.0, 0.0)
     settings = {**outer, "mesh.shard": 2, "data_parallel.local_steps": 2}
-    for plan, _ in ranks.run(4, told, str(tmp_path / "4"), {"local_steps": 3, "settings": settings, "accumulate": 1}):
+    for plan, _ in ranks.run(4, told, str(tmp_path / "4"), {"local_steps": 3, "settings": settings, "microbatches": 1}):
         data = plan.data_parallel
         assert (plan.mesh.replicate, plan.mesh.shard) == (2, 2)
         assert (data.local_steps, data.outer_learning_rate, data.outer_momentum) == (2, 0.7, 0.9)

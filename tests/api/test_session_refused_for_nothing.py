@@ -238,7 +238,7 @@ def test_batch_norm_is_blamed_where_gradients_accumulate(tmp_path: Path) -> None
     with pytest.raises(PlanError, match=r"norm \(BatchNorm1d\) the statistics of a part"):
         accumulating(normed(frozen=True, tracks=False), tmp_path)
     with pytest.raises(PlanError, match="Its BatchNorm takes the statistics of the whole batch"):
-        accumulating(normed(), tmp_path, plan="auto", accumulate=2)
+        accumulating(normed(), tmp_path, plan="auto", microbatches=2)
     with pytest.raises(RecipeError, match=r"norm \(BatchNorm1d\) was in evaluation mode(.|\n)*after each model\.train"):
         accumulating(frozen_norm(), tmp_path)
 

@@ -38,31 +38,31 @@ def test_what_is_given_beside_auto_is_obeyed(ranks: RankPool, tmp_path: Path, se
     draw = random.Random(seed)
     accumulate = draw.choice([1, 2, 3, 4, 6, 12])
     settings: dict[str, Any] = {"compute.threads_per_rank": 1, "data_parallel.zero": draw.choice([0, 1, 2, 3])}
-    given = {"accumulate": accumulate, "settings": settings}
+    given = {"microbatches": accumulate, "settings": settings}
     (_, alone), *_ = ranks.run(1, losses, str(tmp_path / "alone"), {})
     for plan, found in ranks.run(2, losses, str(tmp_path / "both"), given):
         assert set(plan.microbatch.shares(plan.mesh.data)) == {accumulate}
         assert plan.microbatch.size == BATCH // 2 // accumulate
         assert (plan.data_parallel.zero, plan.compute.threads_per_rank) == (settings["data_parallel.zero"], 1)
         assert found == pytest.approx(alone, rel=1e-12)
-    assert plan.origins["microbatch.size"] == "weft.session(accumulate=…)"
+    assert plan.origins["microbatch.size"] == "weft.session(microbatches=…)"
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (
-            {"accumulate": 5},
-            r"accumulate=…\) = 5 on 1 data rank does not divide the global batch of 24. Use accumulate=4",
+            {"microbatches": 5},
+            r"microbatches=…\) = 5 on 1 data rank does not divide the global batch of 24. Use microbatches=4",
         ),
-        ({"accumulate": 0}, r"= 0 is no number of microbatches"),
-        ({"accumulate": True}, r"= True is no number of microbatches"),
+        ({"microbatches": 0}, r"= 0 is no number of microbatches"),
+        ({"microbatches": True}, r"= True is no number of microbatches"),
         ({"settings": {"data_paralel.zero": 3}}, r"data_paralel is not a setting. Did you mean data_parallel"),
         ({"settings": {"data_parallel.zero": 9}}, r"settings=…\): data_parallel.zero = 9 is not one of 0, 1, 2, 3"),
-        ({"settings": {"microbatch.per_step": 2}}, r"per_step follows from what auto chooses. Give accumulate="),
+        ({"settings": {"microbatch.per_step": 2}}, r"per_step follows from what auto chooses. Give microbatches="),
         ({"settings": {"mesh.tensor": 2}}, r"mesh.tensor splits the model.*a whole plan"),
-        ({"settings": {"microbatch.size": 4}, "accumulate": 2}, r"say the same twice"),
-        ({"plan": Plan(), "accumulate": 2}, r"goes with plan = auto, and this plan has microbatch.per_step = 1"),
+        ({"settings": {"microbatch.size": 4}, "microbatches": 2}, r"say the same twice"),
+        ({"plan": Plan(), "microbatches": 2}, r"plan=…, microbatches=2\) says twice how to split"),
     ],
 )
 def test_what_cannot_be_had_beside_auto_is_refused(

@@ -53,7 +53,7 @@ def read_choice(
         WeftError: RecipeError, PlanError or ClusterError for what is wrong with them.
     """
     from weft.config.cluster import known_machine, resolve_cluster
-    from weft.config.plan import Plan, apply_overrides, complete_plan, load_plan
+    from weft.config.plan import Plan, apply_overrides, complete_plan, load_plan, over_ranks
     from weft.config.recipe import load_recipe
     from weft.model.description import facts_of
     from weft.planning.search import choose_plan
@@ -84,6 +84,9 @@ def read_choice(
     _, plan = apply_overrides(recipe, plan, of_plan)
     if plan_path != "auto" and recipe.model.reference is None and plan.mesh.tensor * plan.mesh.pipeline > 1:
         facts = (described or describe_recipe(recipe)).facts  # how it splits, only looking at it tells
+    if plan_path != "auto":
+        accelerators = machine.num_accelerators if cluster is None else None
+        plan = over_ranks(plan, processes, num_accelerators=accelerators)
     plan, reasons = complete_plan(plan, recipe, reasons, threads_of_user(), is_chosen=plan_path == "auto")
     check_plan(plan, recipe, facts, processes)
     return PlannedRun(recipe, plan, reasons, facts, machine, note, tight and "microbatch.size" not in plan.origins)

@@ -182,14 +182,16 @@ class OwnLoop:
         """How plans are chosen for steps of a loop that accumulates by itself, and the samples of one: each data rank
         takes its whole share at once."""
         planning, ranks = self._planning, self._handing.ranks
-        if planning.given.accumulate not in (None, 1):
+        number = planning.given.microbatches
+        if number not in (None, 1):
             raise PlanError(
-                f"weft.session(accumulate={planning.given.accumulate}) says how often a step accumulates, and this loop"
-                " does so itself. Leave it out, and call optimizer.step() after every so many backwards."
+                f"weft.session(microbatches={number}) says how often a step accumulates, and this loop does so itself."
+                " Leave it out, and call optimizer.step() after every so many backwards."
             )
         share = -(-samples // ranks)
+        planning = replace(planning, batch_size=samples)
         if planning.plan is None:
-            return replace(planning, given=replace(planning.given, accumulate=1)), share * ranks
+            return replace(planning, given=replace(planning.given, microbatches=1)), share * ranks
         own = MicrobatchPlan(size=share, per_step=1)
         return replace(planning, plan=replace(planning.plan, microbatch=own)), share * ranks
 

@@ -51,7 +51,7 @@ class FirstLooks:
         """
         self.check(Plan(mesh=MeshPlan(replicate=world_size)))
         needs_one = bool(self.left.by_forwards or self.meeting.where)
-        return replace(given, accumulate=1) if needs_one and given.accumulate is None else given
+        return replace(given, microbatches=1) if needs_one and given.microbatches is None else given
 
     def check(self, plan: Plan) -> None:
         """Refuse a plan that would be wrong.

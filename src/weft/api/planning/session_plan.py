@@ -48,6 +48,8 @@ class Planning:
     seed: int
     permit: PermitRecipe
     quiet: bool
+    batch_size: int | None = None
+    """Samples of the batch, where a recipe has to have as many for each data rank; None: as the recipe says."""
 
     def recipe(self, model: nn.Module, batch: int, max_grad_norm: float | None) -> Recipe:
         """What the session knows, as a recipe: the checks of plans read it."""
@@ -135,9 +137,30 @@ class Planning:
         check_same_on_all_ranks(recipe, plan)
         torch.set_num_threads(plan.compute.num_threads)
         if self.rank == 0 and not self.quiet:
-            noted = _said_of_shares(plan, recipe.batch.global_batch_size) + looks.notes(plan, note)
+            noted = self._said_of_batch(plan, recipe) + looks.notes(plan, note)
             print("\n".join([*describe_plan(plan, reasons, facts, machine.cluster), *noted]), flush=True)
         return plan
+
+    def _said_of_batch(self, plan: Plan, recipe: Recipe) -> list[str]:
+        """Return a line that says that the loader's batch is the global one, and how much of it a data rank is handed;
+        none where one rank takes all of it at once.
+
+        A loop that weighs a step's loss by `len(batch)` would have a part of its epoch's mean, without a word.
+        """
+        counts, size = plan.microbatch.shares(plan.mesh.data), plan.microbatch.size
+        least, most, total = min(counts), max(counts), self.batch_size or recipe.batch.global_batch_size
+        if len(counts) == most == 1:
+            return []
+        line = f"batch     {total:,} samples in all per step"
+        if len(counts) > 1:
+            share = f"{size * least:,} to {size * most:,}" if least < most else f"{size * most:,}"
+            share = share if size * sum(counts) == total else f"at most {size * most:,}"
+            line += f": {share} on each of {len(counts)} data ranks"
+        if most > 1:
+            line += f", in {f'{least} to {most}' if least < most else most} microbatches of {size:,}"
+        if len(counts) > 1 and self.batch_size is None:
+            line += "; step.loss and step.count are those of all"
+        return [line]
 
 
 def with_timeout(plan: Plan, seconds: float | None) -> Plan:
@@ -147,18 +170,3 @@ def with_timeout(plan: Plan, seconds: float | None) -> Plan:
 
 def _unset_loss(outputs: Any, batch: Any) -> Any:
     raise AssertionError("the loss is set by TrainState")
-
-
-def _said_of_shares(plan: Plan, batch_size: int) -> list[str]:
-    """Return a line for the start of a session whose loop is handed a part of each batch; none where it has the whole.
-
-    A loop that weighs a step's loss by `len(batch)` would have a part of its epoch's mean, without a word.
-    """
-    counts = plan.microbatch.shares(plan.mesh.data)
-    if len(counts) == 1:
-        return []
-    share = " to ".join(f"{plan.microbatch.size * count:,}" for count in sorted({min(counts), max(counts)}))
-    return [
-        f"batch     {share} of {batch_size:,} samples on a rank, which `len(batch)` counts; step.loss and step.count"
-        " are those of all: a mean over an epoch is sum(loss * count) / sum(count)"
-    ]

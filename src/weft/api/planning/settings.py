@@ -13,7 +13,7 @@ from weft.errors import PlanError
 from weft.techniques.local_steps.settings import local_sgd
 
 _SETTINGS = "weft.session(settings=…)"
-_ACCUMULATE = "weft.session(accumulate=…)"
+_NUMBER = "weft.session(microbatches=…)"
 _LOCAL = "weft.session(local_steps=…)"
 _DATA_ONLY = ("mesh.tensor", "mesh.pipeline")
 """What `auto` leaves alone: a loop may call the model by itself, or several models that must share their batches."""
@@ -25,7 +25,7 @@ class PlanSettings:
     steps that replicas may take by themselves."""
 
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    accumulate: int | None = None
+    microbatches: int | None = None
     local_steps: int = 0
 
     @property
@@ -43,13 +43,8 @@ class PlanSettings:
         """A plan of the user's own with the settings laid over it.
 
         Raises:
-            PlanError: a setting is unknown or impossible; the plan itself says how often a rank accumulates.
+            PlanError: a setting is unknown or impossible.
         """
-        if self.accumulate is not None:
-            raise PlanError(
-                f"{_ACCUMULATE} goes with plan = auto, and this plan has microbatch.per_step ="
-                f" {plan.microbatch.per_step}. Change it there, or by settings={{'microbatch.per_step': …}}."
-            )
         return with_settings(plan, self.settings, _SETTINGS) if self.settings else plan
 
     def pins(self, batch_size: int, world_size: int) -> Plan:
@@ -60,24 +55,24 @@ class PlanSettings:
         """
         for key in self.settings.keys() & set(_DATA_ONLY):
             raise PlanError(
-                f"{_SETTINGS}: {key} splits the model, and a session's auto splits the data only. Give a whole plan, as"
-                " a file or weft.Plan(mesh=…)."
+                f"{_SETTINGS}: {key} splits the model, and a session's auto splits the data only. Give a whole plan:"
+                f" weft.session({key.partition('.')[2]}={self.settings[key]!r})."
             )
         for each in plan_settings():
             if each.knob.follows and each.key in self.settings:
-                instead = "accumulate=" if each.key == "microbatch.per_step" else f"{each.knob.follows!r}"
+                instead = "microbatches=" if each.key == "microbatch.per_step" else f"{each.knob.follows!r}"
                 raise PlanError(
                     f"{_SETTINGS}: {each.key} follows from what auto chooses. Give {instead}, or a whole plan."
                 )
         plan = Plan(origins=dict.fromkeys(_DATA_ONLY, "a session's auto splits the data only"))
         plan = self._laid_over(plan, world_size)
-        if self.accumulate is None:
+        if self.microbatches is None:
             return plan
         if "microbatch.size" in plan.origins:
-            raise PlanError(f"{_ACCUMULATE} and settings of microbatch.size say the same twice. Leave one out.")
+            raise PlanError(f"{_NUMBER} and settings of microbatch.size say the same twice. Leave one out.")
         size = self._microbatch(batch_size, world_size)
         plan = replace(plan, microbatch=replace(plan.microbatch, size=size))
-        return replace(plan, origins={**plan.origins, "microbatch.size": _ACCUMULATE})
+        return replace(plan, origins={**plan.origins, "microbatch.size": _NUMBER})
 
     def _laid_over(self, plan: Plan, world_size: int) -> Plan:
         """A plan with the settings.  How many replicas average is a part of the mathematics, so under local steps that
@@ -98,19 +93,19 @@ class PlanSettings:
         return replace(plan, origins={**plan.origins, **origins})
 
     def _microbatch(self, batch_size: int, ranks: int) -> int:
-        number = self.accumulate
+        number = self.microbatches
         if type(number) is not int or number < 1:
-            raise PlanError(f"{_ACCUMULATE} = {number!r} is no number of microbatches. Give a whole number from 1 on.")
+            raise PlanError(f"{_NUMBER} = {number!r} is no number of microbatches. Give a whole number from 1 on.")
         size, rest = divmod(batch_size, ranks * number)
         if rest or not size:
             fitting = [other for other in range(1, batch_size + 1) if batch_size % (ranks * other) == 0]
             fix = (
-                f"Use accumulate={min(fitting, key=lambda other: abs(other - number))}"
+                f"Use microbatches={min(fitting, key=lambda other: abs(other - number))}"
                 if fitting
                 else "Use a batch size that it divides"
             )
             raise PlanError(
-                f"{_ACCUMULATE} = {number} on {ranks} data rank{'s' * (ranks > 1)} does not divide the global batch of"
+                f"{_NUMBER} = {number} on {ranks} data rank{'s' * (ranks > 1)} does not divide the global batch of"
                 f" {batch_size}. {fix}."
             )
         return size
@@ -118,9 +113,9 @@ class PlanSettings:
     def beyond(self, plan: Plan) -> Plan:
         """What search has chosen, with the settings that it does not choose (compile, threads)."""
         plan = self._laid_over(plan, plan.mesh.world_size)
-        if self.accumulate is None:
+        if self.microbatches is None:
             return plan
-        return replace(plan, origins={**plan.origins, "microbatch.size": _ACCUMULATE})
+        return replace(plan, origins={**plan.origins, "microbatch.size": _NUMBER})
 
 
 def session_arguments(plan: Plan | str | Path, seconds: float | None = None) -> dict[str, Any]:

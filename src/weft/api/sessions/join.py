@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 
 from weft.api.planning.arguments import check_session, run_folder_of
+from weft.api.planning.requested import requested_plan
 from weft.api.planning.session_plan import Planning, with_timeout
 from weft.api.planning.settings import PlanSettings
 from weft.api.preflight.proof import check_prove
 from weft.api.ranks.recording import SessionRuns
 from weft.api.sessions.session import Session
-from weft.config.plan import Plan, load_plan
+from weft.config.plan import Plan, PlanKeywords, over_ranks
 from weft.config.recipe import PermitRecipe, Precision
 from weft.errors import LaunchError, RecipeError
 from weft.events import OnEvent, Track
@@ -25,13 +27,12 @@ from weft.run.launch.launcher import ForkServer, launch_cells
 
 
 def session(
-    plan: Plan | str | Path = "auto",
+    plan: Plan | str | Path | None = None,
     *,
     seed: int = 1234,
     permit: Sequence[Precision] = ("fp32",),
     compression: Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
-    accumulate: int | None = None,
     local_steps: int = 0,
     folder: str | Path | None = None,
     record: bool = True,
@@ -41,21 +42,21 @@ def session(
     collective_timeout_seconds: float | None = None,
     prove: Prove = "auto",
     quiet: bool = False,
+    **keywords: Unpack[PlanKeywords],
 ) -> Session:
     """Join this process to its job (torchrun, `weft launch`, or alone in plain Python).
 
     Leave it by `with`, by `session.close()`, or with the script: what comes first.
 
     Args:
-        plan: how to split; `auto` is the fastest predicted split of the data over the job's ranks: ZeRO stage,
-            microbatch, recomputation and precision.  It never splits the model, because a loop of one's own may use
-            the model, or several, as it likes: name a plan for that.
+        plan: how to split: a `weft.Plan`, the path of one, or by default `auto`.  `auto` is the fastest predicted split
+            of the data over the job's ranks: ZeRO stage, microbatch, recomputation and precision.  It never splits the
+            model, because a loop of one's own may use the model, or several, as it likes: name a plan for that.
         seed: of data order and of dropout.
         permit: precisions that a plan may choose from.
         compression: lossy compressions of gradients that a plan may name.
         settings: of the plan by dotted key, such as `{"data_parallel.zero": 3, "compute.compile": True}`: laid over the
             plan, or what `auto` must leave as it is.
-        accumulate: beside `auto`, microbatches of a rank in a step; the global batch stays the loader's.
         local_steps: steps that each data rank may take by itself before all average their weights, which is other
             mathematics than that of one process (0: none).  Beside `auto` they take so many, and the average is plain
             (local SGD), unless `settings` say otherwise (DiLoCo's `data_parallel.outer_momentum`); one process has
@@ -77,10 +78,13 @@ def session(
         prove: compare two steps of every prepared model under its plan with plain PyTorch on one process, before the
             first real one: `auto` where it takes no longer than 10 s, and once for the same code, plan and versions;
             `always`; or `never`.
-        quiet: do not print the plan and the proof.
+        quiet: do not print the plan, the batch and the proof.
+        keywords: the plan by single keywords, those of `weft.Plan.fsdp(…)`: `weft.session(zero=3, tensor=2)`.  What
+            they leave out follows from the job's ranks and the loader's batch.  `microbatches` (of a rank in a step;
+            the global batch stays the loader's) and `precision` also go with `auto`, and narrow its choice.
 
     Raises:
-        WeftError: the plan cannot be read, or the ranks cannot be joined.
+        WeftError: the plan cannot be read, a keyword is unknown or contradicts `plan`, or the ranks cannot be joined.
 
     Example::
 
@@ -91,10 +95,14 @@ def session(
     """
     check_session(permit, compression, settings, device, track, record=record, quiet=quiet)
     own_folder = run_folder_of(folder)
-    given = PlanSettings(settings=settings or {}, accumulate=accumulate, local_steps=local_steps)
+    requested = requested_plan("weft.session", plan, keywords, _ARGUMENTS)
+    precision = keywords.get("precision")
+    if precision is not None:
+        permit = (*permit, precision)  # who names it permits it
+        settings = {**(settings or {}), "compute.precision": precision} if requested == "auto" else settings
+    given = PlanSettings(settings=settings or {}, microbatches=keywords.get("microbatches"), local_steps=local_steps)
     if type(seed) is not int or seed < 0:
         raise RecipeError(f"seed = {seed!r} is no seed. Give a whole number from 0 on.")
-    requested = load_plan(plan) if plan != "auto" and not isinstance(plan, Plan) else plan
     requested = given.over(requested) if isinstance(requested, Plan) else requested
     if isinstance(requested, Plan) and requested.compute.device != "auto":
         device = requested.compute.device
@@ -106,7 +114,7 @@ def session(
         )
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         planning = Planning(
-            plan=own_plan if isinstance(requested, Plan) else None,
+            plan=over_ranks(own_plan, distributed.world_size) if isinstance(requested, Plan) else None,
             given=given,
             rank_info=RankInfo.from_environment(),
             rank=distributed.rank,
@@ -122,6 +130,12 @@ def session(
         runs = SessionRuns(own_folder, distributed.rank_info, record=record, track=track, on_event=on_event)
         stack.callback(runs.close)
         return Session(distributed, planning, runs, check_prove(prove), stack)
+
+
+_ARGUMENTS = tuple(
+    name for name, each in inspect.signature(session).parameters.items() if each.kind != each.VAR_KEYWORD
+)
+"""What `session` takes beside keywords of a plan, for a did-you-mean."""
 
 
 def spawn(

@@ -21,7 +21,7 @@ from weft.api.planning.describe import describe_recipe
 from weft.api.training.check_report import CheckFailure, CheckReport, describe_case
 from weft.api.training.one_process import OneProcess
 from weft.config.cluster import Cluster, known_machine
-from weft.config.plan import ModelFacts, Plan, dump_plan, filled_in, load_plan
+from weft.config.plan import ModelFacts, Plan, dump_plan, filled_in, load_plan, over_ranks
 from weft.config.recipe import Recipe, dump_recipe, load_recipe
 from weft.errors import LaunchError, RecipeError, WeftError
 from weft.model.description import description_of, facts_of
@@ -163,7 +163,7 @@ def _checked(
         plan = choose_plan(recipe, known_machine().cluster, facts, profile=profile).plan
     elif not isinstance(plan, Plan):
         plan = load_plan(plan)
-    plan = filled_in(plan, recipe)
+    plan = filled_in(over_ranks(plan, processes), recipe)
     check_plan(plan, recipe, facts)
     check_runnable(plan)
     plan, left_out = exact(plan)

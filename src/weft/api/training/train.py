@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import sys
@@ -10,12 +11,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal, Unpack
 
 import torch.distributed as dist
 
 from weft.analysis.blueprint import build_blueprint
 from weft.api.planning.describe import describe_blueprint, machine_for
 from weft.api.planning.first_looks import branches_by_first_looks, refuse_by_first_looks
+from weft.api.planning.requested import requested_plan
 from weft.api.preflight.conditional_blocks import words_on_branches
 from weft.api.preflight.proof import check_prove
 from weft.api.ranks.agreement import check_same_on_all_ranks
@@ -26,7 +29,7 @@ from weft.api.training.time_trials import decide_by_trials
 from weft.comm.device import backend_for, device_for_rank
 from weft.config.cluster import Cluster
 from weft.config.document import typed
-from weft.config.plan import ModelFacts, Plan, complete_plan, dump_plan, load_plan
+from weft.config.plan import ModelFacts, Plan, PlanKeywords, complete_plan, dump_plan, over_ranks
 from weft.config.recipe import Recipe, check_group_globs, dump_recipe, load_recipe
 from weft.errors import CheckpointError, LaunchError, PlanError, RecipeError, WeftError
 from weft.events import RunFolder, format_duration, format_loss
@@ -59,7 +62,7 @@ class RunResult(TrainingOutcome):
 
 def train(
     recipe: Recipe | str | Path,
-    plan: Plan | str | Path = "auto",
+    plan: Plan | str | Path | None = None,
     *,
     processes: int | None = None,
     folder: str | Path | None = None,
@@ -72,6 +75,7 @@ def train(
     prove: Prove = "auto",
     quiet: bool = False,
     fork_server: ForkServer | None = None,
+    **keywords: Unpack[PlanKeywords],
 ) -> RunResult:
     """Train a recipe under a plan and return what came of it.
 
@@ -80,8 +84,9 @@ def train(
 
     Args:
         recipe: a recipe, or the path of one.
-        plan: a plan, the path of one, or `auto`.
-        processes: how many ranks; by default what the plan says, or what `auto` chooses.
+        plan: a plan, the path of one, or by default `auto`.
+        processes: how many ranks; by default what the plan says, or what `auto` chooses.  Where a plan leaves an axis
+            of data ranks open, they are one for each accelerator of this machine.
         folder: the run's folder, which must be new; by default `runs/<name>-<date>-<n>`.
         resume: a run's folder to go on with (in that folder), or `latest` for the newest one in `runs/`.
         name: of the run; by default that of the recipe's file.
@@ -99,6 +104,7 @@ def train(
         fork_server: process that forks the ranks, where several runs share one
             (`weft.run.launch.launcher.ForkServer`); by default one that ends with this call.  Under torchrun or
             `weft launch` the ranks are there already, and none is needed.
+        keywords: the plan by single keywords, those of `weft.Plan.fsdp(…)`: `weft.train("recipe.toml", zero=3)`.
 
     Raises:
         WeftError: what was wrong, of its own class; a rank's error is raised here as itself.
@@ -108,9 +114,15 @@ def train(
         result = weft.train("recipe.toml", processes=2)
         print(result.losses[-1], result.export)
     """
+    plan = requested_plan("weft.train", plan, keywords, _ARGUMENTS)
     if name is None:
         name = run_name(Path(recipe)) if isinstance(recipe, str | Path) else "run"
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    if plan == "auto" and keywords:
+        raise PlanError(
+            f"weft.train({next(iter(keywords))}=…) does not say how to split. Add a keyword that does, such as zero=3,"
+            " or let the recipe permit what auto may choose."
+        )
     if processes is not None and type(processes) is not int:
         raise PlanError(f"processes = {processes!r} is no number of processes. Give a whole number from 1 on.")
     prove = check_prove(prove)
@@ -121,9 +133,13 @@ def train(
         return job.run_as_parent(name, folder, resume)
 
 
+_ARGUMENTS = tuple(name for name, each in inspect.signature(train).parameters.items() if each.kind != each.VAR_KEYWORD)
+"""What `train` takes beside keywords of a plan, for a did-you-mean."""
+
+
 def _checked(
     recipe: Recipe,
-    plan: Plan | str | Path,
+    plan: Plan | Literal["auto"],
     processes: int | None,
     reasons: Mapping[str, str],
     note: str,
@@ -142,7 +158,7 @@ def _checked(
     machine = machine_for(rank_info)
     tight = False
     is_auto = plan == "auto"
-    if is_auto:
+    if plan == "auto":
         description = describe_blueprint(blueprint, recipe)
         choice = choose_plan(recipe, machine.cluster, facts, world, profile=description.profile)
         if trials:
@@ -151,9 +167,8 @@ def _checked(
         plan, reasons = choice.plan, choice.reasons
         note = "; ".join([*description.notes, *([machine.note] if machine.note and choice.rivals else [])])
         tight = trials and choice.is_tight
-    elif not isinstance(plan, Plan):
-        plan = load_plan(plan)
-    assert isinstance(plan, Plan)
+    else:
+        plan = over_ranks(plan, world, num_accelerators=machine.cluster.num_accelerators)
     plan, reasons = complete_plan(plan, recipe, reasons, threads_of_user(), is_chosen=is_auto)
     check_plan(plan, recipe, facts, world)
     check_runnable(plan)

@@ -104,6 +104,11 @@ class Cluster:
         return any(kind != "cpu" for kind in self.kinds)
 
     @property
+    def num_accelerators(self) -> int | None:
+        """Accelerators of all nodes; None where only processors compute."""
+        return self.num_devices if self.has_accelerators else None
+
+    @property
     def is_predictable(self) -> bool:
         """Whether the planner can price work on it: peaks of all devices, and links where there are several."""
         return all(node.devices.peak_flops for node in self.nodes) and (bool(self.links) or self.num_devices == 1)

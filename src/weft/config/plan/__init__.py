@@ -5,6 +5,7 @@ from weft.config.plan._facts import ModelFacts as ModelFacts
 from weft.config.plan._facts import default_ffn_size as default_ffn_size
 from weft.config.plan._fill import complete_plan as complete_plan
 from weft.config.plan._fill import filled_in as filled_in
+from weft.config.plan._fill import over_ranks as over_ranks
 from weft.config.plan._groups import groups_over as groups_over
 from weft.config.plan._load import apply_overrides as apply_overrides
 from weft.config.plan._load import dump_plan as dump_plan
@@ -13,6 +14,7 @@ from weft.config.plan._load import parse_plan as parse_plan
 from weft.config.plan._load import with_settings as with_settings
 from weft.config.plan._plan import AXES as AXES
 from weft.config.plan._plan import BATCH_AXES as BATCH_AXES
+from weft.config.plan._plan import PLAN_KEYWORDS as PLAN_KEYWORDS
 from weft.config.plan._plan import Axis as Axis
 from weft.config.plan._plan import ContextParallelPlan as ContextParallelPlan
 from weft.config.plan._plan import DataParallelPlan as DataParallelPlan
@@ -22,9 +24,12 @@ from weft.config.plan._plan import MeshPlan as MeshPlan
 from weft.config.plan._plan import MeshSettings as MeshSettings
 from weft.config.plan._plan import PipelineParallelPlan as PipelineParallelPlan
 from weft.config.plan._plan import Plan as Plan
+from weft.config.plan._plan import PlanKeywords as PlanKeywords
 from weft.config.plan._plan import TensorParallelPlan as TensorParallelPlan
 from weft.config.plan._plan import axis_coordinates as axis_coordinates
+from weft.config.plan._plan import plan_by_keywords as plan_by_keywords
 from weft.config.plan._plan import plan_settings as plan_settings
+from weft.config.plan._plan import refuse_unknown_keyword as refuse_unknown_keyword
 from weft.config.plan._schema import SCHEMA_VERSION as SCHEMA_VERSION
 from weft.config.plan._schema import plan_schema as plan_schema
 from weft.techniques.compute.settings import COLLECTIVE_TIMEOUT_SECONDS as COLLECTIVE_TIMEOUT_SECONDS

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_type_hints
+from typing import Any, Literal, TypedDict, Unpack, get_type_hints
 
 from weft.config.document import HIDDEN, Rules, dump
+from weft.config.recipe import Precision
 from weft.config.settings import Declared, check_parts, declared, setting
-from weft.errors import PlanError
+from weft.errors import PlanError, did_you_mean
 from weft.techniques.buckets.settings import BucketSettings, ReducePrecisionSettings
 from weft.techniques.compression.settings import CompressionSettings
 from weft.techniques.compute.settings import ComputePlan
@@ -24,7 +25,7 @@ from weft.techniques.offload.settings import OffloadSettings
 from weft.techniques.pipeline.settings import PipelineSettings
 from weft.techniques.recompute.settings import RecomputeSettings
 from weft.techniques.tensor.settings import TensorSettings
-from weft.techniques.zero.settings import ZeroSettings
+from weft.techniques.zero.settings import Stage, ZeroSettings
 
 Axis = Literal["pipeline", "replicate", "shard", "expert", "context", "tensor"]
 
@@ -136,9 +137,43 @@ class MemoryPlan(FusedLossSettings, OffloadSettings, RecomputeSettings):
         check_parts(self)
 
 
+class PlanKeywords(TypedDict, total=False):
+    """Settings that people name without their section: `weft.Plan.fsdp(tensor=2)`, `weft.session(zero=3)`."""
+
+    zero: Stage
+    replicate: int
+    shard: int
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    microbatches: int
+    precision: Precision
+
+
+PLAN_KEYWORDS: Mapping[str, str] = {
+    "zero": "data_parallel.zero",
+    **{axis: f"mesh.{axis}" for axis in AXES},
+    "microbatches": "microbatch.per_step",
+    "precision": "compute.precision",
+}
+"""Keyword → the dotted setting that it is."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How to run a recipe on a cluster.  `check_plan` says whether it fits a recipe."""
+    """How to run a recipe on a cluster.  `check_plan` says whether it fits a recipe.
+
+    The class methods make plans for the ranks at hand: the job's ranks that no other axis takes become data ranks, and
+    microbatches follow from the global batch.  They combine by keywords: `weft.Plan.fsdp(tensor=2)`.
+
+    Keywords of each:
+        zero: ZeRO stage, 0 to 3.
+        replicate, shard: data ranks that hold copies, and that share the weights out: hybrid sharding.
+        tensor, pipeline, context, expert: ranks of the axis.
+        microbatches: of each data rank in a step (gradient accumulation; what a pipeline is filled with).
+        precision: "fp32", "bf16" or "fp16", which the recipe or the session must permit.
+    """
 
     mesh: MeshPlan = field(default_factory=MeshPlan)
     data_parallel: DataParallelPlan = field(default_factory=DataParallelPlan)
@@ -154,6 +189,47 @@ class Plan:
 
     def __post_init__(self) -> None:
         _RULES.types(self)
+
+    @classmethod
+    def ddp(cls, **more: Unpack[PlanKeywords]) -> Plan:
+        """Every data rank holds the whole model, and gradients are averaged (PyTorch's DDP): ZeRO-0."""
+        return plan_by_keywords("weft.Plan.ddp()", more, {"zero": 0})
+
+    @classmethod
+    def fsdp(cls, **more: Unpack[PlanKeywords]) -> Plan:
+        """Data ranks share weights, gradients and optimizer states out (FSDP's full sharding): ZeRO-3.
+
+        `shard=8` shards over groups of 8 ranks that hold copies of one another (hybrid sharding).
+        """
+        return plan_by_keywords("weft.Plan.fsdp()", more, {"zero": 3})
+
+    @classmethod
+    def zero(cls, stage: Stage, /, **more: Unpack[PlanKeywords]) -> Plan:
+        """Data ranks share out optimizer states (1), gradients too (2), weights too (3), or nothing (0)."""
+        return plan_by_keywords(f"weft.Plan.zero({stage!r})", more, {"zero": stage})
+
+    @classmethod
+    def tensor(cls, ranks: int, /, **more: Unpack[PlanKeywords]) -> Plan:
+        """So many ranks share each matrix (Megatron's tensor parallelism)."""
+        return plan_by_keywords(f"weft.Plan.tensor({ranks!r})", more, {"tensor": ranks})
+
+    @classmethod
+    def pipeline(cls, ranks: int, /, **more: Unpack[PlanKeywords]) -> Plan:
+        """So many ranks hold consecutive stages of the model, and play 1F1B.
+
+        Without `microbatches=` a step has at least as many of them as ranks; more make the bubble smaller.
+        """
+        return plan_by_keywords(f"weft.Plan.pipeline({ranks!r})", more, {"pipeline": ranks})
+
+    @classmethod
+    def context(cls, ranks: int, /, **more: Unpack[PlanKeywords]) -> Plan:
+        """So many ranks share each sequence, and pass keys and values round a ring."""
+        return plan_by_keywords(f"weft.Plan.context({ranks!r})", more, {"context": ranks})
+
+    @classmethod
+    def expert(cls, ranks: int, /, **more: Unpack[PlanKeywords]) -> Plan:
+        """So many of the data ranks share the experts of a mixture out."""
+        return plan_by_keywords(f"weft.Plan.expert({ranks!r})", more, {"expert": ranks})
 
     @property
     def digest(self) -> str:
@@ -172,6 +248,46 @@ class Plan:
     @property
     def global_batch_size(self) -> int:
         return self.microbatch.size * sum(self.microbatch.shares(self.mesh.data))
+
+
+def plan_by_keywords(call: str, keywords: PlanKeywords, said: PlanKeywords | None = None) -> Plan:
+    """Return a plan that says what keywords say, and leaves the rest open.
+
+    Args:
+        call: as messages name it: `weft.Plan.fsdp()`.
+        said: what the call says by its own name.
+
+    Raises:
+        PlanError: a keyword is unknown, impossible, or says something else than the call's name.
+    """
+    given: dict[str, Any] = {**keywords}
+    refuse_unknown_keyword(call, given)
+    for word, value in (said or {}).items():
+        if given.setdefault(word, value) != value:
+            raise PlanError(f"{call} says {word} = {value!r}, and {word} = {given[word]!r} beside it. Leave one out.")
+    sections: dict[str, dict[str, Any]] = {}
+    for word, value in given.items():
+        section, name = PLAN_KEYWORDS[word].split(".")
+        sections.setdefault(section, {})[name] = value
+    kinds = get_type_hints(Plan)
+    try:
+        parts = {name: kinds[name](**values) for name, values in sections.items()}
+    except PlanError as error:
+        bad = error.setting
+        if bad is None:
+            raise
+        words = {key.partition(".")[2]: word for word, key in PLAN_KEYWORDS.items()}
+        raise PlanError(f"{call}: {words[str(bad.path[0])]} = {bad.value} {bad.problem}") from None
+    return Plan(**parts, origins={PLAN_KEYWORDS[word]: call for word in given})
+
+
+def refuse_unknown_keyword(call: str, keywords: Iterable[str], known: Iterable[str] = ()) -> None:
+    """Raise `PlanError` for a keyword that is none of a plan's.  `known`: further ones of the call, for a hint."""
+    for word in keywords:
+        if word not in PLAN_KEYWORDS:
+            meant = did_you_mean(word, [*PLAN_KEYWORDS, *known])
+            others = f" Of a plan it takes {', '.join(PLAN_KEYWORDS)}."
+            raise PlanError(f"{call} knows no {word}=.{meant or others}")
 
 
 @functools.cache

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from weft.api.batches.stream import UserBatch
 from weft.api.planning.settings import Nets, PlanSettings
-from weft.api.preflight.conditional_blocks import find_branches, gathers_blocks, words_on_branches
-from weft.api.preflight.coupled_samples import SampleMeeting, WholeBatchLoss, find_meeting, refuse_meeting
-from weft.api.preflight.forward_state import LeftBehind, find_left_behind, refuse_left_behind, runs_once
+from weft.api.preflight.conditional_blocks import conditional_blocks_note, find_conditional_blocks, gathers_blocks
+from weft.api.preflight.coupled_samples import SampleCoupling, WholeBatchLoss, find_coupling, refuse_coupling
+from weft.api.preflight.forward_state import ChangedState, find_changed_state, refuse_changed_state, runs_once
 from weft.api.preflight.sample_trials import Trials, is_costly, part_of, trials_of
 from weft.api.preflight.trial_copies import LOSS
 from weft.api.ranks.agreement import gather_texts
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 class FirstLooks:
     """What was found, the same on all ranks."""
 
-    left: LeftBehind = field(default_factory=LeftBehind)
-    meeting: SampleMeeting = field(default_factory=SampleMeeting)
+    changed: ChangedState = field(default_factory=ChangedState)
+    coupling: SampleCoupling = field(default_factory=SampleCoupling)
     branches: Sequence[str] = ()
     """Blocks that only some samples run, where ranks may have to gather each together."""
 
     def notes(self, plan: Plan, *others: str) -> list[str]:
         """Lines that tell of what was found, behind others."""
-        return [f"note      {note}" for note in (*others, words_on_branches(self.branches, plan)) if note]
+        return [f"note      {note}" for note in (*others, conditional_blocks_note(self.branches, plan)) if note]
 
     def limits(self, given: PlanSettings, world_size: int) -> PlanSettings:
         """What `auto` may choose from: one microbatch, where several would differ.
@@ -50,7 +50,7 @@ class FirstLooks:
             PlanError: no plan on so many ranks is right.
         """
         self.check(Plan(mesh=MeshPlan(replicate=world_size)))
-        needs_one = bool(self.left.by_forwards or self.meeting.where)
+        needs_one = bool(self.changed.by_forwards or self.coupling.where)
         return replace(given, microbatches=1) if needs_one and given.microbatches is None else given
 
     def check(self, plan: Plan) -> None:
@@ -59,19 +59,19 @@ class FirstLooks:
         Raises:
             PlanError: it would.
         """
-        refuse_left_behind(self.left, plan)
-        refuse_meeting(self.meeting, plan)
+        refuse_changed_state(self.changed, plan)
+        refuse_coupling(self.coupling, plan)
 
     def facts(self, facts: ModelFacts) -> ModelFacts:
         """What plans are chosen and checked by, with what was found."""
-        if not self.meeting.in_loss:
+        if not self.coupling.in_loss:
             return facts
-        return replace(facts, per_sample_loss=False, no_gathering=self.meeting.no_gathering)
+        return replace(facts, per_sample_loss=False, no_gathering=self.coupling.no_gathering)
 
     def declared(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         """The loss, which says of itself what was found."""
         is_said = not getattr(loss, "per_sample", True)
-        return WholeBatchLoss(loss) if self.meeting.in_loss and not is_said else loss
+        return WholeBatchLoss(loss) if self.coupling.in_loss and not is_said else loss
 
 
 def look_first(
@@ -89,8 +89,8 @@ def look_first(
     forward that fails on a part of a batch.
     """
     is_declared = not getattr(loss, "per_sample", True)
-    untried = SampleMeeting(where=LOSS, no_gathering="its forward cannot be tried on a part of a batch")
-    looks = FirstLooks(meeting=untried if is_declared else SampleMeeting())
+    untried = SampleCoupling(where=LOSS, no_gathering="its forward cannot be tried on a part of a batch")
+    looks = FirstLooks(coupling=untried if is_declared else SampleCoupling())
     if plan is not None and runs_once(plan):
         return looks
     trials = trials_of(blueprint, loss, example, part_of(plan))
@@ -113,15 +113,15 @@ def _found(
     looks: FirstLooks, trials: Trials, nets: Nets, blocks: Sequence[str] = (), *, is_declared: bool = False
 ) -> FirstLooks:
     """What this rank finds; what raises keeps what `looks` has."""
-    if nets.left_behind:
+    if nets.changed_state:
         with suppress(Exception):  # whatever a user's forward raises on a part of a batch
-            looks = replace(looks, left=find_left_behind(trials))
-    if nets.meetings or is_declared:
+            looks = replace(looks, changed=find_changed_state(trials))
+    if nets.coupled_samples or is_declared:
         with suppress(Exception):  # as above
-            looks = replace(looks, meeting=find_meeting(trials, is_declared=is_declared))
+            looks = replace(looks, coupling=find_coupling(trials, is_declared=is_declared))
     if blocks:
         with suppress(Exception):  # as above
-            looks = replace(looks, branches=find_branches(trials, blocks))
+            looks = replace(looks, branches=find_conditional_blocks(trials, blocks))
     return looks
 
 
@@ -135,8 +135,8 @@ def agreed_looks(looks: FirstLooks, device: torch.device) -> FirstLooks:
         return next((one[what] for one in told if any(one[what].values())), told[0][what])
 
     return FirstLooks(
-        left=LeftBehind(**first("left")),
-        meeting=SampleMeeting(**first("meeting")),
+        changed=ChangedState(**first("changed")),
+        coupling=SampleCoupling(**first("coupling")),
         branches=list(dict.fromkeys(name for one in told for name in one["branches"])),
     )
 
@@ -155,9 +155,9 @@ def refuse_by_first_looks(recipe: Recipe, plan: Plan, blueprint: Blueprint, prep
     is_declared = not blueprint.per_sample_loss
     looks = _found(FirstLooks(), trials, Nets(), is_declared=is_declared)
     looks.check(plan)
-    if looks.meeting.in_loss and not is_declared and plan.mesh.data > 1:
+    if looks.coupling.in_loss and not is_declared and plan.mesh.data > 1:
         raise PlanError(
-            f"the loss of {recipe.model.factory} is no sum over samples: the first ones give {looks.meeting.figures},"
+            f"the loss of {recipe.model.factory} is no sum over samples: the first ones give {looks.coupling.figures},"
             " together and in two parts, so that data ranks would train on something else than one process. Give the"
             " loss the attribute per_sample = False, and data ranks gather their samples for it; or, if it is a mean"
             " over something else than samples (tokens, pixels), return (sum, count)."
@@ -173,7 +173,7 @@ def branches_by_first_looks(
         return ()
     looks, trials = FirstLooks(), _trials(recipe, plan, blueprint, prepared)
     if trials is not None:
-        looks = _found(looks, trials, Nets(left_behind=False, meetings=False), blueprint.cut.blocks)
+        looks = _found(looks, trials, Nets(changed_state=False, coupled_samples=False), blueprint.cut.blocks)
     return tuple(agreed_looks(looks, torch.device("cpu")).branches)
 
 

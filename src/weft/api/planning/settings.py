@@ -143,9 +143,9 @@ def session_arguments(plan: Plan | str | Path, seconds: float | None = None) -> 
 class Nets:
     """Which nets are spread.  All are, but in tests that ask what another one finds."""
 
-    left_behind: bool = True
+    changed_state: bool = True
     """State that a forward or a loss changes by itself is looked for."""
-    meetings: bool = True
+    coupled_samples: bool = True
     """Samples of a batch that a forward or a loss lets meet are looked for."""
     edits: bool = True
     """What a loop writes into the weights between steps is looked for."""

@@ -26,13 +26,13 @@ def gathers_blocks(plan: Plan) -> bool:
     return plan.data_parallel.shards_weights and plan.mesh.shard * plan.mesh.context > 1
 
 
-def find_branches(trials: Trials, blocks: Sequence[str]) -> list[str]:
+def find_conditional_blocks(trials: Trials, blocks: Sequence[str]) -> list[str]:
     """Try a few samples, alone and in parts, and return the blocks that not all of them run alike.  Raises whatever the
     model's forward raises on several samples."""
     grown = trials.grown(_MOST_SAMPLES // 2)
     many = trials if is_costly(grown, share=0.1) else grown
     found = set[str]()
-    with trials.calm():
+    with trials.without_draws():
         whole = _way(many, many.fields, blocks)
         found |= set(blocks) - set(whole) | _apart([_way(many, half, blocks) for half in (many.first, many.second)])
         try:
@@ -69,7 +69,7 @@ def _apart(ways: Sequence[list[str]]) -> set[str]:
     return found.union(*(names for names in places if len(names) > 1))
 
 
-def words_on_branches(branches: Sequence[str], plan: Plan) -> str:
+def conditional_blocks_note(branches: Sequence[str], plan: Plan) -> str:
     """What a user is told of them; empty: nothing."""
     if not branches or not gathers_blocks(plan):
         return ""

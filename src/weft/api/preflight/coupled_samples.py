@@ -41,7 +41,7 @@ _ROUGHLY = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleMeeting:
+class SampleCoupling:
     """Where samples meet, and what follows."""
 
     where: str = ""
@@ -56,7 +56,7 @@ class SampleMeeting:
         return self.where == LOSS
 
 
-def find_meeting(trials: Trials, *, is_declared: bool) -> SampleMeeting:
+def find_coupling(trials: Trials, *, is_declared: bool) -> SampleCoupling:
     """Try a few samples.  Raises whatever the model's forward raises.
 
     `is_declared`: the loss says by itself that it sees the whole batch, and what is asked is whether it can.
@@ -72,7 +72,7 @@ def find_meeting(trials: Trials, *, is_declared: bool) -> SampleMeeting:
     figures = f"{whole.mean:.6g} and {mean_of(parts):.6g}"
     if where != LOSS and not reason:  # of two encoders whose outputs a forward multiplies, ranks gather the operands
         where = LOSS
-    return SampleMeeting(where=where, figures=figures, no_gathering=reason)
+    return SampleCoupling(where=where, figures=figures, no_gathering=reason)
 
 
 _MOST_SAMPLES, _MOST_NUMBERS = 32, 1 << 22
@@ -94,16 +94,16 @@ def _more(trials: Trials, whole: Seen) -> tuple[Trials, list[Seen]] | None:
         return None
 
 
-def _at_extremes(trials: Trials, whole: Seen, parts: Sequence[Seen], unit: int, *, is_kept: bool) -> SampleMeeting:
+def _at_extremes(trials: Trials, whole: Seen, parts: Sequence[Seen], unit: int, *, is_kept: bool) -> SampleCoupling:
     """What samples of very unlike losses say, beside each other and alone."""
     limit, found = _ROUGHLY.get(trials.dtype, _COARSE), None
-    with suppress(Exception), trials.calm():  # whatever a loss raises of so few samples, and of outputs made up
+    with suppress(Exception), trials.without_draws():  # whatever a loss raises of few samples and made-up outputs
         pairs = extremes_of(trials, whole, parts[0], unit, is_kept=is_kept)
         found = next((pair for pair in pairs if difference(*pair) > limit), None)
     if found is None:
-        return SampleMeeting()
+        return SampleCoupling()
     figures = f"{found[0].mean:.6g} and {mean_of(found[1]):.6g}"
-    return SampleMeeting(where=LOSS, figures=figures, no_gathering=_why_no_gathering(trials))
+    return SampleCoupling(where=LOSS, figures=figures, no_gathering=_why_no_gathering(trials))
 
 
 def _meet(trials: Trials, whole: Seen, parts: Sequence[Seen]) -> bool:
@@ -113,37 +113,37 @@ def _meet(trials: Trials, whole: Seen, parts: Sequence[Seen]) -> bool:
 
 def _tried(trials: Trials) -> list[Seen]:
     """What comes of all samples together, and of the parts."""
-    with trials.calm():
+    with trials.without_draws():
         return [trials.run(trials.copied(), batch) for batch in (trials.fields, trials.first, trials.second)]
 
 
-def refuse_meeting(meeting: SampleMeeting, plan: Plan) -> None:
+def refuse_coupling(coupling: SampleCoupling, plan: Plan) -> None:
     """Refuse a plan under which samples that meet would be apart.
 
     Raises:
         PlanError: it is such a plan.
     """
-    if is_alone(plan) or not meeting.where:
+    if is_alone(plan) or not coupling.where:
         return
     apart = plan.mesh.data > 1 or plan.mesh.context > 1
     is_split = plan.microbatch.is_split
-    if not meeting.in_loss and (apart or is_split):
+    if not coupling.in_loss and (apart or is_split):
         raise PlanError(
-            f"{meeting.where} lets the samples of a batch meet: the first samples give a loss of {meeting.figures},"
+            f"{coupling.where} lets the samples of a batch meet: the first samples give a loss of {coupling.figures},"
             " together and in two parts, so that data ranks and microbatches would train on something else than one"
             " process. Train on one process with the whole batch in one microbatch, or let each sample go by itself"
             " there (nn.LayerNorm, nn.GroupNorm; the statistics of nn.BatchNorm1d, 2d and 3d are shared by ranks)."
         )
-    if meeting.in_loss and is_split:
+    if coupling.in_loss and is_split:
         raise PlanError(
-            f"the loss is no sum over samples: the first ones give {meeting.figures}, together and in two parts, so"
+            f"the loss is no sum over samples: the first ones give {coupling.figures}, together and in two parts, so"
             f" that microbatches would train on something else than one process. Use microbatch.per_step = 1. {_MEAN}"
         )
-    if meeting.in_loss and apart and meeting.no_gathering:
+    if coupling.in_loss and apart and coupling.no_gathering:
         raise PlanError(
-            f"the loss is no sum over samples: the first ones give {meeting.figures}, together and in two parts, and"
-            f" data ranks cannot gather what it sees: {meeting.no_gathering}. Train on one process with the whole batch"
-            f" in one microbatch. {_MEAN}"
+            f"the loss is no sum over samples: the first ones give {coupling.figures}, together and in two parts, and"
+            f" data ranks cannot gather what it sees: {coupling.no_gathering}. Train on one process with the whole"
+            f" batch in one microbatch. {_MEAN}"
         )
 
 
@@ -209,7 +209,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _where(trials: Trials) -> str:
     """The first module that is given samples which have not met, and returns some that have; else the loss."""
     seen = [_Calls(), _Calls(), _Calls()]
-    with trials.calm():
+    with trials.without_draws():
         for calls, batch in zip(seen, (trials.fields, trials.first, trials.second), strict=True):
             copied = trials.copied()
             calls.watch(copied)
@@ -261,7 +261,7 @@ def _why_no_gathering(trials: Trials) -> str:
         return whole.reason
     if known.auxiliary:
         return "it has auxiliary terms, which are sums over samples"
-    with trials.calm():
+    with trials.without_draws():
         return "" if _gathers(trials, whole) else "the samples meet in the forward, before its outputs"
 
 

@@ -29,7 +29,7 @@ _NAMED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftBehind:
+class ChangedState:
     """What forwards change by themselves, as the beginnings of sentences; empty: nothing that matters."""
 
     weights: str = ""
@@ -42,11 +42,11 @@ class LeftBehind:
     """Where two forwards over halves differ from one over the whole."""
 
 
-def find_left_behind(trials: Trials) -> LeftBehind:
+def find_changed_state(trials: Trials) -> ChangedState:
     """Try a few samples.  Raises whatever the model's forward raises."""
     while True:
         known = set(trials.own)
-        with trials.calm():
+        with trials.without_draws():
             found = _found(trials)
         if trials.own == known:
             return found
@@ -57,7 +57,7 @@ def runs_once(plan: Plan) -> bool:
     return is_alone(plan) and not plan.memory.recomputes
 
 
-def refuse_left_behind(left: LeftBehind, plan: Plan) -> None:
+def refuse_changed_state(state: ChangedState, plan: Plan) -> None:
     """Refuse a plan that would leave something else behind than one process does.
 
     Raises:
@@ -65,31 +65,31 @@ def refuse_left_behind(left: LeftBehind, plan: Plan) -> None:
     """
     if runs_once(plan):
         return
-    if left.weights and (plan.mesh.world_size > 1 or left.by_forwards):
+    if state.weights and (plan.mesh.world_size > 1 or state.by_forwards):
         raise PlanError(
-            f"{left.weights}, as nn.Embedding(max_norm=…) does. Every rank would do so by itself, and a plan may keep"
+            f"{state.weights}, as nn.Embedding(max_norm=…) does. Every rank would do so by itself, and a plan may keep"
             f" weights elsewhere between two steps, so plans would differ. {_FIX}"
         )
     others = plan.mesh.data * plan.mesh.context
-    if left.by_samples and others > 1:
+    if state.by_samples and others > 1:
         raise PlanError(
-            f"{left.by_samples} by the samples that it is given, so that the {others} ranks of this plan, which have"
+            f"{state.by_samples} by the samples that it is given, so that the {others} ranks of this plan, which have"
             f" different ones, would part from each other and from one process. {_FIX}"
         )
-    if left.frozen and plan.data_parallel.shards_weights and plan.mesh.shard > 1:
+    if state.frozen and plan.data_parallel.shards_weights and plan.mesh.shard > 1:
         raise PlanError(
-            f"{left.frozen}, and under ZeRO-3 each rank holds a part of it, so that what a forward writes to the whole"
+            f"{state.frozen}, and under ZeRO-3 each rank holds a part of it, so that what a forward writes to the whole"
             " is lost. Use data_parallel.zero = 1, keep it in a buffer, or make the change in the loop between two"
             " steps, on all ranks alike."
         )
-    if left.by_forwards and plan.microbatch.is_split:
+    if state.by_forwards and plan.microbatch.is_split:
         raise PlanError(
-            f"{left.by_forwards} in every forward, and this plan runs the model once for each microbatch, where one"
+            f"{state.by_forwards} in every forward, and this plan runs the model once for each microbatch, where one"
             f" process runs it once in a step, so that plans would differ. Use microbatch.per_step = 1. {_FIX}"
         )
-    if left.by_forwards and plan.memory.recomputes:
+    if state.by_forwards and plan.memory.recomputes:
         raise PlanError(
-            f"{left.by_forwards} in every forward, and the plan's {plan.memory.recompute_line} runs forwards"
+            f"{state.by_forwards} in every forward, and the plan's {plan.memory.recompute_line} runs forwards"
             ' again in the backward, so that plans would differ. Use memory.recompute = "none".'
         )
 
@@ -100,7 +100,7 @@ _FIX = (
 )
 
 
-def _found(trials: Trials) -> LeftBehind:
+def _found(trials: Trials) -> ChangedState:
     before = trials.copied().state()
     whole, halves = trials.copied(), trials.copied()
     parts = [trials.run(halves, batch) for batch in (trials.first, trials.second)]  # some begin with a second forward
@@ -109,7 +109,7 @@ def _found(trials: Trials) -> LeftBehind:
     touched = _changed(before, after) + _changed(before, after_halves)
     if not touched:
         trials.seen = (together, parts[0], parts[1])
-        return LeftBehind()
+        return ChangedState()
     trained = {name for name, weight in trials.blueprint.module.named_parameters() if weight.requires_grad}
     written = [kept for kept in dict.fromkeys(touched) if kept.kind == "parameter"]
     weights = [kept for kept in written if kept.shown in trained]
@@ -119,7 +119,7 @@ def _found(trials: Trials) -> LeftBehind:
     of_forwards = _differing(after, after_halves, before)
     ranks = (trials.first, trials.first), (trials.second, trials.second)
     steps = (trials.fields,), (trials.first, trials.second)
-    return LeftBehind(
+    return ChangedState(
         weights=_told(weights, trials),
         frozen=_told(frozen, trials),
         by_samples=_told(_mattering(list(dict.fromkeys(of_ranks)), trials, ranks), trials),

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft.api.batches.batch_shape import BatchShape, taken_apart
@@ -30,7 +29,7 @@ from weft.config.plan import Plan
 from weft.model.blueprint import Batch, Blueprint
 from weft.model.positions import call_model
 from weft.techniques.core import compute_dtype_of, model_inputs
-from weft.techniques.core._draw_net import is_draw
+from weft.techniques.core._draw_net import DrawMode
 
 _SHARE = 0.75
 """Share of the range or the deviation of what is drawn."""
@@ -51,7 +50,7 @@ def on_trial(weights: Mapping[str, nn.Parameter]) -> Generator[Written]:
             torch.random.fork_rng(devices={p.device for p in weights.values() if p.is_cuda}),
             torch.enable_grad(),
             sdpa_kernel(SDPBackend.MATH),
-            _Calm(written),
+            _FixedDraws(written),
         ):
             warnings.simplefilter("ignore")
             yield written
@@ -92,22 +91,21 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  # meta storages have no address
 
 
-class _Calm(TorchDispatchMode):
+class _FixedDraws(DrawMode):
     """Answers draws with fixed numbers, the same for every sample, and says what is about to be written to."""
 
     def __init__(self, written: Written) -> None:
-        super().__init__()
+        super().__init__(_fixed)
         self._written = written
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
         if func._schema.is_mutable:
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for leaf in tree_leaves(value):
                         if isinstance(leaf, Tensor):
                             self._written.about_to_write(leaf)
-        return _fixed(func, args, given) if is_draw(func, args, given) else func(*args, **given)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _fixed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -274,7 +272,7 @@ class Trials:
         return Seen(outputs, float(loss_sum.detach()), float(count.detach()))
 
     @contextmanager
-    def calm(self) -> Generator[None]:
+    def without_draws(self) -> Generator[None]:
         """Where forwards run: nothing is drawn, and weights are as before afterwards."""
         weights = dict(self.blueprint.module.named_parameters())
         with _no_zeros(weights), on_trial(weights) as written:

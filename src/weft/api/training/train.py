@@ -19,7 +19,7 @@ from weft.analysis.blueprint import build_blueprint
 from weft.api.planning.describe import describe_blueprint, machine_for
 from weft.api.planning.first_looks import branches_by_first_looks, refuse_by_first_looks
 from weft.api.planning.requested import requested_plan
-from weft.api.preflight.conditional_blocks import words_on_branches
+from weft.api.preflight.conditional_blocks import conditional_blocks_note
 from weft.api.preflight.proof import check_prove
 from weft.api.ranks.agreement import check_same_on_all_ranks
 from weft.api.ranks.recording import create_folder, folder_of_rank_0, run_name
@@ -350,7 +350,7 @@ class _Job:
             print(line)
         if self.note:
             print(f"note      {self.note}")
-        for note in (*self.blueprint.notes, words_on_branches(prepared.branches, self.plan)):
+        for note in (*self.blueprint.notes, conditional_blocks_note(prepared.branches, self.plan)):
             if note:
                 print(f"note      {note}")
         print(f"run       {run.path}/", flush=True)

@@ -19,6 +19,7 @@ from weft.techniques.context.shares import runs_of
 from weft.techniques.core import MicrobatchState, StepContext
 from weft.techniques.randomness.draws import DrawLayout, Draws, keyed
 from weft.techniques.randomness.keyed_dropout import KeyedDropout
+from weft.techniques.randomness.quiet import quiet
 from weft.techniques.randomness.token_draws import PairDraw, claimed
 
 SCALE, SAMPLES, SIZE, LENGTH, HEADS = 0.4, 2, 4, 19, 4
@@ -208,3 +209,18 @@ def test_every_part_of_what_a_function_drops_is_that_of_the_whole(rate: float, f
             keys = torch.cat([torch.arange(*run) for run in runs])
             part = dropped.kept((1, 3), queries, runs).double() * dropped.scale
             assert torch.equal(part, kept[:, 1:3][:, :, queries][..., keys])
+
+
+def test_a_proof_drops_nothing_of_shared_attention() -> None:
+    """Plain PyTorch, with which it is compared, draws other numbers; the keys are noted all the same."""
+    context, view = StepContext(), GroupView((0,), 0, None)
+    layout = DrawLayout(place="sample", dim=0, whole=(1, HEADS, LENGTH, LENGTH))
+    draws = Draws(layouts={("attention", "bernoulli_", 0): [layout]}, length=LENGTH)
+    state = MicrobatchState(step=5, seed=7, sample_ids=torch.tensor([4, 9]), sequence_length=LENGTH)
+    with context.entered(state), quiet([], context) as ledger:
+        assert keyed(lambda: claimed(0.4, context, view), "attention", draws, view, context)().rate == 0.0
+        assert DroppedAttention.of(KeyedDropout(0.4, "attention.dropout", context), HEADS, LENGTH) is None
+        assert not ledger.repeated
+        state.calls.restart()
+        DroppedAttention.of(KeyedDropout(0.4, "attention.dropout", context), HEADS, LENGTH)
+    assert ledger.repeated == {"attention.dropout\0" + "0"}

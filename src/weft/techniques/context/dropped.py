@@ -51,6 +51,9 @@ class DroppedAttention:
         if not dropout.training or dropout.p == 0.0:
             return None
         state = dropout.context.require()
+        if dropout.context.ledger is not None:  # draws are left out, and noted
+            dropout.context.ledger.note(f"{dropout.key}\0{dropout.call_number()}", dropout.context)
+            return None
         make = torch.ops.weft.layer_words if torch.compiler.is_compiling() else layer_words
         words = make(state.sample_ids, state.moment, dropout.encoded, dropout.call_number())
         is_cut = dropout.view is not None and dropout.cut_dim == 1

@@ -68,6 +68,9 @@ def claimed(rate: float, context: StepContext, view: GroupView) -> DrawnDropout:
             " where a forward of the model has shown no such draw. Use plan.mesh.context = 1."
         )
     key, layout, _ = found
+    if context.ledger is not None:  # draws are left out, and noted
+        context.ledger.note(key, context)
+        rate = 0.0
     words = sample_words(key, state.seed, state.step, state.sample_ids)
     return DrawnDropout(rate, PairDraw(words, math.prod(layout.whole[:-2]), view))
 

@@ -26,7 +26,7 @@ ROWS = torch.arange(64.0, dtype=torch.float64).view(16, 4) / 64
 
 HOLD = """
 import sys, time
-sys.path[:0] = [{tests!r}]
+sys.path[:0] = {tests!r}
 from test_session_folders import train
 train({folder!r}, 1, then=lambda: (print("saved", flush=True), time.sleep(120)))
 """
@@ -75,7 +75,8 @@ def content(folder: Path) -> dict[str, bytes]:
 @contextmanager
 def running(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A session in a process of its own that has saved, and goes on."""
-    tests = str(Path(__file__).parent)
+    here = Path(__file__).parent
+    tests = [str(here), str(here.parent / "support")]
     script = HOLD.format(tests=tests, folder=str(folder))
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:

@@ -105,7 +105,7 @@ def test_frozen_parameters() -> None:
 
 
 def test_another_loss_reads_gathered_logits() -> None:
-    blueprint = build_model(decoder(loss="weft.model:class_loss"))
+    blueprint = build_model(decoder(loss="weft.model.losses:class_loss"))
     assert blueprint.loss is class_loss
     assert blueprint.vocabulary_head is None
     assert next(rule for rule in blueprint.split if rule.match == "head").gather_output

@@ -164,8 +164,8 @@ def test_class_and_regression_losses_sum_over_samples() -> None:
 
 def test_losses_by_name() -> None:
     assert loss_by_name("tokens") is token_loss
-    assert loss_by_name("weft.model:class_loss") is class_loss
+    assert loss_by_name("weft.model.losses:class_loss") is class_loss
     with pytest.raises(RecipeError, match="Did you mean classes"):
         loss_by_name("clases")
     with pytest.raises(RecipeError, match=r"cannot be called as loss\(outputs, batch\)"):
-        loss_by_name("weft.model:build_reference")
+        loss_by_name("weft.model.build:build_reference")

@@ -27,7 +27,8 @@ from torch._dynamo.utils import counters
 from weft.errors import PlanError
 from weft.model.blueprint import Blueprint
 from weft.model.families import CutTable
-from weft.techniques.core import KeyedDropout, MicrobatchState, StepContext
+from weft.techniques.core import MicrobatchState, StepContext
+from weft.techniques.randomness.keyed_dropout import KeyedDropout
 from weft.config.plan import ComputePlan, MemoryPlan, Plan
 from weft.techniques.compute.compiling import apply_compile
 from weft.techniques.recompute.blocks import apply_recompute

@@ -76,11 +76,25 @@ def _by_all(model: Any) -> None:
     model[2].bias.data *= norm
 
 
+def _renormed_numpy(model: Any) -> None:
+    for p in model.parameters():
+        held = p.detach().numpy()
+        held /= (held**2).sum() ** 0.5
+
+
 def _read(model: Any) -> None:
     vector = nn.utils.parameters_to_vector(model.parameters())
     assert vector.norm().item() > 0
     assert all(float(p.data.abs().max()) >= 0 and p.grad is not p for p in model.parameters())
     assert all(p.tolist() is not None and bool(p.isfinite().all()) for p in copy.deepcopy([*model.parameters()]))
+
+
+@torch.no_grad()
+def _buffer_by_all(model: Any) -> None:
+    norm = sum(p.square().sum() for p in model.parameters())
+    for module in model.modules():
+        if hasattr(module, "gain"):
+            module.gain.copy_(norm)
 
 
 def _read_before(model: Any) -> None:
@@ -105,8 +119,10 @@ EDITS: dict[str, Callable[[Any], None]] = {
 
 OF_PARTS = EDITS | {
     "data by its norm": _renormed_data,
+    "numpy by its norm": _renormed_numpy,
     "by another": _by_another,
     "by all": _by_all,
+    "buffer by all": _buffer_by_all,
     "read": _read,
     "read before": _read_before,
 }
@@ -183,7 +199,9 @@ def test_edits_reach_the_masters_of_bf16(ranks: RankPool, tmp_path: Path, edit: 
                 assert max(float(mine.abs().max()) for mine in found) <= 0.2002
 
 
-@pytest.mark.parametrize("edit", ["clamp_", "mul_", "as one vector", "data by its norm", "init.zeros_", "detach"])
+@pytest.mark.parametrize(
+    "edit", ["clamp_", "mul_", "as one vector", "data by its norm", "numpy by its norm", "init.zeros_", "detach"]
+)
 def test_edits_of_what_tensor_ranks_share_are_refused(ranks: RankPool, tmp_path: Path, edit: str) -> None:
     with pytest.raises(RecipeError, match=r"the loop has changed 0\.weight since the last step, of which this rank"):
         ranks.run(2, train, "tensor", str(tmp_path), edit)
@@ -207,6 +225,46 @@ def test_a_number_of_a_share_is_refused(ranks: RankPool, tmp_path: Path) -> None
     """Torch gives each rank the norm of its own rows."""
     with pytest.raises(RecipeError, match=r"has made a number .* of what it computed of a weight.*`\.full_tensor\(\)`"):
         ranks.run(2, train, "zero 3", str(tmp_path), "by all")
+
+
+def whole_by_shares(folder: str) -> None:
+    with session_of(folder, plan_of("zero 3", 2)) as session:
+        model = build()
+        model.register_buffer("gain", torch.ones((), dtype=torch.float64))
+        _buffer_by_all(prepared(session, model, InOrder(), batch_size=BATCH).model)
+
+
+def test_a_whole_tensor_beside_shares_is_refused_in_a_sentence(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"together with a tensor that is whole.*value\.full_tensor\(\)"):
+        ranks.run(2, whole_by_shares, str(tmp_path))
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_a_weight_that_is_turned_trains_on(tmp_path: Path, precision: Any) -> None:
+    """Its address and its shape stay the same."""
+
+    def model_of() -> nn.Sequential:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+
+    right = model_of()
+    optimizer = torch.optim.AdamW(right.parameters(), lr=1e-2)
+    for batch in [*in_order()][:STEPS]:
+        optimizer.zero_grad()
+        (loss_fn(right(batch[0]), batch)[0] / len(batch[0])).backward()
+        optimizer.step()
+        right[0].weight.data = right[0].weight.data.t()
+    plan = plan_of("bf16" if precision == "bf16" else "data", 1)
+    with session_of(tmp_path, plan, permit=(precision,)) as session:
+        model = model_of()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        state = prepared(session, model, InOrder(), optimizer=optimizer, batch_size=BATCH)
+        for batch in state.batches(STEPS):
+            state.step(batch)
+            state.model[0].weight.data = state.model[0].weight.data.t()
+        found = whole_weights(state, str(tmp_path), model_of())
+    for mine, other in zip(found, right.parameters(), strict=True):
+        assert float((mine.double() - other.detach()).abs().max()) < (0.02 if precision == "bf16" else 1e-10)
 
 
 def differing(folder: str) -> None:
@@ -306,9 +364,10 @@ def beside_stages(folder: str, edit: str) -> None:
             super().__init__()
             self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
             self.blocks = nn.ModuleList([nn.Tanh(), nn.Linear(8, 8)])
+            self.register_buffer("gain", torch.ones(()))
 
         def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
+            x = self.first(x) * self.gain
             for block in self.blocks:
                 x = block(x)
             return self.last(x)
@@ -344,6 +403,7 @@ def beside_stages(folder: str, edit: str) -> None:
         ),
         ("clamp_", r"has changed [a-z.0-9]+ and [123] more weights .*mesh\.pipeline = 1"),
         ("data.clamp_", r"has changed [a-z.0-9]+ and [123] more weights .*mesh\.pipeline = 1"),
+        ("buffer by all", r"changed gain since the last step and has read [a-z.0-9]+, and other .*mesh\.pipeline = 1"),
         ("as one vector", r"has changed [a-z.0-9]+ and [123] more weights .*mesh\.pipeline = 1"),
         (
             "one by all",

@@ -32,6 +32,17 @@ class _Watched:
     """What trains, or its copy to compute with: the storage that the parameter had from the plan."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What tells that somebody has written into parameters."""
+
+    addresses: list[int]
+    versions: list[int]
+    """Empty: nobody asks for them."""
+    strides: list[tuple[int, ...]]
+    """Of those that keep their address and shape when they are turned (`p.data = p.data.t()`)."""
+
+
 @final
 class Edits:
     """Knows which parameters somebody else than Weft has written to, by their versions and their storages.
@@ -57,6 +68,12 @@ class Edits:
         self._has_copies = any(shard.weights is not None for shard in self._shards)
         # Alone, and without copies, what is written in place is where it is trained, and differs from nobody's.
         self._counts_writes = self._has_copies or plan.mesh.world_size > 1
+        self._turnable = [
+            place
+            for place, each in enumerate(self._parameters)
+            if len(longer := [size for size in each.shape if size > 1]) > len(set(longer))
+        ]
+        """Places of parameters with two dimensions of one size."""
         self._seen, self._versions = self._look(), _versions(self._masters)
         self._structure = Structure([part.module for part in parts])
         self._spread = [each for each in self._watched if isinstance(each.parameter, DTensor)]
@@ -77,6 +94,15 @@ class Edits:
             if type(each.parameter) is nn.Parameter
             and (self.has_parts or (self._has_copies and not plan.compute.compile))
         ]
+        self._buffers = [
+            (known.name if (known := part.layout.entries.get(name)) else name, each)
+            for part in parts
+            for name, each in part.module.named_buffers()
+            if self.has_parts
+        ]
+        self._buffers_seen: list[tuple[int, int]] = []
+        self._written_buffers: list[str] = []
+        """Those that the loop has written into since the last step."""
         self._told = telling_class(weakref.ref(self), reads=self.has_parts)
         self._is_telling = False
         self.tell(True)
@@ -88,11 +114,18 @@ class Edits:
         2 % of a step of 5 ms in all (a Xeon core, 2026-11)."""
         if told is not self._is_telling:
             self._is_telling = told
+            self._look_at_buffers(is_first=told)
             if self._spread:
                 refuse_part_of_sum(told)
             kind = self._told if told else nn.Parameter
             for each in self._telling:
                 each.__class__ = kind
+
+    def _look_at_buffers(self, *, is_first: bool) -> None:
+        seen, self._buffers_seen = self._buffers_seen, [(each.data_ptr(), each._version) for _, each in self._buffers]
+        if not is_first and seen != self._buffers_seen:
+            changed = zip(self._buffers, seen, self._buffers_seen, strict=True)
+            self._written_buffers += [name for (name, _), one, other in changed if one != other]
 
     def touch(self, parameter: Tensor, data: Tensor) -> None:
         """Somebody has asked for the `.data` of a parameter, by which it may write."""
@@ -115,11 +148,11 @@ class Edits:
         Raises:
             RecipeError: they do not fit into what trains.
         """
-        if self._is_inside or (new.data_ptr() == old.data_ptr() and new.shape == old.shape and new.dtype == old.dtype):
+        if self._is_inside or (new.data_ptr() == old.data_ptr() and _form(new) == _form(old)):
             return self._is_inside is False
         _check_fits(next((each.name for each in self._watched if each.parameter is parameter), "a parameter"), old, new)
         with torch.no_grad():
-            parameter.copy_(new)
+            parameter.copy_(new.clone() if new.data_ptr() == old.data_ptr() else new)  # its own, turned
         return True
 
     # ── told by the guard ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -150,6 +183,9 @@ class Edits:
                 shard.take_over()
         if edited:
             self._note_edited(edited)
+        names, self._written_buffers = self._written_buffers, []
+        for name in names:
+            self._refuse_by_reads(name)
 
     def note(self, *, gathered: bool = False) -> None:
         """Weft has done what it had to do: what is written from now on is somebody else's.  Unless what is `gathered`
@@ -188,19 +224,22 @@ class Edits:
     def _edited(self) -> list[_Watched]:
         """Those that were written to, as far as versions tell, or given storages of their own (`.data = …`, `set_`),
         whose values are brought to where they are trained."""
-        seen = self._look()
-        if seen == self._seen:
+        seen, known = self._look(), self._seen
+        if seen == known:
             return []
+        turned = {
+            place for place, one, two in zip(self._turnable, seen.strides, known.strides, strict=True) if one != two
+        }
         edited: list[_Watched] = []
         for place, each in enumerate(self._watched):
-            address, version = seen[place], seen[place - len(self._watched)]
-            is_other = address != self._seen[place] and not isinstance(each.parameter, DTensor)
-            if is_other:
+            is_turned = place in turned
+            is_other = is_turned or seen.addresses[place] != known.addresses[place]
+            if is_other and not isinstance(each.parameter, DTensor):
                 given = each.parameter.detach()
                 _check_fits(each.name, each.trained, given)
-                each.trained.copy_(given)
+                each.trained.copy_(given.clone() if is_turned else given)
                 each.parameter.data = each.trained
-            if self._counts_writes and (is_other or version != self._seen[place - len(self._watched)]):
+            if self._counts_writes and (is_other or seen.versions[place] != known.versions[place]):
                 edited.append(each)
         self._seen = self._look()
         return edited
@@ -211,17 +250,19 @@ class Edits:
         now = [_sums(each.parameter.detach()) for each, _ in lent]
         return [each for (each, then), sums in zip(lent, now, strict=True) if not all(map(torch.equal, then, sums))]
 
-    def _look(self) -> list[int]:
-        """The address of each parameter, and behind these its version, where it is asked for.  After a step none of
-        them is in a processor's cache, so to look takes 0.2 µs for each number (a Xeon core, 2026-11)."""
-        addresses = [each.data_ptr() for each in self._parameters]
-        return addresses + _versions(self._parameters) if self._counts_writes else addresses
+    def _look(self) -> _Look:
+        """After a step no parameter is in a processor's cache, so to look takes 0.2 µs for each number (a Xeon core,
+        2026-11)."""
+        return _Look(
+            addresses=[each.data_ptr() for each in self._parameters],
+            versions=_versions(self._parameters) if self._counts_writes else [],
+            strides=[self._parameters[place].stride() for place in self._turnable],
+        )
 
     def _follow(self) -> None:
         """Take up versions, and storages, that Weft itself has given to parameters since `settle`."""
         before, self._seen = self._seen, self._look()
-        addresses = slice(len(self._watched))
-        if before[addresses] != self._seen[addresses]:
+        if before.addresses != self._seen.addresses:
             for each in self._watched:
                 each.trained = each.parameter.detach()
 
@@ -259,30 +300,41 @@ class Edits:
             self._facts["what the loop has written into the weights"] = ", ".join(said)
 
     def _refuse_of_parts(self, edited: Sequence[_Watched]) -> None:
-        """Refuse what may have been computed of parts of the model.  What a loop has read of a weight may have been
-        kept, so that it counts in every later step."""
+        """Refuse what may have been computed of parts of the model."""
         mesh, first = self._plan.mesh, edited[0]
-        read = [each for each in self._watched if id(each.parameter) in self._read]
-        of = "(a norm, an average) would be another on each rank. Write it as a parametrization in the model"
         if (cut := next((each for each in edited if each.cut_by), None)) is not None:
             raise RecipeError(
                 f"the loop has changed {cut.name} since the last step, {self._part_of(cut)}: what is computed of the"
-                f" whole {of}, or use mesh.{cut.cut_by} = 1."
+                f" whole {_DIFFERS}, or use mesh.{cut.cut_by} = 1."
             )
+        if mesh.pipeline > 1 and len({_module_of(each.name) for each in edited}) > 1:
+            raise RecipeError(
+                f"the loop has changed {first.name} and {len(edited) - 1} more weights since the last step,"
+                f" {self._stages}, change the weights of one module alone, or use mesh.pipeline = 1."
+            )
+        self._refuse_by_reads(first.name)
+
+    def _refuse_by_reads(self, changed: str) -> None:
+        """Refuse what may have been written by what the loop has read, at any time: it may have kept that."""
+        read = [each for each in self._watched if id(each.parameter) in self._read]
         if (cut := next((each for each in read if each.cut_by), None)) is not None:
             raise RecipeError(
-                f"the loop has changed {first.name} since the last step, and has read {cut.name},"
-                f" {self._part_of(cut)}: what is computed of that {of}, read no weights, or use mesh.{cut.cut_by} = 1."
+                f"the loop has changed {changed} since the last step, and has read {cut.name}, {self._part_of(cut)}:"
+                f" what is computed of that {_DIFFERS}, read no weights, or use mesh.{cut.cut_by} = 1."
             )
-        others = [each for each in (*edited, *read) if _module_of(each) != _module_of(first)]
-        if mesh.pipeline > 1 and others:
-            more = f" and {len(edited) - 1} more weights" if others[0] in edited else ""
-            does = "" if more else f" and has read {others[0].name}"
+        others = [each.name for each in read if _module_of(each.name) != _module_of(changed)]
+        if self._plan.mesh.pipeline > 1 and others:
             raise RecipeError(
-                f"the loop has changed {first.name}{more} since the last step{does}, and other ranks have the other"
-                f" stages of the model (mesh.pipeline = {mesh.pipeline}): what is computed of several weights {of},"
-                " read and change the weights of one module alone, or use mesh.pipeline = 1."
+                f"the loop has changed {changed} since the last step and has read {others[0]}, {self._stages}, read the"
+                " weights of that module alone, or use mesh.pipeline = 1."
             )
+
+    @property
+    def _stages(self) -> str:
+        return (
+            f"and other ranks have the other stages of the model (mesh.pipeline = {self._plan.mesh.pipeline}): what is"
+            f" computed of several weights {_DIFFERS}"
+        )
 
     def _part_of(self, cut: _Watched) -> str:
         return f"of which this rank has a part (mesh.{cut.cut_by} = {getattr(self._plan.mesh, cut.cut_by or '')})"
@@ -292,8 +344,11 @@ def _cut_by(layout: ParameterLayout) -> Axis | None:
     return next((axis for axis in layout.split_axes if axis not in BATCH_AXES), None)
 
 
-def _module_of(watched: _Watched) -> str:
-    return watched.name.rpartition(".")[0]
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+_DIFFERS = "(a norm, an average) would be another on each rank. Write it as a parametrization in the model"
 
 
 @torch.no_grad()
@@ -314,9 +369,14 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
     return [each._version for each in tensors]
 
 
-def _places(watched: Sequence[_Watched]) -> list[int]:
-    """Which storage torch knows each parameter by; a DTensor's own is empty, and stays the same."""
-    return [each.parameter.untyped_storage()._cdata for each in watched]  # pyright: ignore[reportPrivateUsage]
+def _places(watched: Sequence[_Watched]) -> list[tuple[int, ...]]:
+    """Which storage torch knows each parameter by, and its strides; a DTensor's own storage is empty, and stays the
+    same."""
+    return [(each.parameter.untyped_storage()._cdata, *each.parameter.stride()) for each in watched]  # pyright: ignore[reportPrivateUsage]
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _check_fits(name: str, old: Tensor, new: Tensor) -> None:

@@ -17,7 +17,7 @@ class Listener(Protocol):
     """Who is told."""
 
     def touch(self, parameter: Tensor, data: Tensor) -> None:
-        """Somebody has asked for the `.data` of a parameter."""
+        """Somebody has asked for the `.data` of a parameter, or for another tensor of the same storage."""
 
     def rebind(self, parameter: nn.Parameter, old: Tensor, new: Tensor) -> bool:
         """Somebody gives a parameter other storage; return whether the listener has taken its values over."""
@@ -32,7 +32,7 @@ def telling_class(listener: Callable[[], Listener | None], *, reads: bool) -> ty
 
     It is made anew for each model, and copies and pickles are torch's own parameters: nothing of Weft goes with them.
     """
-    plain: Any = cast(Any, torch.Tensor).data
+    plain, gradient = cast(Any, torch.Tensor).data, cast(Any, torch.Tensor).grad
 
     class Parameter(nn.Parameter):
         @property
@@ -60,14 +60,34 @@ def telling_class(listener: Callable[[], Listener | None], *, reads: bool) -> ty
             return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
     class ReadParameter(Parameter):
+        @property
+        def grad(self) -> Tensor | None:
+            """No value of the parameter, and asked for often."""
+            with torch.DisableTorchFunctionSubclass():
+                return gradient.__get__(self)
+
+        @grad.setter
+        def grad(self, value: Tensor | None) -> None:
+            with torch.DisableTorchFunctionSubclass():
+                gradient.__set__(self, value)
+
+        @grad.deleter
+        def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+            with torch.DisableTorchFunctionSubclass():
+                gradient.__delete__(self)
+
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             given = kwargs or {}
             with torch.DisableTorchFunctionSubclass():
                 result = func(*args, **given)
-            if func != _GRADIENT and _is_value(result) and (told := listener()) is not None:
+                if not _is_value(result) or (told := listener()) is None:
+                    return result
                 # A parameter that is returned itself was written to, or is as it was: nothing was computed of it.
-                told.read(each for each in _flat((*args, *given.values())) if type(each) is cls and each is not result)
+                used = [each for each in _flat((*args, *given.values())) if type(each) is cls and each is not result]
+                told.read(used)
+                if len(used) == 1 and isinstance(result, Tensor) and result.data_ptr() == used[0].data_ptr():
+                    told.touch(used[0], used[0].detach())  # whose numpy array tells nobody who writes into it
             return result
 
     kind = ReadParameter if reads else Parameter
@@ -100,10 +120,6 @@ def _number(operator: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
             " every rank, or use data_parallel.zero = 0, 1 or 2."
         )
     return operator(value.to_local())
-
-
-_GRADIENT = cast(Any, torch.Tensor).grad.__get__
-"""What torch calls for `parameter.grad`, which is no value of the parameter."""
 
 
 def _is_value(result: Any) -> bool:

@@ -26,6 +26,8 @@ def explain_share(error: BaseException, models: Iterable[tuple[nn.Module, Plan]]
         )
     if isinstance(error, AttributeError | KeyError):
         return _of_stages(error, models)
+    if isinstance(error, AssertionError):
+        return _of_whole_ones(error, models)
     if isinstance(error, WeftError) or not isinstance(
         error, RuntimeError | TypeError | ValueError | NotImplementedError
     ):
@@ -88,12 +90,27 @@ def _of_stages(error: BaseException, models: Iterable[tuple[nn.Module, Plan]]) -
     )
 
 
+def _of_whole_ones(error: AssertionError, models: Iterable[tuple[nn.Module, Plan]]) -> RecipeError | None:
+    """Of torch's own check of what meets shares, which has no words."""
+    frames = _frames(error)
+    is_of_torch = "/torch/distributed/tensor/" in (_file(frames[-1]) if frames else "")
+    if not is_of_torch or not any(plan.data_parallel.shards_weights for _, plan in models):
+        return None
+    own = next((frame for frame in reversed(frames) if "/torch/" not in _file(frame)), frames[0])
+    if _file(own).startswith(_HERE):
+        return None
+    return RecipeError(
+        f"{own.f_code.co_name} has brought what was computed of shares of weights together with a tensor that is whole."
+        " Gather it first (value.full_tensor()), on every rank, or use data_parallel.zero = 0, 1 or 2."
+    )
+
+
 def _stands_in(module: nn.Module) -> bool:
     return type(module).__module__.startswith("weft.techniques.pipeline.")
 
 
 _NO_COPY = re.compile("does not support deepcopy|cannot pickle")
-_OF_SHARES = re.compile("DTensor|sharded|size of tensor|shape|dtype|same size", re.IGNORECASE)
+_OF_SHARES = re.compile("DTensor|sharded|tensor subclasses|size of tensor|shape|dtype|same size", re.IGNORECASE)
 """What torch says where tensors of other kinds, sizes or dtypes meet."""
 _HERE = weft.errors.__file__.rpartition("/")[0]
 

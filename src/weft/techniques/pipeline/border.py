@@ -200,6 +200,8 @@ def cut_found(module: nn.Module, table: FoundCut, stage: int, cuts: Sequence[int
             part.get_submodule(name).register_forward_hook(partial(_note, border, name))
     if stage < len(cuts):
         part.forward = partial(_until_reached, border, part.forward)
+        for hooks in (value for name, value in vars(part).items() if name.startswith("_forward_hooks")):
+            hooks.clear()  # they are for the result, which the last stage has
     return part
 
 

@@ -40,7 +40,7 @@ class _Look:
     versions: list[int]
     """Empty: nobody asks for them."""
     strides: list[tuple[int, ...]]
-    """Of those that keep their address and shape when they are turned (`p.data = p.data.t()`)."""
+    """Strides of those that keep their address and shape when they are turned (`p.data = p.data.t()`)."""
 
 
 @final

@@ -32,7 +32,15 @@ def telling_class(listener: Callable[[], Listener | None], *, reads: bool) -> ty
 
     It is made anew for each model, and copies and pickles are torch's own parameters: nothing of Weft goes with them.
     """
-    plain, gradient = cast(Any, torch.Tensor).data, cast(Any, torch.Tensor).grad
+    kind = _telling_of_data(listener)
+    kind = _telling_of_reads(kind, listener) if reads else kind
+    kind.__module__, kind.__qualname__ = nn.Parameter.__module__, nn.Parameter.__qualname__
+    kind.__name__ = nn.Parameter.__name__
+    return kind
+
+
+def _telling_of_data(listener: Callable[[], Listener | None]) -> type[nn.Parameter]:
+    plain = cast(Any, torch.Tensor).data
 
     class Parameter(nn.Parameter):
         @property
@@ -59,7 +67,13 @@ def telling_class(listener: Callable[[], Listener | None], *, reads: bool) -> ty
         def __reduce_ex__(self, protocol: Any) -> Any:
             return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
-    class ReadParameter(Parameter):
+    return Parameter
+
+
+def _telling_of_reads(kind: type[nn.Parameter], listener: Callable[[], Listener | None]) -> type[nn.Parameter]:
+    gradient = cast(Any, torch.Tensor).grad
+
+    class ReadParameter(kind):
         @property
         def grad(self) -> Tensor | None:
             """No value of the parameter, and asked for often."""
@@ -90,10 +104,7 @@ def telling_class(listener: Callable[[], Listener | None], *, reads: bool) -> ty
                     told.touch(used[0], used[0].detach())  # whose numpy array tells nobody who writes into it
             return result
 
-    kind = ReadParameter if reads else Parameter
-    kind.__module__, kind.__qualname__ = nn.Parameter.__module__, nn.Parameter.__qualname__
-    kind.__name__ = nn.Parameter.__name__
-    return kind
+    return ReadParameter
 
 
 def refuse_part_of_sum(refused: bool) -> None:

@@ -218,7 +218,11 @@ def test_a_proof_drops_nothing_of_shared_attention() -> None:
     draws = Draws(layouts={("attention", "bernoulli_", 0): [layout]}, length=LENGTH)
     state = MicrobatchState(step=5, seed=7, sample_ids=torch.tensor([4, 9]), sequence_length=LENGTH)
     with context.entered(state), quiet([], context) as ledger:
-        assert keyed(lambda: claimed(0.4, context, view), "attention", draws, view, context)().rate == 0.0
+        draw = keyed(lambda: claimed(0.4, context, view), "attention", draws, view, context)().draw
+        assert isinstance(draw, PairDraw)
+        dropped = DroppedAttention.by_function(draw, 0.4, HEADS, LENGTH)
+        assert dropped.kept((0, HEADS), torch.arange(LENGTH), [(0, LENGTH)]).all()
+        assert dropped.scale == pytest.approx(1 / 0.6)  # as the operators of a dropout by a function have it
         assert DroppedAttention.of(KeyedDropout(0.4, "attention.dropout", context), HEADS, LENGTH) is None
         assert not ledger.repeated
         state.calls.restart()

@@ -37,13 +37,15 @@ class DroppedAttention:
     """Tokens of a whole sample."""
     rate: float | None = None
     """The share that is dropped, where a function drops; None: `count` says it."""
+    keeps_all: bool = False
+    """Whether all are kept, and scaled as if some were not: so a function that drops is left out of a proof."""
 
     @classmethod
     def by_function(cls, draw: PairDraw, rate: float, heads: int, length: int) -> DroppedAttention:
         """What a dropout that is a function drops of `heads` heads of this rank."""
         from weft.techniques.randomness._draw_values import dropped_of  # loaded where something draws by functions
 
-        return cls(draw.words, dropped_of(1.0 - rate), draw.first_of(heads), length, rate)
+        return cls(draw.words, dropped_of(1.0 - rate), draw.first_of(heads), length, rate, draw.keeps_all)
 
     @classmethod
     def of(cls, dropout: KeyedDropout, heads: int, length: int) -> DroppedAttention | None:
@@ -78,9 +80,9 @@ class DroppedAttention:
             + queries
         )
         shape = (self.words.numel(), stop - start, queries.numel())
-        if self.count == RESOLUTION:
+        if self.count == RESOLUTION or self.keeps_all:
             width = sum(last - first for first, last in keys)
-            return torch.zeros((*shape, width), dtype=torch.bool, device=device)
+            return torch.full((*shape, width), self.keeps_all, dtype=torch.bool, device=device)
         if self.rate is not None and not self.count:
             return self._one_by_one(self.rate, rows.flatten(), keys).view(*shape, -1)
         numbers = rows.flatten()

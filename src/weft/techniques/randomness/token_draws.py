@@ -36,6 +36,8 @@ class PairDraw:
     """Heads of the whole model."""
     view: GroupView
     """Ranks that may have parts of the heads."""
+    keeps_all: bool = False
+    """Whether it is left out of a proof."""
 
     def first_of(self, heads: int) -> int:
         """Return the first of the heads that this rank has.
@@ -70,9 +72,9 @@ def claimed(rate: float, context: StepContext, view: GroupView) -> DrawnDropout:
     key, layout, _ = found
     if context.ledger is not None:  # draws are left out, and noted
         context.ledger.note(key, context)
-        rate = 0.0
     words = sample_words(key, state.seed, state.step, state.sample_ids)
-    return DrawnDropout(rate, PairDraw(words, math.prod(layout.whole[:-2]), view))
+    draw = PairDraw(words, math.prod(layout.whole[:-2]), view, keeps_all=context.ledger is not None)
+    return DrawnDropout(rate, draw)
 
 
 def _is_of_pairs(layout: DrawLayout, length: int) -> bool:

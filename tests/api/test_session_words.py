@@ -78,9 +78,12 @@ def test_a_plan_that_says_nothing_of_microbatches_takes_the_loaders_batch(
 
 
 def test_microbatches_that_a_plan_names_are_its_own() -> None:
-    for text in ("[microbatch]\nsize = 1\n", "[microbatch]\nper_step = 1\n", "[microbatch]\nsize = 3\n"):
+    for text in ("[microbatch]\nsize = 1\n", "[microbatch]\nsize = 3\n", "[microbatch]\nper_step = 3\n"):
         plan = parse_plan(text)
         assert filled_in(plan, recipe_of(8)).microbatch == plan.microbatch
+    for number in (1, 2):  # how many are named, and their size follows
+        named = filled_in(parse_plan(f"[microbatch]\nper_step = {number}\n"), recipe_of(8)).microbatch
+        assert named == MicrobatchPlan(size=8 // number, per_step=number)
     assert filled_in(Plan(mesh=MeshPlan(replicate=3)), recipe_of(8)).microbatch == MicrobatchPlan()  # no whole share
     stages = filled_in(Plan(mesh=MeshPlan(pipeline=3)), recipe_of(8)).microbatch
     assert (stages.size, stages.per_step) == (2, 4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +88,7 @@ def reverse(model: Any) -> None:
 
 CHANGES: dict[str, Callable[[Any], None]] = {
     "nothing": lambda model: None,
+    "eager": lambda model: None,
     "parameter": hook_parameter,
     "parameter, later": hook_later,
     "row": give_row,
@@ -101,9 +101,10 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 def build(change: str, head: str | None = None) -> Blueprint:
     """A factory."""
+    attention = "eager" if change == "eager" else "sdpa"
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=16, use_cache=False, attn_implementation="eager",
+        num_key_value_heads=1, max_position_embeddings=16, use_cache=False, attn_implementation=attention,
         tie_word_embeddings=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
@@ -177,8 +178,6 @@ def test_backwards_that_no_forward_shows_are_no_shared_sequence(change: str, why
     assert bool(blueprint.no_shared_sequence) == bool(why)
 
 
-def test_masks_of_a_factory_say_what_they_were_made_from() -> None:
-    """A process that has built no model of a folder before shares the sequence of one that attends by masks."""
-    blueprint = build_blueprint(replace(recipe_of("nothing")))
-    assert not blueprint.no_shared_sequence
-    assert blueprint.writes_attention
+@pytest.mark.parametrize("change", ["nothing", "eager"])
+def test_a_factory_attends_by_the_interface_where_ranks_share(change: str) -> None:
+    assert not build_blueprint(recipe_of(change)).no_shared_sequence

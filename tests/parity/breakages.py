@@ -14,10 +14,10 @@ from typing import Any
 
 import channel_breakages
 import dispatcher_breakages
+import scored_breakages
 import token_breakages
 import torch
 import torch.distributed as dist
-import written_breakages
 from torch import Tensor, nn
 
 from weft.comm.collectives import shard_of
@@ -175,22 +175,24 @@ def _seen_by_share() -> list[Patch]:
     pairs = attention.Visibility.pairs
 
     def pairs_of(self: Any, source: int) -> Any:
-        return () if source > self.view.index and self.form.causal else pairs(self, source)
+        return () if source > self.view.index and self.form.pattern.causal else pairs(self, source)
 
     return [(attention.Visibility, "pairs", pairs_of)]
 
 
 def _window_one_too_wide() -> list[Patch]:
     """Each token sees one more than its window holds."""
-    pairs, mask = attention.Visibility.pairs, attention.Visibility.mask
+    pairs, scoring = attention.Visibility.pairs, attention.Visibility.scoring
 
     def wider(self: Any) -> Any:
-        window = self.form.window
-        return self if window is None else replace(self, form=replace(self.form, window=window + 1))
+        form, window = self.form, self.form.pattern.window
+        if window is None:
+            return self
+        return replace(self, form=replace(form, pattern=replace(form.pattern, window=window + 1)))
 
     return [
         (attention.Visibility, "pairs", lambda self, source: pairs(wider(self), source)),
-        (attention.Visibility, "mask", lambda self, *of: mask(wider(self), *of)),
+        (attention.Visibility, "scoring", lambda self, *of: scoring(wider(self), *of)),
         (attention.Visibility, "shown", property(lambda self: shares.Shown(self.tokens.length, self.view.size))),
     ]
 
@@ -407,7 +409,7 @@ PATCHES: Mapping[str, Callable[[], list[Patch]]] = {
     **channel_breakages.PATCHES,
     **dispatcher_breakages.PATCHES,
     **token_breakages.PATCHES,
-    **written_breakages.PATCHES,
+    **scored_breakages.PATCHES,
 }
 BLUEPRINTS: Mapping[str, Callable[[Blueprint], Blueprint]] = {
     "mean of means": _mean_of_means,

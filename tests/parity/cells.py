@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from scored_models import SCORED
 from window_models import LENGTH, WINDOWED
-from written_models import WRITTEN
 
 from weft.config.plan import (
     ComputePlan,
@@ -118,6 +118,7 @@ def models(folder: Path) -> dict[str, ModelRecipe]:
         "isolated": ISOLATED,
         "mixing": ModelRecipe(factory="parity_models:build_mixing", arguments={"convolves": True}),
         "written": ModelRecipe(factory="parity_models:build_mixing", arguments={"convolves": False}),
+        "torch_encoder": ModelRecipe(factory="parity_models:build_torch_encoder"),
         "convnet": ModelRecipe(reference="convnet", shape=ConvNetShape(num_layers=4, channels=8)),
         "mlp": ModelRecipe(
             reference="mlp", shape=MlpShape(num_layers=4, input_size=12, hidden_size=16, num_classes=10, dropout=0.1)
@@ -128,10 +129,10 @@ def models(folder: Path) -> dict[str, ModelRecipe]:
         "global_heads": ModelRecipe(factory="parity_models:build_global_heads"),
     }
     plain = {name: HF_CONFIGS[base] | changes for name, (base, changes) in WITHOUT_DROPPED_ATTENTION.items()}
-    for name, config in (HF_CONFIGS | plain | WINDOWED | WRITTEN).items():
+    for name, config in (HF_CONFIGS | plain | WINDOWED | SCORED).items():
         path = folder / f"{name}.json"
         path.write_text(json.dumps(config))
-        found[name] = ModelRecipe(hf=str(path), sequence_length=LENGTH if name in WINDOWED | WRITTEN else 11)
+        found[name] = ModelRecipe(hf=str(path), sequence_length=LENGTH if name in WINDOWED | SCORED else 11)
     for name, (base, adapter) in ADAPTED.items():
         found[name] = replace(found[base], adapter=adapter)
     return found

@@ -195,6 +195,30 @@ def build_mixing(convolves: bool) -> Blueprint:
     )
 
 
+class TorchEncoder(nn.Module):
+    """An encoder of torch's own layers, which attend by `nn.MultiheadAttention`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(16, 8), nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True, norm_first=bool(i)) for i in range(2)
+        )
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        hidden = self.embedding(tokens) + self.places(positions)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def build_torch_encoder() -> Blueprint:
+    return replace(build_mixing(convolves=False), module=TorchEncoder())
+
+
 def build_own_decoder() -> Blueprint:
     """A factory's model with every table that a grid would read: nothing but its forward is unknown."""
     shape = DecoderShape(

@@ -28,6 +28,9 @@ CELLS = (
     Cell("isolated", plan(context=4, scheme="usp")),
     Cell("hf_bert", plan(context=4, scheme="usp", micro=3)),
     Cell("decoder", plan(context=4, scheme="usp", tensor=2)),
+    Cell("torch_encoder", plan(context=2)),
+    Cell("torch_encoder", plan(context=3, scheme="all_gather", recompute="full")),
+    Cell("torch_encoder", plan(context=2, scheme="ulysses", shard=2, zero=3, micro=3)),
 )
 BREAKAGES = (
     ("merged as means", "decoder", "gradient"),

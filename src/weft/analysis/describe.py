@@ -196,7 +196,6 @@ class _Builder:
             no_pipeline=blueprint.no_pipeline,
             no_shared_sequence=blueprint.no_context,
             attends_alone=bool(blueprint.attending),
-            writes_attention=blueprint.writes_attention,
             can_share_sequence=not isinstance(blueprint.cut, FoundCut),
             num_experts=_num_experts(parts),
             has_batch_norm=bool(blueprint.batch_norm),

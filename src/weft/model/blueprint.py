@@ -83,19 +83,15 @@ class Blueprint(Tables):
     padding_token: int | None = None
     """Token beside which places are counted, as RoBERTa does (`places_beside_padding`); None: they are 0, 1, …"""
     attention: Literal["causal", "full"] | None = None
-    """How tokens see one another, where all of it is `scaled_dot_product_attention` of the tokens of a sample: those
-    before and itself, or all; of their document alone, where the batch has documents.  Nothing else in the forward may
-    mix tokens (no windows, biases, convolutions, sums or shifts along the sequence), or run again by itself
-    (`torch.utils.checkpoint`).  None: models of tokens alone are looked at (`weft.analysis`), others share none."""
+    """How tokens see one another, where all of it is `scaled_dot_product_attention` (also in `nn.MultiheadAttention`)
+    of the tokens of a sample: those before and itself, or all; of their document alone, where the batch has documents.
+    Nothing else in the forward may mix tokens (no masks of its own, biases, convolutions, sums or shifts along the
+    sequence), or run again by itself (`torch.utils.checkpoint`).  None: models of tokens alone are looked at
+    (`weft.analysis`), others share none."""
     attending: tuple[str, ...] = ()
     """Modules that call it of the tokens, where looking has shown them."""
-    writes_attention: bool = False
-    """Whether some of these write it out in products and a softmax, which ranks then read
-    (`weft.model.attention.written`)."""
-    biased: bool = False
-    """Whether some of these add to their scores what depends on places alone, which ranks make of whole samples."""
-    windows: Mapping[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
-    """Windows by masks that ranks leave out: module, and which of the attentions of one of its calls → tokens."""
+    modifies_scores: bool = False
+    """Whether looking has shown that some of these cap their scores, add slopes to them or have sinks."""
     has_known_forward: bool = False
     """Whether it is a reference model, or of a family with a file, as it is: tensor ranks that form a grid rely on what
     a forward does between layers, which tables do not show."""

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.comm.mesh import GroupView
-from weft.model.attention.dropping import attend_dropping, attend_in_window
+from weft.model.attention.call import MaskPattern, attend
 from weft.techniques.compute.compiling import number_calls
-from weft.techniques.context.attention import VisitedAttention, sharing
+from weft.techniques.context.attention import AttentionModule, VisitedAttention, wrap_attention
 from weft.techniques.context.exchange import GatherExchange
 from weft.techniques.context.operators import make_known
 from weft.techniques.context.shares import runs_of
@@ -43,11 +43,10 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         projected = (linear(hidden) for linear in (self.query, self.key, self.value))
         query, key, value = (each.unflatten(-1, (-1, SIZE)).transpose(1, 2) for each in projected)
-        if self.case == "dropping":
-            mixed = attend_dropping(query, key, value, None, self.dropout, causal=True)
-        elif "window" in self.case:
-            dropout = self.dropout if self.case == "dropping_window" else None
-            mixed = attend_in_window(query, key, value, None, dropout, window=4)
+        if self.case == "dropping" or "window" in self.case:
+            pattern = MaskPattern(causal=True, window=4 if "window" in self.case else None)
+            dropout = self.dropout if "dropping" in self.case else None
+            mixed = attend(query, key, value, pattern, dropout=dropout)
         else:
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.keys < HEADS)
         return hidden + self.output(mixed.transpose(1, 2).flatten(2))
@@ -58,10 +57,10 @@ def build(case: str, context: StepContext) -> nn.Sequential:
     torch.manual_seed(3)
     blocks = nn.Sequential(*(Attention(case) for _ in range(BLOCKS))).double()
     alone = GroupView((0,), 0, None)
-    attend = VisitedAttention(alone, GatherExchange(alone))
+    share = VisitedAttention(alone, GatherExchange(alone))
     for index, block in enumerate(blocks):
         block.dropout = KeyedDropout(0.3, f"{index}.dropout", context)
-        block.forward = sharing(block.forward, str(index), attend, context, is_causal=True)
+        block.forward = wrap_attention(block.forward, AttentionModule(str(index), share, is_causal=True), context)
     return blocks
 
 

@@ -29,7 +29,7 @@ from weft.planning.price import check_layout
 from weft.planning.search import recipe_space
 from weft.run.worker import facts_of_blueprint
 from weft.techniques.check import check_plan
-from weft.techniques.context.attention import sharing
+from weft.techniques.context.attention import AttentionModule, wrap_attention
 from weft.techniques.context.form import AttentionForm
 from weft.techniques.core import MicrobatchState, StepContext
 from weft.techniques.core.local_tokens import LocalTokens
@@ -144,10 +144,10 @@ def test_a_model_is_as_causal_as_it_says(held: int) -> None:
     context, seen = StepContext(), list[bool]()
 
     def attend(query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, form: AttentionForm) -> Tensor:
-        seen.append(form.causal)
+        seen.append(form.pattern.causal)
         return value
 
-    run = sharing(Attending().forward, "attention", attend, context, is_causal=True)
+    run = wrap_attention(Attending().forward, AttentionModule("attention", attend, is_causal=True), context)
     tokens = LocalTokens(length=8, runs=((0, held),))
     state = MicrobatchState(step=0, seed=0, sample_ids=torch.arange(1), sequence_length=None, tokens=tokens)
     with context.entered(state):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.techniques.context import partial
-from weft.techniques.context.kernels import readable
+from weft.techniques.context.kernels import Scoring, readable
 from weft.techniques.context.partial import Partial, attend, attend_backward, merge
 from weft.techniques.context.shares import most_tokens, runs_of, tokens_of
 
@@ -75,12 +75,12 @@ def test_parts_merged_are_the_whole(kind: str, plainly: bool, dtype: torch.dtype
     masks = [None if mask is None else mask[..., part] for part in parts]
     merged: Partial | None = None
     for part, own in zip(parts, masks, strict=True):
-        merged = merge(merged, attend(query, key[:, :, part], value[:, :, part], scale=scale, mask=own))
+        merged = merge(merged, attend(query, key[:, :, part], value[:, :, part], Scoring(scale, mask=own)))
     assert merged is not None
     whole = Partial(merged.output.to(dtype), merged.log_sum)
     found = [torch.zeros_like(each, dtype=torch.float64) for each in (query, key, value)]
     for part, own in zip(parts, masks, strict=True):
-        shares = attend_backward(gradient, query, key[:, :, part], value[:, :, part], whole, scale=scale, mask=own)
+        shares = attend_backward(gradient, query, key[:, :, part], value[:, :, part], whole, Scoring(scale, mask=own))
         found[0] += shares[0]
         found[1][:, :, part], found[2][:, :, part] = shares[1].double(), shares[2].double()
     limit = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
@@ -93,25 +93,26 @@ def test_parts_merged_are_the_whole(kind: str, plainly: bool, dtype: torch.dtype
 def test_a_causal_part_is_what_a_mask_says():
     query, key, value = _drawn(5, 5, torch.float64)
     mask = _mask("causal", 5, 5)
-    one, other = (attend(query, key, value, scale=0.3, **how) for how in ({"causal": True}, {"mask": mask}))
+    by_order, by_mask = Scoring(0.3, causal=True), Scoring(0.3, mask=mask)
+    one, other = (attend(query, key, value, how) for how in (by_order, by_mask))
     torch.testing.assert_close(one.output, other.output)
     torch.testing.assert_close(one.log_sum, other.log_sum)
     gradient = torch.ones_like(one.output)
-    first = attend_backward(gradient, query, key, value, one, scale=0.3, causal=True)
-    second = attend_backward(gradient, query, key, value, one, scale=0.3, mask=mask)
+    first = attend_backward(gradient, query, key, value, one, by_order)
+    second = attend_backward(gradient, query, key, value, one, by_mask)
     torch.testing.assert_close(first, second)
 
 
 def test_who_has_seen_nothing_gives_nothing():
     query, key, value = _drawn(3, 4, torch.float64)
     nothing = torch.zeros(1, 1, 3, 4, dtype=torch.bool)
-    part = attend(query, key, value, scale=0.3, mask=nothing)
+    part = attend(query, key, value, Scoring(0.3, mask=nothing))
     assert (part.log_sum == -torch.inf).all()
     assert not part.output.any()
     twice = merge(merge(None, part), part)
     assert not twice.output.any()
     assert (twice.log_sum == -torch.inf).all()
-    seen = attend(query, key, value, scale=0.3)
+    seen = attend(query, key, value, Scoring(0.3))
     torch.testing.assert_close(merge(merge(None, part), seen).output, seen.output)
 
 
@@ -140,9 +141,9 @@ def test_large_scores_of_bf16_are_not_rounded(monkeypatch: pytest.MonkeyPatch):
     wanted = F.scaled_dot_product_attention(*wide, scale=0.3, enable_gqa=True)
     gradient = torch.ones_like(wanted).cumsum(2)
     wanted.backward(gradient)
-    part = attend(query, key, value, scale=0.3)
+    part = attend(query, key, value, Scoring(0.3))
     assert _apart(wanted, part.output) < 6e-3
-    _, _, by_value = attend_backward(gradient.bfloat16(), query, key, value, part, scale=0.3)
+    _, _, by_value = attend_backward(gradient.bfloat16(), query, key, value, part, Scoring(0.3))
     assert wide[2].grad is not None
     assert _apart(wide[2].grad, by_value) < 6e-3
 

@@ -7,7 +7,7 @@ import torch
 from threaded_ranks import Post, attend_in_threads, attend_whole, deliver, scheme_of
 from torch import Tensor
 
-from weft.model.attention.dropping import attend_dropping
+from weft.model.attention.call import MaskPattern, ScoreMod, attend
 from weft.techniques.context import visibility
 from weft.techniques.context.dropped import DroppedAttention
 from weft.techniques.context.form import AttentionForm
@@ -52,7 +52,7 @@ def test_equals_one_process(
     wanted = attend_whole(leaves, SCALE, window, documents)
     wanted.backward(gradient)
     attends = [scheme_of(scheme, rank, ranks, exchanging) for rank in range(ranks)]
-    form = AttentionForm(causal=True, scale=SCALE, window=window)
+    form = AttentionForm(pattern=MaskPattern(causal=True, window=window), scale=SCALE)
     mixed, gradients = attend_in_threads(given, gradient, form, documents, attends)
     torch.testing.assert_close(mixed, wanted.detach())
     for leaf, found in zip(leaves, gradients, strict=True):
@@ -73,11 +73,12 @@ def test_drops_what_one_process_drops(
     dropout = KeyedDropout(0.4, "attention", context)
     state = MicrobatchState(step=5, seed=7, sample_ids=torch.tensor([4, 9]), sequence_length=length)
     with context.entered(state):
-        wanted = attend_dropping(leaves[0], leaves[1], leaves[2], None, dropout, causal=causal, scale=SCALE)
+        query, key, value = leaves
+        wanted = attend(query, key, value, MaskPattern(causal=causal), ScoreMod(scale=SCALE), dropout=dropout)
         wanted.backward(gradient)
         state.calls.restart()
         dropped = DroppedAttention.of(dropout, heads, length)
-    form = AttentionForm(causal=causal, scale=SCALE, dropped=dropped)
+    form = AttentionForm(pattern=MaskPattern(causal=causal), scale=SCALE, dropped=dropped)
     attends = [scheme_of(scheme, rank, ranks, exchanging) for rank in range(ranks)]
     mixed, gradients = attend_in_threads(given, gradient, form, None, attends)
     torch.testing.assert_close(mixed, wanted.detach())
@@ -95,7 +96,9 @@ def test_rings_of_neighbours_send_what_the_formula_says(
     deliver(monkeypatch, post)
     given, gradient = operands(length, heads, kv_heads)
     attends = [scheme_of("usp", rank, ranks, exchanging) for rank in range(ranks)]
-    attend_in_threads(given, gradient, AttentionForm(causal=True, scale=SCALE, window=window), None, attends)
+    attend_in_threads(
+        given, gradient, AttentionForm(pattern=MaskPattern(causal=True, window=window), scale=SCALE), None, attends
+    )
     tokens, groups = length // ranks, ranks // exchanging
     swapped = (
         2 * SAMPLES * tokens * (heads * SIZE + kv_heads * 2 * SIZE + heads * SIZE) * (exchanging - 1) // exchanging

@@ -12,7 +12,7 @@ from threaded_ranks import attend_whole
 from torch import nn
 
 from weft.comm.mesh import GroupView
-from weft.model.attention.dropping import attend_in_window
+from weft.model.attention.call import MaskPattern, ScoreMod, attend
 from weft.techniques.context.form import AttentionForm
 from weft.techniques.context.shares import Shown, runs_of
 from weft.techniques.context.visibility import Visibility
@@ -29,13 +29,13 @@ def test_every_pair_is_computed_once_and_only_what_is_seen(length: int, ranks: i
     for index in range(ranks):
         tokens = LocalTokens(length=length, runs=runs_of(length, ranks, index))
         view = GroupView(tuple(range(ranks)), index, None)
-        who = Visibility(tokens, view, AttentionForm(causal=True, scale=1.0, window=window))
+        who = Visibility(tokens, view, AttentionForm(pattern=MaskPattern(causal=True, window=window), scale=1.0))
         for source in range(ranks):
             shown = who.shown.every(source) if source == index else who.shown.of(source)
             queries, keys = (torch.cat([torch.arange(*run) for run in runs]) for runs in (tokens.runs, shown))
             for pair in who.pairs(source):
                 mine, theirs = queries[pair.queries], keys[pair.keys]
-                mask = who.mask(source, pair)
+                mask = who.scoring(source, pair, (0, 1)).mask
                 if mask is not None:
                     seen = mask[0, 0]
                 elif pair.causal:
@@ -50,7 +50,7 @@ def test_every_pair_is_computed_once_and_only_what_is_seen(length: int, ranks: i
 
 def test_a_long_run_computes_little_more_than_it_sees() -> None:
     length, window = 16_384, 1024
-    form = AttentionForm(causal=True, scale=1.0, window=window)
+    form = AttentionForm(pattern=MaskPattern(causal=True, window=window), scale=1.0)
     who = Visibility(LocalTokens(length=length, runs=runs_of(length, 1, 0)), GroupView((0,), 0, None), form)
     computed = sum(
         (pair.queries.stop - pair.queries.start) * (pair.keys.stop - pair.keys.start) for pair in who.pairs(0)
@@ -73,5 +73,6 @@ def test_one_process_sees_the_window(window: int, queries: int, dropout: Any) ->
     operands = [torch.randn(2, heads, 9, 4, generator=draw, dtype=torch.float64) for heads in (4, 2, 2)]
     wanted = attend_whole(operands, SCALE, window)[:, :, 9 - queries :]
     query = operands[0][:, :, 9 - queries :]
-    found = attend_in_window(query, operands[1], operands[2], None, dropout, window=window, scale=SCALE)
+    pattern = MaskPattern(causal=True, window=window)
+    found = attend(query, operands[1], operands[2], pattern, ScoreMod(scale=SCALE), dropout=dropout)
     torch.testing.assert_close(found, wanted)

@@ -30,23 +30,24 @@ _ZEROS = "token_type_ids"
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """A call of attention in which the tokens of a sample meet."""
+class AttentionCall:
+    """A call of attention."""
 
     module: str
     causal: bool
     masked: bool
     dropped: bool
-    biased: bool = False
-    """Whether something is added to its scores that is of places alone."""
+    modified: bool
+    """Whether its scores are capped, share their softmax with sinks, or get slopes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFlow:
     """What one forward shows."""
 
-    meetings: tuple[Meeting, ...]
-    calls: tuple[Meeting, ...]
+    of_tokens: tuple[AttentionCall, ...]
+    """Those in which the tokens of a sample see one another."""
+    calls: tuple[AttentionCall, ...]
     """All calls of attention, whatever they are about."""
     problem: str
     """The first thing that lets tokens meet otherwise: a sentence without its end; empty: nothing."""
@@ -69,7 +70,7 @@ def follow_tokens(trace: Trace, fields: Sequence[str], shorter: Trace | None = N
     problem = next((reason for leaf in leaves if (reason := walker.atoms.reason(leaf))), None)
     if problem is None and not any(walker.is_by_token(value, tokens) for value in trace.outputs):
         problem = "its result has no place for each token"
-    return TokenFlow(tuple(walker.meetings), tuple(walker.calls), problem or "")
+    return TokenFlow(tuple(walker.of_tokens), tuple(walker.calls), problem or "")
 
 
 def _counting(whole: Trace, shorter: Trace) -> frozenset[int]:
@@ -131,8 +132,8 @@ class _TokenWalker(DimsWalker):
     """Storages of what may depend on how many tokens there are."""
     held: set[int] = field(default_factory=set[int])
     """Storages that tokens have been followed into."""
-    meetings: list[Meeting] = field(default_factory=list[Meeting])
-    calls: list[Meeting] = field(default_factory=list[Meeting])
+    of_tokens: list[AttentionCall] = field(default_factory=list[AttentionCall])
+    calls: list[AttentionCall] = field(default_factory=list[AttentionCall])
     constant: set[int] = field(default_factory=set[int])
     """Storages that hold one number throughout: as good for some tokens as for all."""
     repeated: dict[Value, int] = field(default_factory=dict[Value, int])
@@ -165,7 +166,7 @@ class _TokenWalker(DimsWalker):
     def step(self, event: Event) -> None:
         self._note_constants(event)
         if event.name == "attention":
-            self.calls.append(self._meeting(event))
+            self.calls.append(self._attention_call(event))
         for value in event.inputs:
             if value.storage in self.held and not self.is_tracked(value):
                 self.keep_whole(event, (0,), "reads in another form what they were written into")
@@ -326,16 +327,16 @@ class _TokenWalker(DimsWalker):
         query, key, value = (list(self.dims_of(each)) for each in event.inputs[:3])
         tokens = self.atoms.leaves(query[-2])
         if tokens and tokens == self.atoms.leaves(key[-2]) == self.atoms.leaves(value[-2]) == self._every_token():
-            self.meetings.append(self.calls[-1])
+            self.of_tokens.append(self.calls[-1])
         else:
             for dim in (query[-2], key[-2], value[-2]):
                 self.keep_whole(event, dim, "attends between some of them and something else")
         for other in event.inputs[3:]:
             for dim in self.dims_of(other):
                 self.keep_whole(event, dim, "adds to its scores what it has computed of them")
-        sinks = event.keywords.get("sinks")
-        if sinks is not None and sinks.storage in self.counting and sinks.storage not in self.constant:
-            self.keep_whole(event, (0,), _COUNTED)
+        for by_head in (event.keywords.get(name) for name in ("sinks", "slopes")):
+            if by_head is not None and by_head.storage in self.counting and by_head.storage not in self.constant:
+                self.keep_whole(event, (0,), _COUNTED)
         for dims in (query, key, value):
             for dim in (*dims[:-2], dims[-1]):
                 self.keep_whole(event, dim, "attends with them as heads or features")
@@ -347,13 +348,13 @@ class _TokenWalker(DimsWalker):
             self.keep_whole(event, self.dims_of(value)[1], "mixes them as features or choices")
         self.dims[event.outputs[0]] = [self._alike(event, event.inputs, 0), ()]
 
-    def _meeting(self, event: Event) -> Meeting:
+    def _attention_call(self, event: Event) -> AttentionCall:
         """One number for all, as scores that are added or a mask, says nothing: a softmax does not see it."""
         causal, dropped = (bool(event.keywords.get(name)) for name in ("causal", "dropout"))
         masks = [value for value in event.arguments[3:] if value is not None]
-        biased = bool(event.keywords.get("biased"))
         masked = any(mask.storage not in self.constant or not mask.dtype.is_floating_point for mask in masks)
-        return Meeting(event.module, causal, masked=masked and not biased, dropped=dropped, biased=biased)
+        modified = any(event.keywords.get(name) for name in ("softcap", "sinks", "slopes"))
+        return AttentionCall(event.module, causal, masked, dropped, modified)
 
     def _every_token(self) -> list[int]:
         """All of a sample's tokens: what is seeded first."""

@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from weft.analysis._counting import counts_alone, token_beside
 from weft.analysis.tokens._own_backward import own_backward
-from weft.analysis.tokens._token_flow import AttentionKind, Meeting, TokenFlow, follow_tokens, live_events
+from weft.analysis.tokens._token_flow import AttentionCall, AttentionKind, TokenFlow, follow_tokens, live_events
 from weft.analysis.trace._events import Event, Trace
 from weft.analysis.trace._fused import WHOLE_ATTENTION
 from weft.analysis.trace._modes import BOTH, first_difference
 from weft.analysis.trace._pointwise import LAYOUT
 from weft.analysis.trace._trace import Mode, trace
 from weft.errors import RecipeError
-from weft.model.attention.place_biases import Place
 from weft.model.blueprint import Blueprint
 from weft.model.examples import token_example
 from weft.model.meta_forward import copy_on_meta
 from weft.techniques.context.shares import tokens_of
-
-if TYPE_CHECKING:
-    from weft.analysis.tokens._written import Reading
 
 _POSITIONS = "position_ids"
 """Keyword by which forwards take the places of tokens in their samples."""
 _WARNS = "warn_if_padding_and_no_attention_mask"
 _NOT_FOLLOWED = (nn.MultiheadAttention, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 """Modules whose attention, or whose draws, ranks could not share."""
+_WRITTEN_OUT = (
+    "it writes its attention out as products and a softmax, or has none: ranks share what calls"
+    " scaled_dot_product_attention, or the attention interface of transformers"
+)
 _FEWEST = 4
 """Tokens of a sample: two runs for each of two ranks."""
 
@@ -47,14 +46,10 @@ class SharedSequence:
     attention: AttentionKind
     attending: tuple[str, ...]
     """Modules that call attention of the tokens."""
-    writes: bool = False
-    """Whether some of them write it out."""
-    biased: bool = False
-    """Whether some of them add to scores what depends on places alone."""
+    modified: bool = False
+    """Whether some of it does more to its scores than to scale them."""
     padding_token: int | None = None
     """Token beside which places are counted; None: they are 0, 1, …"""
-    windows: Mapping[Place, int] = field(default_factory=dict[Place, int])
-    """Tokens that some of them see, where masks say so that ranks do not make."""
 
 
 class _NoSequenceError(Exception):
@@ -71,19 +66,21 @@ def look_at_tokens(blueprint: Blueprint, ranks: int = 1) -> None:
     length, known = blueprint.sequence_length, blueprint.attention is not None or blueprint.no_shared_sequence
     if known or length is None or not type(blueprint.module).__module__.startswith("transformers."):
         return
-    from weft.model.hf import register  # models of one's own may need nothing of transformers
+    from weft.model.hf import register, take_interface  # models of one's own may need nothing of transformers
 
-    register()  # masks of a model that a factory made say what they were made from then, as those of folders do
+    register()  # a model that a factory made knows Weft's attention then, as those of folders do
     if problem := own_backward(blueprint.module):
         blueprint.no_shared_sequence = f"{problem} (`Blueprint.attention` says how its tokens meet)"
         return
+    undo = take_interface(blueprint.module)
     found = find_shared_sequence(blueprint, {tokens_of(length, ranks, rank) for rank in range(ranks)})
     if isinstance(found, str):
+        undo()
         blueprint.no_shared_sequence = found
         return
     blueprint.position_input, blueprint.attention = found.position_input, found.attention
-    blueprint.attending, blueprint.writes_attention = found.attending, found.writes
-    blueprint.biased, blueprint.windows, blueprint.padding_token = found.biased, found.windows, found.padding_token
+    blueprint.attending, blueprint.padding_token = found.attending, found.padding_token
+    blueprint.modifies_scores = found.modified
     if not _isolates(blueprint):  # masks that keep documents apart are asked for where nobody shares a sequence
         _drop_masks(blueprint.module)
 
@@ -93,10 +90,10 @@ def _isolates(blueprint: Blueprint) -> bool:
     return blueprint.inputs.get(_POSITIONS) == "positions"
 
 
-def _drop_masks(module: nn.Module, *, written: bool = False) -> None:
+def _drop_masks(module: nn.Module) -> None:
     from weft.model.hf import drop_masks  # models of one's own may need nothing of transformers
 
-    drop_masks(module, written=written)
+    drop_masks(module)
 
 
 def find_shared_sequence(blueprint: Blueprint, lengths: Iterable[int] = ()) -> SharedSequence | str:
@@ -106,35 +103,21 @@ def find_shared_sequence(blueprint: Blueprint, lengths: Iterable[int] = ()) -> S
     fewer tokens, `lengths` among them: all must compute the same, and in evaluation those that differ from it.  Copies
     without memory run, so that what the forward counts or keeps stays as it is.  What it does in its backward (a
     `torch.autograd.Function` of its own, hooks), and whether it runs parts again by itself, is not looked at.
-    Attention that it writes out is read as a call where calls alone do not do.
     """
-    plain = _attempt(blueprint, lengths, None)
-    if not isinstance(plain, str) or blueprint.sequence_length is None:
-        return plain
-    from weft.analysis.tokens._written import Reading  # for models that none of the calls explains
-
-    reading = Reading.of(blueprint.module)
-    read = _attempt(blueprint, lengths, reading)
-    return read if reading.has_begun else plain
-
-
-def _attempt(blueprint: Blueprint, lengths: Iterable[int], reading: Reading | None) -> SharedSequence | str:
     try:
-        return _found(blueprint, lengths, reading)
+        return _found(blueprint, lengths)
     except _NoSequenceError as problem:
         return str(problem)
     except RecipeError as problem:
-        if reading is not None and reading.refused:
-            return reading.refused
         return f"its forward could not be followed ({str(problem).rstrip('.')})"
     except Exception as problem:  # a forward may do what no rule of the analysis foresaw
         said = next(iter(str(problem).splitlines()), "")
         return f"looking at its forward failed ({type(problem).__name__}: {said})"
 
 
-def _found(blueprint: Blueprint, lengths: Iterable[int], reading: Reading | None) -> SharedSequence:
+def _found(blueprint: Blueprint, lengths: Iterable[int]) -> SharedSequence:
     # That it keeps documents apart is known; who sees whom of one of them is what one sample shows.
-    if isolates := _isolates(blueprint):
+    if _isolates(blueprint):
         given = {keyword: name for keyword, name in blueprint.inputs.items() if keyword != _POSITIONS}
         blueprint = replace(blueprint, inputs=given)
     length, others = blueprint.sequence_length, set(blueprint.inputs.values()) - {"tokens"}
@@ -153,7 +136,7 @@ def _found(blueprint: Blueprint, lengths: Iterable[int], reading: Reading | None
     placed = blueprint
     if _POSITIONS in inspect.signature(blueprint.module.forward).parameters:
         placed = replace(blueprint, inputs={**blueprint.inputs, _POSITIONS: "positions"})
-    look = _Look(blueprint, placed, reading)
+    look = _Look(blueprint, placed)
     alone = look.alone("as it is")
     if placed is not blueprint and (padding_token := token_beside(alone)) is not None:
         look = look.beside(padding_token)
@@ -166,23 +149,17 @@ def _found(blueprint: Blueprint, lengths: Iterable[int], reading: Reading | None
         where = first_difference(blueprint.module, alone, alone_evaluated)
     if where is not None and alone_evaluated is not None:
         try:
-            evaluated = look.without_masks("evaluation")  # by what is known now of those that are left out
             other = look.in_mode(alone_evaluated, evaluated, lengths, "evaluation")
         except _NoSequenceError as problem:
             raise _NoSequenceError(f"in evaluation, {problem}") from problem
         if other != found:
             raise _NoSequenceError(f"its tokens meet otherwise in evaluation{f' ({where})' if where else ''}")
-    kind, attending, biased, windows = found
-    if biased and isolates:
-        raise _NoSequenceError("it adds to its scores what depends on places, and keeps documents apart that follow")
+    kind, attending, modified = found
     by_places = "" if placed is blueprint else _POSITIONS
-    return SharedSequence(
-        by_places, kind, attending, writes=reading is not None, biased=biased, padding_token=look.placed.padding_token,
-        windows=windows,
-    )  # fmt: skip
+    return SharedSequence(by_places, kind, attending, modified, look.placed.padding_token)
 
 
-_Found = tuple[AttentionKind, tuple[str, ...], bool, Mapping[Place, int]]
+_Found = tuple[AttentionKind, tuple[str, ...], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,63 +169,44 @@ class _Look:
     blueprint: Blueprint
     placed: Blueprint
     """The model that is given the places of its tokens, or the same."""
-    reading: Reading | None
-    """How attention that it writes out is read; None: it is not."""
 
     def beside(self, padding_token: int) -> _Look:
         """Look at forwards of samples with this token in them, whose places are counted beside it."""
         alone, placed = (replace(each, padding_token=padding_token) for each in (self.blueprint, self.placed))
-        return _Look(alone, placed, self.reading)
+        return _Look(alone, placed)
 
     def alone(self, mode: Mode) -> Trace:
-        """Return a forward as one process runs it, and learn from it what masks say that ranks leave out."""
+        """Return a forward as one process runs it."""
         assert self.blueprint.sequence_length is not None, "it was asked for"
-        found = self.trace(self.blueprint, self.blueprint.sequence_length, mode)
-        if self.reading is not None:
-            if not self.reading.has_begun:
-                raise _NoSequenceError("it writes no attention out")
-            self.reading.causal = _kind(_without_masks(follow_tokens(found, ["tokens"]).calls)) == "causal"
-            self.reading.windows = self.reading.seen
-        return found
+        return self.trace(self.blueprint, self.blueprint.sequence_length, mode)
 
     def leaves_out(self, alone: Trace) -> bool:
         """Whether masks may have said who sees whom in a forward as one process runs it."""
-        return self.reading is not None or any(event.keywords.get("window") for event in alone.events)
+        return any(event.keywords.get("window") for event in alone.events)
 
     def in_mode(self, alone: Trace, whole: Trace, shorter: Iterable[int], mode: Mode) -> _Found:
         """See how tokens meet in a mode; `alone` is the forward as one process runs it, and `whole` that of ranks."""
-        calls = follow_tokens(alone, ["tokens"]).calls
-        kind = _kind(_without_masks(calls))
+        _kind(_without_masks(follow_tokens(alone, ["tokens"]).calls))
         if self.placed is not self.blueprint and _computed(alone) != _computed(whole):
             said = "from 0 on" if self.placed.padding_token is None else "as its forward seems to count them"
             raise _NoSequenceError(f"it computes something else where it is given {_POSITIONS}, {said}")
         if self.placed.padding_token is not None and not counts_alone(alone, whole):
             raise _NoSequenceError(f"it does more with the padding token than counting its {_POSITIONS} beside it")
-        found = self._followed(whole, shorter, mode)
-        if self.reading is not None:  # what left out masks say stands in the calls of one process alone
-            fields = list(dict.fromkeys(self.placed.inputs.values()))
-            if calls != follow_tokens(whole, fields).calls or _computed(alone) != _computed(whole) or kind != found[0]:
-                raise _NoSequenceError("its attention depends on whether it makes masks")
-        return found
+        return self._followed(whole, shorter, mode)
 
     def _followed(self, whole: Trace, shorter: Iterable[int], mode: Mode) -> _Found:
         """Follow a forward of whole samples beside some of fewer tokens, as ranks have: all must compute the same."""
         fields = list(dict.fromkeys(self.placed.inputs.values()))
-        meetings: tuple[Meeting, ...] = ()
+        calls: tuple[AttentionCall, ...] = ()
         for tokens in sorted(shorter):
             part = self.trace(self.placed, tokens, mode, without_masks=True)
             if [_step(event) for event in whole.events] != [_step(event) for event in part.events]:
                 raise _NoSequenceError("what it computes depends on how many tokens it is given")
-            meetings, others = (
-                _checked(follow_tokens(one, fields, two)) for one, two in ((whole, part), (part, whole))
-            )
-            if meetings != others:
+            calls, others = (_checked(follow_tokens(one, fields, two)) for one, two in ((whole, part), (part, whole)))
+            if calls != others:
                 raise _NoSequenceError("what its tokens see depends on how many there are")
-        biased = any(meeting.biased for meeting in meetings)
-        if biased and (written := _written_buffers(whole)):
-            raise _NoSequenceError(f"it adds something to its scores, and writes into its buffer {written[0]}")
-        attending = tuple(dict.fromkeys(meeting.module for meeting in meetings))
-        return _kind(meetings), attending, biased, {} if self.reading is None else dict(self.reading.windows)
+        modified = any(call.modified for call in calls)
+        return _kind(calls), tuple(dict.fromkeys(call.module for call in calls)), modified
 
     def without_masks(self, mode: Mode) -> Trace:
         """Return a forward of whole samples that are given the places of their tokens, as ranks run it."""
@@ -256,8 +214,6 @@ class _Look:
         try:
             return self.trace(self.placed, self.placed.sequence_length, mode, without_masks=True)
         except RecipeError as problem:
-            if self.reading is not None and self.reading.refused:
-                raise
             raise _NoSequenceError(
                 "its forward does not run without a mask of who sees whom, which a rank would make of its own tokens"
                 " alone"
@@ -268,11 +224,11 @@ class _Look:
         blueprint = replace(blueprint, example=token_example(length, blueprint.inputs.values()))
         from weft.model.hf import count_places  # models of one's own may need nothing of transformers
 
-        module, reading = copy_on_meta(blueprint.module), self.reading
+        module = copy_on_meta(blueprint.module)
         count_places(module)
         _warn_of_nothing(module)
         if without_masks:
-            _drop_masks(module, written=reading is not None)
+            _drop_masks(module)
         fused = WHOLE_ATTENTION
         if blueprint.stacks:
             from weft.analysis._expert_calls import as_event, mix_by_token, stand_in_for_experts  # where there are any
@@ -280,18 +236,8 @@ class _Look:
             stand_in_for_experts(module, blueprint.stacks)
             fused = {**fused, mix_by_token: as_event}
         replaced = _replaced_buffers(module)
-        if reading is not None:
-            reading.install(module, length, without_masks=without_masks)
         blueprint = replace(blueprint, module=module)
-        values = None if reading is None else reading.squares
-        try:
-            found = trace(
-                blueprint, torch.float32, values, loss=False, fused=fused, reads=True, modes=(mode,),
-                constants=reading is not None,
-            )  # fmt: skip
-        finally:
-            if reading is not None:
-                reading.ended()
+        found = trace(blueprint, torch.float32, loss=False, fused=fused, reads=True, modes=(mode,))
         if replaced:  # what a forward writes into a buffer is followed
             raise _NoSequenceError(f"its forward puts something else in the place of its buffer {replaced[0]}")
         return found
@@ -313,12 +259,6 @@ def _replaced_buffers(module: nn.Module) -> list[str]:
     return names
 
 
-def _written_buffers(found: Trace) -> list[str]:
-    """Return the buffers that a forward writes into."""
-    changed = [event.inputs[0].storage for event in found.events if event.mutates and event.inputs]
-    return [name for storage in changed if (name := found.buffers.get(storage))]
-
-
 def _warn_of_nothing(module: nn.Module) -> None:
     """Let models of transformers not look for padding to warn of, of which nothing else comes."""
     for inner in module.modules():
@@ -330,28 +270,28 @@ def _nothing(*of: object) -> None:
     """Warn of nothing."""
 
 
-def _checked(flow: TokenFlow) -> tuple[Meeting, ...]:
+def _checked(flow: TokenFlow) -> tuple[AttentionCall, ...]:
     if flow.problem:
         raise _NoSequenceError(f"its tokens meet outside of attention: {flow.problem}")
-    attending = {meeting.module for meeting in flow.meetings}
-    if len([call for call in flow.calls if call.module in attending]) > len(flow.meetings):
+    attending = {call.module for call in flow.of_tokens}
+    if len([call for call in flow.calls if call.module in attending]) > len(flow.of_tokens):
         raise _NoSequenceError("a module attends between its tokens and between something else")
-    return _without_masks(flow.meetings)
+    return _without_masks(flow.of_tokens)
 
 
-def _without_masks(meetings: tuple[Meeting, ...]) -> tuple[Meeting, ...]:
-    for meeting in meetings:
-        if meeting.masked:
-            raise _NoSequenceError(f"{meeting.module} gives attention a mask, or scores to add")
-        if meeting.dropped:
-            raise _NoSequenceError(f"{meeting.module} drops attention by a function")
-    return meetings
+def _without_masks(calls: tuple[AttentionCall, ...]) -> tuple[AttentionCall, ...]:
+    for call in calls:
+        if call.masked:
+            raise _NoSequenceError(f"{call.module} gives attention a mask, or scores to add")
+        if call.dropped:
+            raise _NoSequenceError(f"{call.module} drops attention by a function")
+    return calls
 
 
-def _kind(meetings: tuple[Meeting, ...]) -> AttentionKind:
-    kinds = {meeting.causal for meeting in meetings}
+def _kind(calls: tuple[AttentionCall, ...]) -> AttentionKind:
+    kinds = {call.causal for call in calls}
     if not kinds:
-        raise _NoSequenceError("none of its attention of its tokens is a call of scaled_dot_product_attention")
+        raise _NoSequenceError(_WRITTEN_OUT)
     if len(kinds) > 1:
         raise _NoSequenceError("some of its attention is causal, and some sees every token")
     return "causal" if kinds.pop() else "full"
@@ -359,7 +299,7 @@ def _kind(meetings: tuple[Meeting, ...]) -> AttentionKind:
 
 def _computed(found: Trace) -> Counter[tuple[object, ...]]:
     """Operators on numbers that are no integers, with the numbers and places that they are given; layouts left out, and
-    what nothing comes of: masks of attention that is read."""
+    what nothing comes of."""
     live = live_events(found)
     return Counter(
         (event.name, *_numbers(event), *event.reads)

@@ -7,17 +7,23 @@ element, as `weft.techniques.randomness.keyed_dropout` does.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from weft.model.attention.dropping import attend_dropping, attend_in_parts, attend_in_window, attend_with_band
-from weft.model.attention.scored import DrawnDropout, attend_scored
+from weft.model.attention.call import (
+    PLAIN,
+    MaskPattern,
+    ScoreMod,
+    attend,
+    attend_here,
+    attend_multi_head,
+    multi_head_call,
+)
 
 
 class FusedAttention(torch.autograd.Function):
@@ -121,103 +127,46 @@ def _dropout(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | No
     return FusedCall(run=run, name="dropout" if training and rate > 0 else None, operands=(x,), settings={"rate": rate})
 
 
-def _packed_projections(
-    query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None
-) -> Sequence[Tensor]:
-    """Query, key and value of one matrix: one product, then a copy that parts them; or a product each."""
-    if query is key and key is value:
-        whole = F.linear(query, weight, bias).unflatten(-1, (3, query.shape[-1]))
-        return whole.movedim(-2, 0).contiguous().unbind(0)
-    biases = (None, None, None) if bias is None else bias.chunk(3)
-    return [F.linear(x, w, b) for x, w, b in zip((query, key, value), weight.chunk(3), biases, strict=True)]
-
-
 def _multi_head_attention(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
     """`nn.MultiheadAttention` without its weights returned, as it computes on a device: through fused attention."""
-    given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
-    query, heads = given["query"], given["num_heads"]
-    odd = any(given.get(name) not in (None, False) for name in _ODD_SETTINGS)
-    odd = odd or any(given.get(name) is not None for name in _ODD_TENSORS)
-    if query.dim() != 3 or given.get("need_weights", True) or odd:
+    given = multi_head_call(args, kwargs)
+    if given is None:
         return None
-    length, samples, width = query.shape
-
-    def split(projected: Tensor) -> Tensor:
-        keys = projected.shape[0]
-        return projected.view(keys, samples * heads, -1).transpose(0, 1).view(samples, heads, keys, -1)
 
     def run() -> Any:
-        packed = _packed_projections(
-            query, given["key"], given["value"], given["in_proj_weight"], given["in_proj_bias"]
-        )
-        causal = bool(given.get("is_causal")) and given.get("key_padding_mask") is None
-        mask = None if causal else _merged_mask(given.get("attn_mask"), given.get("key_padding_mask"), samples, heads)
-        rate = given["dropout_p"] if given.get("training", True) else 0.0
-        mixed = F.scaled_dot_product_attention(*map(split, packed), attn_mask=mask, dropout_p=rate, is_causal=causal)
-        flat = mixed.permute(2, 0, 1, 3).contiguous().view(samples * length, width)
-        return F.linear(flat, given["out_proj_weight"], given["out_proj_bias"]).view(length, samples, width), None
+        return attend_multi_head(given, F.scaled_dot_product_attention)
 
     return FusedCall(run=run, name=None, composed=True, settings={})
 
 
-_ODD_SETTINGS = ("add_zero_attn", "use_separate_proj_weight")
-_ODD_TENSORS = ("bias_k", "bias_v", "static_k", "static_v")
-
-
-def _merged_mask(mask: Tensor | None, padding: Tensor | None, samples: int, heads: int) -> Tensor | None:
-    """What attention adds to its scores, of a mask (queries, keys) or (samples · heads or 1, queries, keys) and of one
-    (samples, keys) of padding: torch's module has made numbers of both."""
-    if mask is not None and mask.dim() == 3:
-        mask = mask.unsqueeze(0) if mask.shape[0] == 1 else mask.unflatten(0, (samples, heads))
-    if padding is None:
-        return mask
-    beside = padding[:, None, None, :]
-    return beside if mask is None else mask + beside
-
-
 def _in_parts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
-    """Attention that drops: no kernel does that, so it is what it is made of."""
-    return FusedCall(run=lambda: attend_in_parts(*args, **kwargs), name=None, composed=True, settings={})
+    """Attention that no kernel does as a whole: it is what it is made of."""
+    return FusedCall(run=lambda: attend_here(*args, **kwargs), name=None, composed=True, settings={})
 
 
-def _in_one(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
-    """The same as one call, where it matters who sees whom."""
-    query, key, value, mask, dropout = args
-    settings = {"is_causal": bool(kwargs["causal"]) and mask is None, "scale": kwargs.get("scale")}
+def _in_one(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: MaskPattern,
+    mod: ScoreMod = PLAIN,
+    *,
+    mask: Tensor | None = None,
+    dropout: nn.Module | None = None,
+) -> FusedCall | None:
+    """The same as one call, where it matters who sees whom.  A mask that says nothing more than the window goes without
+    saying."""
+    if mask is not None and pattern.window is not None:
+        from weft.model.hf import window_of  # whose masks these are
+
+        mask = None if window_of(mask) == pattern.window else mask
+    settings = {"is_causal": pattern.causal and mask is None, "scale": mod.scale}
     found = _attention((query, key, value, mask), {**settings, "enable_gqa": query.shape[1] != key.shape[1]})
-    if found is None or not isinstance(dropout, DrawnDropout):
-        return found
-    return replace(found, settings={**found.settings, "drawn": dropout.rate})
-
-
-def _in_window(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
-    """Through a window: the kernel is given a mask, or attention is what it is made of."""
-    return FusedCall(run=lambda: attend_with_band(*args, **kwargs), name=None, composed=True, settings={})
-
-
-def _window_in_one(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
-    """The same as one call.  A mask that says nothing more than the window goes without saying."""
-    from weft.model.hf import window_of  # whose masks these are
-
-    query, key, value, mask, dropout = args
-    window = kwargs["window"]
-    is_said = mask is not None and window_of(mask) == window
-    given = (query, key, value, None if is_said else mask, dropout)
-    found = _in_one(given, {"causal": True, "scale": kwargs.get("scale")})
-    return None if found is None else replace(found, settings={**found.settings, "window": window})
-
-
-def _scored_in_one(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
-    """Attention that does more to its scores as one call, whatever is seen."""
-    query, key, value, bias, dropout = args
-    found = _in_one((query, key, value, None, dropout), {"causal": kwargs["causal"], "scale": kwargs.get("scale")})
     if found is None:
         return None
-    more = {"window": kwargs.get("window") or 0, "softcap": kwargs.get("softcap") or 0.0, "biased": bias is not None}
-    sinks = kwargs.get("sinks")
-    settings = {**found.settings, **more, "has_sinks": sinks is not None}
-    operands = (query, key, value) if bias is None else (query, key, value, bias)
-    return replace(found, operands=operands, settings=settings if sinks is None else {**settings, "sinks": sinks})
+    more: dict[str, Any] = {"window": pattern.window or 0, "softcap": mod.softcap or 0.0}
+    more |= {name: each for name, each in (("slopes", mod.slopes), ("sinks", mod.sinks)) if each is not None}
+    return replace(found, settings={**found.settings, **more})
 
 
 Fused = Mapping[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], FusedCall | None]]
@@ -232,15 +181,9 @@ FUSED: Fused = {
     F.dropout3d: _dropout,
     torch.dropout: _dropout,
     F.multi_head_attention_forward: _multi_head_attention,
-    attend_dropping: _in_parts,
-    attend_in_window: _in_window,
+    attend: _in_parts,
 }
-WHOLE_ATTENTION: Fused = {
-    **FUSED,
-    attend_dropping: _in_one,
-    attend_in_window: _window_in_one,
-    attend_scored: _scored_in_one,
-}
+WHOLE_ATTENTION: Fused = {**FUSED, attend: lambda args, kwargs: _in_one(*args, **kwargs)}
 """The same, with every attention as one call."""
 FUSED_NAMES = ("attention", "rms_norm", "dropout")
 """Names of their events, whose first output is the result; the others are what the kernel keeps."""

@@ -48,19 +48,18 @@ def trace(
     fused: Fused = FUSED,
     reads: bool = False,
     modes: Sequence[Mode] = ("as it is",),
-    constants: bool = False,
 ) -> Trace:
     """Run the model in `dtype` as it is (training or evaluation mode), and its loss if wanted; nothing is computed.
 
     The model's own tensors are not touched: meta tensors of their shapes, or the given `parameters`, stand in for the
     run.  `watch` sees every event as it happens; what it raises ends the run.  `fused`: calls that run in one kernel.
     `reads`: events tell the values of their operands, where there are any.  `modes`: how the forward runs, several
-    times in one trace if there are more; `results` and `entries` are those of the first.  `constants`: see `StandIns`.
+    times in one trace if there are more; `results` and `entries` are those of the first.
 
     Raises:
         RecipeError: the model has no example batch, its forward raises, or asks what only a real run can answer.
     """
-    recorder = _Recorder(blueprint, dtype, parameters or {}, watch, fused, reads, constants)
+    recorder = _Recorder(blueprint, dtype, parameters or {}, watch, fused, reads)
     return recorder.run(loss, modes)
 
 
@@ -91,11 +90,10 @@ class _Recorder(TorchDispatchMode):
         watch: Callable[[Event], None] | None,
         fused: Fused,
         reads: bool,
-        constants: bool,
     ) -> None:
         super().__init__()
         self._blueprint, self._dtype, self._watch, self._fused, self._reads = blueprint, dtype, watch, fused, reads
-        self._stand_ins = StandIns(constants=constants)
+        self._stand_ins = StandIns()
         self._events: list[Event] = []
         self._saves: list[tuple[Save, weakref.ref[_Held]]] = []
         self._storages: dict[int, torch.UntypedStorage] = {}

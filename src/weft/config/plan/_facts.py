@@ -25,8 +25,6 @@ class ModelFacts:
     """Why tensor ranks cannot share the sequence although it may be cut; empty: they can, or only building it tells."""
     no_context: str = ""
     """Why ranks cannot share a sequence; empty: they can, or only building it tells."""
-    writes_attention: bool = False
-    """Whether it writes attention out, which ranks that share a sequence must read; false where nothing tells."""
     num_experts: int | None = None
     """Experts of every mixture that ranks can share out, or their divisor; 0: none; None: only building it tells."""
     no_experts: str = ""

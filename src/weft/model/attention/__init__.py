@@ -1,1 +1,1 @@
-"""Attention of models: masks, biases and dropout of its scores."""
+"""Attention of models: the one call, the implementations for `transformers`, and places of tokens."""

@@ -6,9 +6,8 @@ Their dropout on attention probabilities is a function call, which no plan could
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
 )
 
-from weft.model.attention.dropping import attend_dropping, attend_in_window
+from weft.model.attention.call import MaskPattern, ScoreMod, attend
 
 IMPLEMENTATION = "weft"
 """`config._attn_implementation` of the families that Weft knows; `add_masks` builds their masks."""
@@ -24,31 +23,28 @@ IMPLEMENTATION = "weft"
 MASKED_IMPLEMENTATION = "weft_masked"
 """The same attention with the masks of transformers, for families with masks of their own (sliding windows)."""
 
-_EAGER = "eager"
-"""`config._attn_implementation` of families that write their attention out, with masks of their own."""
-_UNMASKED = "weft_unmasked"
-"""The same attention of theirs without masks."""
+SCORED_TYPES = frozenset({"gemma2", "vaultgemma", "gpt_oss", "mimo_v2_flash"})
+"""Types that say of themselves that they take no `scaled_dot_product_attention`, and call the attention interface with
+nothing more than a cap (`softcap`) or sinks (`s_aux`), which `weft_attention` does."""
 _MADE_FROM = "_weft_made_from"
-_MADE_AT = "_weft_made_at"
 _LOOKED_AT = 128
 """Queries whose part of a mask is computed to see what it is."""
 _CHILD = "attention_probability_dropout"
-_NAME = "weft_dropout_name"
+DROPOUT_NAME = "weft_dropout_name"
+"""Attribute of an attention module: the name of its child that drops probabilities."""
 
 
 def register_attention() -> None:
     """Make the implementations known to transformers in this process.
 
-    "weft" and "weft_unmasked" have no masks there on purpose: transformers' way to them reads a value back from the
-    device in every forward, which stalls a GPU and cannot run on the meta device.
+    "weft" has no masks there on purpose: transformers' way to them reads a value back from the device in every forward,
+    which stalls a GPU and cannot run on the meta device.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(IMPLEMENTATION, weft_attention)
     AttentionInterface.register(MASKED_IMPLEMENTATION, weft_attention)
-    AttentionInterface.register(_UNMASKED, _as_written)
     AttentionMaskInterface.register(MASKED_IMPLEMENTATION, _mask_with_window)
-    AttentionMaskInterface.register(_EAGER, _mask_to_add)
 
 
 def _mask_with_window(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -62,39 +58,6 @@ def _mask_with_window(*args: Any, **kwargs: Any) -> Tensor | None:
     if mask is not None and not torch.compiler.is_compiling():
         setattr(mask, _MADE_FROM, (args, kwargs))
     return mask
-
-
-def _mask_to_add(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask of transformers for written attention, which keeps what it was made from (`mask_says`).
-
-    Raises what `transformers.masking_utils.eager_mask` raises.
-    """
-    from transformers.masking_utils import eager_mask
-
-    mask: Any = eager_mask(*args, **kwargs)
-    if mask is not None and not torch.compiler.is_compiling():
-        setattr(mask, _MADE_FROM, (args, kwargs))
-        setattr(mask, _MADE_AT, mask._version)
-    return mask
-
-
-def mask_says(mask: Tensor) -> Literal["causal", "full"] | int | None:
-    """Return who sees whom by a mask that `_mask_to_add` has made, or how many tokens each sees, itself and those
-    before it; None: it says more, or nothing is known of it."""
-    args, kwargs = getattr(mask, _MADE_FROM, ((), None))
-    if kwargs is None or getattr(mask, _MADE_AT, None) != mask._version:
-        return None
-    given = dict(_bound(args, kwargs))
-    padding: Tensor | None = given.pop("attention_mask", None)
-    if padding is not None and (padding.is_meta or not bool(padding.all())):
-        return None
-    window = given.get("local_size")
-    # Also where it is as wide as these samples: longer ones may come.
-    if type(window) is int and _says(given, lambda mine, theirs: (theirs <= mine) & (theirs > mine - window)):
-        return window
-    if _says(given, lambda mine, theirs: theirs <= mine):
-        return "causal"
-    return "full" if _says(given, lambda mine, theirs: theirs >= 0) else None
 
 
 def _bound(args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -178,7 +141,7 @@ def name_attention_dropouts(model: nn.Module) -> list[str]:
             child = _CHILD
             module.add_module(_CHILD, nn.Dropout(rate))
         if child is not None:
-            setattr(module, _NAME, child)
+            setattr(module, DROPOUT_NAME, child)
             names.append(f"{name}.{child}")
     return names
 
@@ -218,98 +181,73 @@ def weft_attention(
     """Attend from (batch, heads, length, head_size) and return (batch, length, heads, head_size).
 
     `dropout` is the rate in training and 0 in evaluation, as the calling module says.  Among the other settings
-    `s_aux` has a score for each head that takes part in the softmax and attends to nothing (an attention sink, Xiao et
-    al. 2023, https://arxiv.org/abs/2309.17453, learned as in gpt-oss), and `position_bias` scores to add.
+    `s_aux` has a score for each head that takes part in the softmax and attends to nothing (an attention sink, learned
+    as in gpt-oss), `slopes` one for each head (`hf_modules.py`), and `position_bias` scores to add.
     """
-    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    sinks: Tensor | None = kwargs.pop("s_aux", None)
+    slopes, sinks = kwargs.pop("slopes", None), kwargs.pop("s_aux", None)
+    mod = ScoreMod(scale=scaling, softcap=softcap, slopes=slopes, sinks=sinks)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    given = kwargs.get("sliding_window")
-    window = given if type(given) is int else 0
-    is_plain = softcap is None and sinks is None and kwargs.get("position_bias") is None
+    given, mask = kwargs.get("sliding_window"), attention_mask
+    window = given if causal and type(given) is int and given > 0 else None
     # Whoever leaves out a mask of transformers' own means that a window hides nothing.
-    hides = attention_mask is not None or key.shape[2] <= window or _makes_no_masks(module)
-    if is_plain and causal and window > 0 and hides:
-        dropping = getattr(module, getattr(module, _NAME)) if dropout > 0.0 else None
-        mixed = attend_in_window(query, key, value, attention_mask, dropping, window=window, scale=scaling)
-        return mixed.transpose(1, 2).contiguous(), None
-    if dropout == 0.0 and softcap is None and sinks is None:
-        mixed, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, is_causal=is_causal, **kwargs
-        )
+    if window is not None and mask is None and key.shape[2] > window and not _makes_no_masks(module):
+        window = None
+    if mod.is_plain and window is None and dropout == 0.0:
+        mixed, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, is_causal=causal, **kwargs)
         return mixed, None
-    if is_plain:
-        dropping = getattr(module, getattr(module, _NAME))
-        mixed = attend_dropping(query, key, value, attention_mask, dropping, causal=causal, scale=scaling)
-        return mixed.transpose(1, 2).contiguous(), None
-    groups = query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if kwargs.get("position_bias") is not None:
-        scores = scores + kwargs["position_bias"]
-    probabilities = _softmax(_masked(scores, attention_mask, causal=causal), sinks).to(query.dtype)
-    if dropout > 0.0:
-        probabilities = getattr(module, getattr(module, _NAME))(probabilities)
-    return (probabilities @ value).transpose(1, 2).contiguous(), None
-
-
-def _as_written(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Attend as the file of a model writes it out."""
-    written = inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward", weft_attention)
-    return written(module, *args, **kwargs)
+    if (bias := kwargs.get("position_bias")) is not None:
+        mask = _with_bias(bias, mask, query.shape[2] if causal else 1)
+    dropping = getattr(module, getattr(module, DROPOUT_NAME)) if dropout > 0.0 else None
+    pattern = MaskPattern(causal=causal, window=window)
+    mixed = attend(query, key, value, pattern, mod, mask=mask, dropout=dropping)
+    return mixed.transpose(1, 2).contiguous(), None
 
 
 def _makes_no_masks(module: nn.Module) -> bool:
     return getattr(getattr(module, "config", None), "_attn_implementation", None) == IMPLEMENTATION
 
 
-def _masked(scores: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
-    """Scores with those that may not count as low as can be; a mask of floats is added, as transformers means it."""
-    if mask is None and causal and scores.shape[2] > 1:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+def _with_bias(bias: Tensor, mask: Tensor | None, causal: int) -> Tensor:
+    """Scores to add, which hide what a mask hides; without one those of later keys, of `causal` queries if more than
+    one."""
+    if mask is None and causal > 1:
+        mask = torch.ones(causal, bias.shape[-1], dtype=torch.bool, device=bias.device).tril()
     if mask is None:
-        return scores
-    return scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+        return bias
+    return bias.masked_fill(~mask, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    if sinks is None:
-        return scores.softmax(-1, dtype=wide)
-    beside = sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-    return torch.cat([scores, beside], -1).softmax(-1, dtype=wide)[..., :-1]
+def take_interface(model: Any) -> Callable[[], None]:
+    """Let a model that a factory made attend by Weft's attention, where its class calls the interface and drops
+    nothing; return what undoes it."""
+    takes = getattr(model, "_supports_attention_backend", False)
+    if not takes or not model._supports_sdpa and model.config.model_type not in SCORED_TYPES:
+        return lambda: None
+    if any(_rate(module) or _existing_child(module) for module in model.modules()):
+        return lambda: None
+    before = {id(config): (config, config._attn_implementation) for config in _configs(model)}
+    for config, known in before.values():
+        if known in ("sdpa", "eager"):
+            config._attn_implementation = MASKED_IMPLEMENTATION
+
+    def undo() -> None:
+        for config, known in before.values():
+            config._attn_implementation = known
+
+    return undo
 
 
-def drop_masks(model: nn.Module, *, written: bool = False) -> list[Any]:
+def drop_masks(model: nn.Module) -> None:
     """Let a model of transformers whose attention needs no masks make none, whatever positions it is given.
 
     Only where a forward has shown that its attention gets none.  From positions that do not follow one another
-    transformers would take it that a sample has several documents.  `written`: nor masks for attention that it writes
-    out, which then sees every token, unless who reads it knows better (`weft.model.attention.written`).  Returns the
-    configurations of that.
+    transformers would take it that a sample has several documents.
     """
-    leaving = [config for config in _configs(model) if written and config._attn_implementation == _EAGER]
     for config in _configs(model):
         if config._attn_implementation == MASKED_IMPLEMENTATION:
             config._attn_implementation = IMPLEMENTATION
-    for config in leaving:
-        config._attn_implementation = _UNMASKED
-    return leaving
-
-
-@contextmanager
-def making_masks(configs: Sequence[Any]) -> Generator[None]:
-    """Let a model that writes its attention out make masks after all; `configs` are what `drop_masks` returned."""
-    try:
-        for config in configs:
-            config._attn_implementation = _EAGER
-        yield
-    finally:
-        for config in configs:
-            config._attn_implementation = _UNMASKED
 
 
 def _configs(model: nn.Module) -> list[Any]:

@@ -1,8 +1,9 @@
-"""Places of tokens where a padding token stands at none."""
+"""Places of tokens: beside padding, and in buffers that on the meta device have no values."""
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 def places_beside_padding(tokens: Tensor, padding_token: int) -> Tensor:
@@ -13,3 +14,12 @@ def places_beside_padding(tokens: Tensor, padding_token: int) -> Tensor:
     """
     counted = tokens.ne(padding_token)
     return counted.cumsum(1) * counted + padding_token
+
+
+def count_places(module: nn.Module) -> None:
+    """Give buffers of places the values that they have in transformers, 0, 1, …, for there are none on the meta
+    device."""
+    for name, buffer in module.named_buffers():
+        owner, _, leaf = name.rpartition(".")
+        if leaf == "position_ids" and buffer.is_meta and buffer.dtype == torch.int64 and buffer.dim() in (1, 2):
+            setattr(module.get_submodule(owner), leaf, torch.arange(buffer.shape[-1]).expand(buffer.shape))

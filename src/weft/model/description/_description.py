@@ -50,7 +50,6 @@ class Description:
             no_pipeline=profile.no_pipeline,
             no_sequence="" if profile.can_share_sequence else NO_SEQUENCE,
             no_context="" if self.sequence_length is None else profile.no_context,
-            writes_attention=profile.writes_attention,
             no_grid=self._no_grid,
             no_cube=self._no_cube,
             no_tensor=tables.no_tensor,

@@ -15,10 +15,12 @@ from weft.model._isolation import check_isolation
 from weft.model.attention.hf import (
     IMPLEMENTATION,
     MASKED_IMPLEMENTATION,
+    SCORED_TYPES,
     add_masks,
     name_attention_dropouts,
     register_attention,
 )
+from weft.model.attention.hf_modules import call_interface, calls_interface
 from weft.model.blueprint import Blueprint, Initialiser
 from weft.model.examples import token_example
 from weft.model.families import Tables, family_of
@@ -168,6 +170,7 @@ def _construct(transformers: Any, config: Any, task: HubTask) -> Any:
     attention = IMPLEMENTATION if has_plain_masks else MASKED_IMPLEMENTATION
     try:
         model = _of_config(getattr(transformers, task.auto), config, attention)
+        call_interface(model)
         name_attention_dropouts(model)  # of rates that no module of transformers may have looked at
     except Exception as problem:
         raise RecipeError(
@@ -190,7 +193,8 @@ def _of_config(auto: Any, config: Any, attention: str) -> Any:
                 model = auto.from_config(
                     config, attn_implementation=implementation, dtype=torch.float32, trust_remote_code=False
                 )
-            if implementation == "eager" or getattr(model, "_supports_sdpa", True):
+            takes_any = config.model_type in SCORED_TYPES or calls_interface(config)
+            if implementation == "eager" or takes_any or getattr(model, "_supports_sdpa", True):
                 return model
             # It would take any name, compute by its own code, and add a mask of truth values to its scores (TrOCR).
         except (KeyError, ValueError) as problem:  # what it says of an attention that it does not have

@@ -28,10 +28,9 @@ _FLOATS_ALONE = (torch.ops.aten.histc,)
 
 
 class StandIns:
-    """Answers what the meta device cannot; `notes`: what was assumed; `constants`: floats of numbers have values."""
+    """Answers what the meta device cannot; `notes`: what was assumed."""
 
-    def __init__(self, *, constants: bool = False) -> None:
-        self._constants = constants
+    def __init__(self) -> None:
         self.notes: dict[str, None] = {}
         self._generator = torch.Generator().manual_seed(0)
 
@@ -58,9 +57,7 @@ class StandIns:
         if shapes is None:
             return func(*args, **moved)
         floats = any(leaf.is_floating_point() for leaf in _tensors(shapes))
-        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
-        is_left_out = floats and (is_drawn if self._constants else wants_meta)
-        if sum(leaf.numel() for leaf in _tensors(shapes)) > _CARRIED_ELEMENTS or is_left_out:
+        if sum(leaf.numel() for leaf in _tensors(shapes)) > _CARRIED_ELEMENTS or (floats and wants_meta):
             return shapes
         if has_device and not tensors:
             moved = {**moved, "device": torch.device("cpu")}
@@ -191,9 +188,9 @@ class StandIns:
 class StandInMode(TorchDispatchMode):
     """Within it, operators run without memory, as `StandIns` answers them.  `where` names the module for messages."""
 
-    def __init__(self, where: str, *, constants: bool = False) -> None:
+    def __init__(self, where: str) -> None:
         super().__init__()
-        self._answers, self._where = StandIns(constants=constants), where
+        self._answers, self._where = StandIns(), where
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._answers.run(func, args, kwargs or {}, self._where)

@@ -145,8 +145,6 @@ class Profile:
     nothing more is against it.  Empty for models that other systems train."""
     attends_alone: bool = False
     """Whether looking at its forward has shown that attention is all that lets its tokens see one another."""
-    writes_attention: bool = False
-    """Whether such a look had to read attention that it writes out."""
     num_experts: int = 0
     """Routed experts per mixture block; 0: none.  The expert axis must divide it."""
     has_batch_norm: bool = False

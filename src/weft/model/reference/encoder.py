@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from weft.config.plan import default_ffn_size
 from weft.config.recipe import EncoderShape
 from weft.model._initialise import normal_initialiser
-from weft.model.attention.dropping import attend_dropping
+from weft.model.attention.call import MaskPattern, attend
 from weft.model.blueprint import Blueprint
 from weft.model.description import description_of_shape
 from weft.model.examples import token_example
@@ -36,7 +36,7 @@ class EncoderAttention(nn.Module):
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         query, key, value = (self._heads(linear(hidden)) for linear in (self.query, self.key, self.value))
         if self.training and self.dropout_probability > 0:
-            mixed = attend_dropping(query, key, value, mask, self.dropout, causal=False)
+            mixed = attend(query, key, value, MaskPattern(), mask=mask, dropout=self.dropout)
         else:
             mixed = F.scaled_dot_product_attention(query, key, value, mask)
         return self.output(mixed.transpose(1, 2).flatten(2))

@@ -20,7 +20,6 @@ def facts_of_blueprint(blueprint: Blueprint, recipe: Recipe) -> ModelFacts:
         no_pipeline=blueprint.no_pipeline,
         no_sequence=NO_SEQUENCE if isinstance(cut, FoundCut) else "",
         no_context=blueprint.no_context,
-        writes_attention=blueprint.writes_attention,
         num_experts=math.gcd(*blueprint.experts.values()),
         no_experts=blueprint.no_experts,
         no_grid=blueprint.no_grid,

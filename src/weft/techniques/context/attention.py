@@ -18,8 +18,15 @@ from torch import Tensor, nn
 
 from weft.comm.mesh import GroupView
 from weft.errors import PlanError
-from weft.model.attention.dropping import AttentionTaker, attend_dropping, attend_in_window
-from weft.model.attention.scored import DrawnDropout, attend_scored
+from weft.model.attention.call import (
+    PLAIN,
+    AttentionTaker,
+    MaskPattern,
+    ScoreMod,
+    attend_multi_head,
+    multi_head_call,
+)
+from weft.model.attention.call import attend as attend_call
 from weft.model.derivatives import once
 from weft.techniques.context.dropped import DroppedAttention
 from weft.techniques.context.exchange import KeyExchange
@@ -116,12 +123,8 @@ class _Backward:
             keys,
             values,
             Partial(self._whole.output[rows], self._whole.log_sum[rows]),
-            scale=self._who.form.scale,
-            causal=pair.causal,
-            mask=self._who.mask(source, pair),
-            bias=self._who.bias(source, pair, heads),
-            softcap=self._who.form.softcap,
-            kept=self._who.kept(source, pair, heads, self._query),
+            self._who.scoring(source, pair, heads),
+            self._who.kept(source, pair, heads, self._query),
         )
         self.by_query[rows] += mine
         return by_key, by_value
@@ -130,18 +133,15 @@ class _Backward:
 def attend_to_all(query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchange, who: Visibility) -> Partial:
     """Return attention of this rank's queries to the keys of all ranks.  Call on every rank of the group."""
     seen: Partial | None = None
+    heads = (0, query.shape[1])
     for source, keys, values in exchange.visit(key, value, who.shown):
         for pair in who.pairs(source):
             part = attend(
                 query[:, :, pair.queries],
                 keys[:, :, pair.keys],
                 values[:, :, pair.keys],
-                scale=who.form.scale,
-                causal=pair.causal,
-                mask=who.mask(source, pair),
-                bias=who.bias(source, pair, (0, query.shape[1])),
-                softcap=who.form.softcap,
-                kept=who.kept(source, pair, (0, query.shape[1]), query),
+                who.scoring(source, pair, heads),
+                who.kept(source, pair, heads, query),
             )
             if part.output.shape[2] == query.shape[2]:
                 seen = merge(seen, part)
@@ -183,16 +183,16 @@ class VisitedAttention:
         if torch.compiler.is_compiling():
             return self._in_graph(query, key, value, tokens, form)
         who = Visibility(tokens, self._view, form, self._together)
-        return _SharedAttention.apply(query, key, value, form.sinks, self._exchange, who)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
+        return _SharedAttention.apply(query, key, value, form.mod.sinks, self._exchange, who)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
 
     def _in_graph(self, query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, form: AttentionForm) -> Tensor:
         """The same as one operator of a compiler's graph (`operators.py`)."""
         view, dropped = self._view, form.dropped
-        assert (form.bias, form.softcap, form.sinks) == (None, None, None), "compiled blocks write nothing out"
+        assert form.mod.is_plain, "compiled blocks were checked"
         output, _ = torch.ops.weft.shared_attention(
             query, key, value, tokens.documents, None if dropped is None else dropped.words,
             self._exchange.scheme, "" if view.group is None else str(view.group.group_name), view.ranks, view.index,
-            self._together, tokens.length, form.causal, form.scale, form.window,
+            self._together, tokens.length, form.pattern.causal, form.scale, form.pattern.window,
             0 if dropped is None else dropped.count, 0 if dropped is None else dropped.first_head,
         )  # fmt: skip
         return output
@@ -200,41 +200,42 @@ class VisitedAttention:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """What is shared of a module.  An object of its own: of what compiled code holds by itself it would ask whether it
-    is the very same one, and of the name so that every block were compiled for itself."""
+class AttentionModule:
+    """A module whose attention is shared.  An object of its own: of what compiled code holds by itself it would ask
+    whether it is the very same one, and of the name so that every block were compiled for itself."""
 
     name: str
     attend: Attend
     is_causal: bool
-    ignores_masks: bool
+    """What the model's attention is (`Blueprint.attention`), whatever documents there are."""
+    ignores_masks: bool = False
+    """Whether the masks that it gives are known to say nothing."""
 
 
 @final
-class Sharing(AttentionTaker):
-    """Gives what calls `scaled_dot_product_attention` the attention above."""
+class ContextAttentionMode(AttentionTaker):
+    """Gives what calls `scaled_dot_product_attention`, `attend` or `nn.MultiheadAttention` the attention above."""
 
-    def __init__(self, shared: Shared, tokens: LocalTokens) -> None:
+    def __init__(self, module: AttentionModule, tokens: LocalTokens) -> None:
         super().__init__()
-        self._shared, self._tokens, self._is_causal = shared, tokens, shared.is_causal
-        self._ignores_masks = shared.ignores_masks or tokens.documents is not None
+        self._module, self._tokens = module, tokens
+        self._ignores_masks = module.ignores_masks or tokens.documents is not None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            return self._attend(*args, **(kwargs or {}))
-        if func is F.multi_head_attention_forward:  # whose own call of attention would not come here
-            raise self._refused("attends by nn.MultiheadAttention")
-        if func is attend_dropping:
-            return self._attend_dropping(*args, **(kwargs or {}))
-        if func is attend_in_window:
-            return self._attend_in_window(*args, **(kwargs or {}))
-        if func is attend_scored:
-            return self._attend_scored(*args, **(kwargs or {}))
+            return self._of_torch(*args, **(kwargs or {}))
+        if func is attend_call:
+            return self._share(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            given = multi_head_call(args, kwargs or {})
+            if given is None:
+                raise self._refused("attends by nn.MultiheadAttention with need_weights = True, or with keys added")
+            return attend_multi_head(given, self._of_torch)
         if func is Tensor.unflatten and torch.compiler.is_compiling():  # which Dynamo cannot enter by its function
             return args[0].unflatten(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def _attend(
+    def _of_torch(
         self,
         query: Tensor,
         key: Tensor,
@@ -245,138 +246,73 @@ class Sharing(AttentionTaker):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        """The arguments of `scaled_dot_product_attention`."""
         if dropout_p > 0.0:
             raise self._refused(f"drops attention with dropout_p = {dropout_p}, by a mask over all tokens")
-        return self._share((query, key, value), attn_mask, causal=is_causal, scale=scale)
-
-    def _attend_dropping(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        dropout: nn.Module,
-        *,
-        causal: bool,
-        scale: float | None = None,
-    ) -> Tensor:
-        return self._share((query, key, value), mask, causal=causal, scale=scale, dropout=dropout)
-
-    def _attend_in_window(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        dropout: nn.Module | None,
-        *,
-        window: int,
-        scale: float | None = None,
-    ) -> Tensor:
-        if not self._is_causal:
-            raise self._refused("attends through a window, where attention of this model sees every token")
-        return self._share((query, key, value), mask, causal=True, scale=scale, dropout=dropout, window=window)
-
-    def _attend_scored(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias: Tensor | None,
-        dropout: nn.Module | None,
-        *,
-        causal: bool,
-        window: int | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """`bias` is that of whole samples."""
-        if window is not None and not self._is_causal:
-            raise self._refused("attends through a window, where attention of this model sees every token")
-        if sinks is not None and tuple(sinks.shape) != (query.shape[1],):
-            raise self._refused(f"has {sinks.numel()} sinks for {query.shape[1]} heads")
-        return self._share(
-            (query, key, value), None, causal=causal, scale=scale, dropout=dropout, window=window, bias=bias,
-            softcap=softcap, sinks=sinks,
-        )  # fmt: skip
+        return self._share(query, key, value, MaskPattern(causal=is_causal), ScoreMod(scale=scale), mask=attn_mask)
 
     def _share(
         self,
-        of: tuple[Tensor, Tensor, Tensor],
-        mask: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pattern: MaskPattern,
+        mod: ScoreMod = PLAIN,
         *,
-        causal: bool,
-        scale: float | None,
+        mask: Tensor | None = None,
         dropout: nn.Module | None = None,
-        window: int | None = None,
-        bias: Tensor | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
     ) -> Tensor:
-        query, key, _ = of
-        self._check(query, key, mask, is_causal=causal)
-        dropped: DroppedAttention | None = None
+        """The arguments of `attend`."""
+        self._check(query, key, mask, pattern, mod)
+        length, window, dropped = self._tokens.length, pattern.window, None
         if isinstance(dropout, KeyedDropout):
-            dropped = DroppedAttention.of(dropout, query.shape[1], self._tokens.length)
-        elif isinstance(dropout, DrawnDropout) and dropout.draw is not None:
-            draw: Any = dropout.draw
-            dropped = DroppedAttention.by_function(draw, dropout.rate, query.shape[1], self._tokens.length)
+            dropped = DroppedAttention.of(dropout, query.shape[1], length)
         elif dropout is not None:
             raise self._refused(f"drops attention by a {type(dropout).__name__}, whose draws have no key")
         form = AttentionForm(
-            causal=self._is_causal,
-            scale=query.shape[-1] ** -0.5 if scale is None else scale,
-            window=window if window is not None and window < self._tokens.length else None,
-            bias=bias,
-            softcap=softcap,
-            sinks=sinks,
+            # A call about one token may leave out that it is causal, so the model's own kind counts.
+            pattern=MaskPattern(
+                causal=self._module.is_causal, window=window if window is not None and window < length else None
+            ),
+            mod=mod,
+            scale=query.shape[-1] ** -0.5 if mod.scale is None else mod.scale,
             dropped=dropped,
         )
-        return self._shared.attend(*of, self._tokens, form)
+        return self._module.attend(query, key, value, self._tokens, form)
 
-    def _check(self, query: Tensor, key: Tensor, mask: Tensor | None, *, is_causal: bool) -> None:
+    def _check(self, query: Tensor, key: Tensor, mask: Tensor | None, pattern: MaskPattern, mod: ScoreMod) -> None:
+        is_causal = self._module.is_causal
         # Documents are those of the whole batch, so a mask that the model made of its own tokens says nothing more.
         if mask is not None and not self._ignores_masks:
             raise self._refused("gives attention a mask, which it made of the tokens of one rank")
         local = self._tokens.held
         if query.shape[2] != local or key.shape[2] != local:
             raise self._refused(f"attends from {query.shape[2]} to {key.shape[2]} tokens where this rank has {local}")
-        # A call about one token may leave out that it is causal, so the model's own kind counts.
-        if mask is None and is_causal != self._is_causal and local > 1:
+        if mask is None and pattern.causal != is_causal and local > 1:
             what = ("sees every token", "sees no later token")
-            raise self._refused(f"{what[is_causal]}, where attention of this model {what[self._is_causal]}")
+            raise self._refused(f"{what[pattern.causal]}, where attention of this model {what[is_causal]}")
+        if pattern.window is not None and not is_causal:
+            raise self._refused("attends through a window, where attention of this model sees every token")
+        for name, by_head in (("sinks", mod.sinks), ("slopes", mod.slopes)):
+            if by_head is not None and tuple(by_head.shape) != (query.shape[1],):
+                raise self._refused(f"has {by_head.numel()} {name} for {query.shape[1]} heads")
 
     def _refused(self, what: str) -> PlanError:
         return PlanError(
-            f"plan.mesh.context lets ranks share a sequence, but {self._shared.name} {what}. Use plan.mesh.context = 1,"
+            f"plan.mesh.context lets ranks share a sequence, but {self._module.name} {what}. Use plan.mesh.context = 1,"
             " and tensor ranks or recomputation for long sequences."
         )
 
 
-def sharing(
-    forward: Callable[..., Any],
-    name: str,
-    attend: Attend,
-    context: StepContext,
-    *,
-    is_causal: bool,
-    ignores_masks: bool = False,
-) -> Callable[..., Any]:
-    """Return a module's forward whose attention sees the tokens of all ranks, where a microbatch is in hand.
-
-    `is_causal`: what the model's attention is (`Blueprint.attention`), whatever documents there are.  `ignores_masks`:
-    the masks that it gives are known to say nothing.
-    """
-
-    shared = Shared(name, attend, is_causal, ignores_masks)
+def wrap_attention(forward: Callable[..., Any], module: AttentionModule, context: StepContext) -> Callable[..., Any]:
+    """Return a module's forward whose attention sees the tokens of all ranks, where a microbatch is in hand."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         tokens = None if context.current is None else context.current.tokens
         if tokens is None:
             return forward(*args, **kwargs)
-        with Sharing(shared, tokens):
+        with ContextAttentionMode(module, tokens):
             return forward(*args, **kwargs)
 
     return run

@@ -84,7 +84,6 @@ class Context(Technique):
             length_problem,
             mixed_problem,
             recipe_problem,
-            written_problem,
         )
 
         if problem := recipe_problem(case.recipe):
@@ -93,8 +92,6 @@ class Context(Technique):
             raise case.refuse(path, f"cannot be had for this model: {facts.no_context}.\nUse 1.")
         if facts.no_sequence and case.plan.mesh.pipeline > 1:
             raise case.refuse(path, f"cannot join mesh.pipeline > 1 for this model: {facts.no_sequence}.\nUse 1.")
-        if facts.writes_attention and (problem := written_problem(case.plan)):
-            raise case.refuse(path, f"{problem}.\nUse 1.")
         if facts.num_blocks is not None and facts.sequence_length is None:
             problem = f"has no sequence to share: samples of a {facts.name} are no sequences.\nUse 1."
             raise case.refuse(path, problem)

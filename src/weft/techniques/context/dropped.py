@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from weft.techniques.randomness.keyed_dropout import GOLDEN, RESOLUTION, KeyedDropout, kept_rows, layer_words, mix
-
-if TYPE_CHECKING:
-    from weft.techniques.randomness.token_draws import PairDraw
+from weft.techniques.randomness.keyed_dropout import RESOLUTION, KeyedDropout, kept_rows, layer_words
 
 Run = tuple[int, int]
 """[start, stop) of positions in a sample."""
@@ -30,22 +26,11 @@ class DroppedAttention:
     words: Tensor
     """int64 (samples,): the draw of each sample for this layer and step."""
     count: int
-    """Dropped of `RESOLUTION` elements; 0: so small a share that each is drawn by itself."""
+    """Dropped of `RESOLUTION` elements."""
     first_head: int
     """The first of this rank's heads, of those of all tensor ranks."""
     length: int
     """Tokens of a whole sample."""
-    rate: float | None = None
-    """The share that is dropped, where a function drops; None: `count` says it."""
-    keeps_all: bool = False
-    """Whether all are kept, and scaled as if some were not: so a function that drops is left out of a proof."""
-
-    @classmethod
-    def by_function(cls, draw: PairDraw, rate: float, heads: int, length: int) -> DroppedAttention:
-        """What a dropout that is a function drops of `heads` heads of this rank."""
-        from weft.techniques.randomness._draw_values import dropped_of  # loaded where something draws by functions
-
-        return cls(draw.words, dropped_of(1.0 - rate), draw.first_of(heads), length, rate, draw.keeps_all)
 
     @classmethod
     def of(cls, dropout: KeyedDropout, heads: int, length: int) -> DroppedAttention | None:
@@ -65,8 +50,6 @@ class DroppedAttention:
     @property
     def scale(self) -> float:
         """Factor of what is kept."""
-        if self.rate is not None:
-            return 1.0 / (1.0 - self.rate)
         return 0.0 if self.count == RESOLUTION else RESOLUTION / (RESOLUTION - self.count)
 
     def kept(self, heads: Run, queries: Tensor, keys: Sequence[Run]) -> Tensor:
@@ -80,18 +63,8 @@ class DroppedAttention:
             + queries
         )
         shape = (self.words.numel(), stop - start, queries.numel())
-        if self.count == RESOLUTION or self.keeps_all:
+        if self.count == RESOLUTION:
             width = sum(last - first for first, last in keys)
-            return torch.full((*shape, width), self.keeps_all, dtype=torch.bool, device=device)
-        if self.rate is not None and not self.count:
-            return self._one_by_one(self.rate, rows.flatten(), keys).view(*shape, -1)
+            return torch.zeros((*shape, width), dtype=torch.bool, device=device)
         numbers = rows.flatten()
         return torch.cat([kept_rows(self.words, numbers, run, self.count) for run in keys], 1).view(*shape, -1)
-
-    def _one_by_one(self, rate: float, rows: Tensor, keys: Sequence[Run]) -> Tensor:
-        """What is kept, (samples, rows, keys), by a number for each, as `Elements.kept` has it."""
-        from weft.techniques.randomness._draw_values import uniform_of  # as above
-
-        columns = torch.cat([torch.arange(start, stop, device=rows.device) for start, stop in keys])
-        row_words = mix(mix(self.words)[:, None] + rows * GOLDEN)
-        return uniform_of(mix(row_words[..., None] + columns * GOLDEN)) < 1.0 - rate

@@ -7,7 +7,7 @@ computed in chunks (`partial.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, final
 
 import torch
@@ -29,13 +29,29 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What scores are multiplied by, and which of them count."""
+    """What becomes of the scores of some queries and keys, and which of them count."""
 
     scale: float
     causal: bool = False
     """Whether query i sees keys 0 to i alone."""
     mask: Tensor | None = None
     """Visible keys of each query, bool (samples or 1, 1, queries, keys); they go before `causal`."""
+    softcap: float | None = None
+    """See `ScoreMod`."""
+    bias: Tensor | None = None
+    """What is added to scores, (1, heads, queries or 1, keys); None: nothing."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether kernels do it."""
+        return self.softcap is None and self.bias is None
+
+    def of_rows(self, rows: slice) -> Scoring:
+        """Return the same for some of the queries."""
+        mask, bias = (
+            each if each is None or each.shape[2] == 1 else each[:, :, rows] for each in (self.mask, self.bias)
+        )
+        return replace(self, mask=mask, bias=bias)
 
     @property
     def by_kernel(self) -> bool:

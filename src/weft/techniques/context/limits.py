@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from weft.config.plan import Plan
 from weft.config.recipe import Recipe
 from weft.techniques.context.shares import exchanging_ranks
 
@@ -46,16 +45,6 @@ def length_problem(length: int, *, ranks: int, tensor: int, sequence: bool) -> s
         return ""
     parts = f" and {tensor} tensor ranks under sequence parallelism" if sequence and tensor > 1 else ""
     return f"needs samples of {least} tokens or more, two runs for each of {ranks} ranks{parts}: they have {length}."
-
-
-def written_problem(plan: Plan) -> str:
-    """Return what of a plan ranks that share the sequence of a model cannot have where it writes its attention out: the
-    beginning of a sentence; empty: nothing."""
-    if plan.compute.compile:
-        return "cannot join compute.compile for this model: it writes its attention out, which a compiler does not read"
-    if plan.mesh.pipeline > 1:
-        return "cannot join mesh.pipeline > 1 for this model: it writes its attention out, and its masks cross stages"
-    return ""
 
 
 def recipe_problem(recipe: Recipe) -> str:

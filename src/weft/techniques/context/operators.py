@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from weft.comm.mesh import GroupView
+from weft.model.attention.call import MaskPattern
 from weft.techniques.context.attention import attend_to_all, gradients_of_all
 from weft.techniques.context.dropped import DroppedAttention
 from weft.techniques.context.exchange import GatherExchange, RingExchange
@@ -51,7 +52,7 @@ def _called(
     """How keys are exchanged, and who sees whom."""
     view = _view_of(group, ranks, index)
     drops = None if words is None else DroppedAttention(words, dropped, first_head, length)
-    form = AttentionForm(causal=causal, scale=scale, window=window, dropped=drops)
+    form = AttentionForm(pattern=MaskPattern(causal=causal, window=window), scale=scale, dropped=drops)
     tokens = LocalTokens(length=length, runs=(), documents=documents)
     exchange = RingExchange(view) if scheme == "ring" else GatherExchange(view)
     return exchange, Visibility(tokens, view, form, together)

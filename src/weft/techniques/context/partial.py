@@ -10,8 +10,7 @@ share of the gradients (Dao 2023, https://arxiv.org/abs/2307.08691).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,18 +22,6 @@ Kept = Callable[[slice], Tensor]
 (samples, heads, queries, keys)."""
 _CHUNK_SCORES = 1 << 24
 """Scores that exist at once where no kernel returns L: 64 MiB in fp32."""
-
-
-class _Added(NamedTuple):
-    """What is done to scores before they are masked."""
-
-    mask: Tensor | None
-    bias: Tensor | None
-    softcap: float | None
-
-    def of(self, rows: slice) -> _Added:
-        """The same for some of the queries."""
-        return _Added(_rows(self.mask, rows), _rows(self.bias, rows), self.softcap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,37 +38,27 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
-    scale: float,
-    causal: bool = False,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
+    scoring: Scoring,
     kept: Kept | None = None,
 ) -> Partial:
     """Attend from (samples, heads, queries, size) to (samples, kv heads, keys, size), kv heads dividing heads.
 
-    `causal`: query i sees keys 0 to i.  `mask` is of bool, (samples or 1, 1, queries, keys), and goes before `causal`.
-    `bias` is added to the scores, (1, heads or 1, queries or 1, keys or 1), which are bent by `softcap` before.
     `kept`: probabilities are dropped after the softmax, so L is what it would be without, and results merge as ever.
     """
-    scoring = Scoring(scale, causal, mask)
-    if kept is None and bias is None and softcap is None and (kernel := kernel_for(query, key, value, scoring)):
+    mask = scoring.mask
+    if kept is None and scoring.is_plain and (kernel := kernel_for(query, key, value, scoring)):
         output, log_sum = kernel.attend(query, key, value, scoring)
         if mask is not None:  # of who sees nothing each kernel says something else
             sees = mask.to(query.device).any(-1)
             output, log_sum = output.masked_fill(~sees[..., None], 0.0), log_sum.masked_fill(~sees, -torch.inf)
         return Partial(output, log_sum)
-    if mask is not None:
-        mask = mask.to(query.device)
-    elif causal:
-        mask = _causal_mask(query, key)
+    scoring = _masked(scoring, query, key)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     parts: list[Partial] = []
     for rows in _chunks(query, key):
-        added, factors = _Added(mask, bias, softcap).of(rows), None if kept is None else kept(rows)
-        parts.append(_attend_plainly(query[:, :, rows], key, value, scale, added, factors))
+        factors = None if kept is None else kept(rows)
+        parts.append(_attend_plainly(query[:, :, rows], key, value, scoring.of_rows(rows), factors))
     return Partial(torch.cat([part.output for part in parts], 2), torch.cat([part.log_sum for part in parts], 2))
 
 
@@ -91,26 +68,17 @@ def attend_backward(
     key: Tensor,
     value: Tensor,
     whole: Partial,
-    *,
-    scale: float,
-    causal: bool = False,
-    mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
+    scoring: Scoring,
     kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the shares of the gradients of query, key and value that these keys give.
 
     `gradient` and `whole` are those of the queries over all keys, `whole.output` in the dtype of `query`.
     """
-    scoring = Scoring(scale, causal, mask)
-    if kept is None and bias is None and softcap is None and (kernel := kernel_for(query, key, value, scoring)):
+    if kept is None and scoring.is_plain and (kernel := kernel_for(query, key, value, scoring)):
         return kernel.backward(gradient, (query, key, value), whole.output, whole.log_sum, scoring)
-    if mask is not None:
-        mask = mask.to(query.device)
-    elif causal:
-        mask = _causal_mask(query, key)
-    return _backward_plainly(gradient, query, key, value, whole, scale, _Added(mask, bias, softcap), kept)
+    scoring = _masked(scoring, query, key)
+    return _backward_plainly(gradient, query, key, value, whole, scoring, kept)
 
 
 def merge(one: Partial | None, other: Partial) -> Partial:
@@ -152,8 +120,12 @@ def _share(part: Tensor, whole: Tensor) -> Tensor:
     return torch.where(part == -torch.inf, 0.0, (part - whole).exp())[..., None]
 
 
-def _causal_mask(query: Tensor, key: Tensor) -> Tensor:
-    return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+def _masked(scoring: Scoring, query: Tensor, key: Tensor) -> Scoring:
+    """The same with a mask on the queries' device in place of `causal`."""
+    mask = scoring.mask
+    if mask is None and scoring.causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+    return replace(scoring, mask=None if mask is None else mask.to(query.device))
 
 
 def _chunks(query: Tensor, key: Tensor) -> list[slice]:
@@ -162,32 +134,26 @@ def _chunks(query: Tensor, key: Tensor) -> list[slice]:
     return [slice(start, start + each) for start in range(0, max(1, query.shape[2]), each)]
 
 
-def _rows(mask: Tensor | None, rows: slice) -> Tensor | None:
-    return mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows]
-
-
 def _widened(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _scores(query: Tensor, key: Tensor, scale: float, added: _Added) -> tuple[Tensor, Tensor | None]:
+def _scores(query: Tensor, key: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor | None]:
     """Scores, and what a cap leaves of the slope of each; None: there is no cap.
 
     In fp32 or wider: products of bf16 that are rounded to bf16 would move large scores by whole percents.
     """
-    scores, slope = _widened(query) * scale @ _widened(key).transpose(-1, -2), None
-    if added.softcap is not None:
-        bent = torch.tanh(scores / added.softcap)
-        scores, slope = bent * added.softcap, 1.0 - bent.square()
-    if added.bias is not None:
-        scores = scores + added.bias
-    return (scores if added.mask is None else scores.masked_fill(~added.mask, -torch.inf)), slope
+    scores, slope = _widened(query) * scoring.scale @ _widened(key).transpose(-1, -2), None
+    if scoring.softcap is not None:
+        bent = torch.tanh(scores / scoring.softcap)
+        scores, slope = bent * scoring.softcap, 1.0 - bent.square()
+    if scoring.bias is not None:
+        scores = scores + scoring.bias
+    return (scores if scoring.mask is None else scores.masked_fill(~scoring.mask, -torch.inf)), slope
 
 
-def _attend_plainly(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, added: _Added, kept: Tensor | None
-) -> Partial:
-    scores, _ = _scores(query, key, scale, added)
+def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, kept: Tensor | None) -> Partial:
+    scores, _ = _scores(query, key, scoring)
     log_sum = scores.logsumexp(-1)
     probabilities = _probabilities(scores, log_sum)
     return Partial((probabilities if kept is None else probabilities * kept).to(value.dtype) @ value, log_sum)
@@ -204,8 +170,7 @@ def _backward_plainly(
     key: Tensor,
     value: Tensor,
     whole: Partial,
-    scale: float,
-    added: _Added,
+    scoring: Scoring,
     kept: Kept | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = query.shape[1] // key.shape[1]
@@ -215,7 +180,7 @@ def _backward_plainly(
     by_key, by_value = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
     row_sums = (gradient.to(wide) * whole.output.to(wide)).sum(-1)
     for rows in _chunks(query, key):
-        scores, slope = _scores(query[:, :, rows], keys, scale, added.of(rows))
+        scores, slope = _scores(query[:, :, rows], keys, scoring.of_rows(rows))
         probabilities = _probabilities(scores, whole.log_sum[:, :, rows])
         given = gradient[:, :, rows]
         weights, by_probability = probabilities, _widened(given) @ _widened(values).transpose(-1, -2)
@@ -223,7 +188,7 @@ def _backward_plainly(
             drop = kept(rows)
             weights, by_probability = probabilities * drop, by_probability * drop
         by_value += (weights.to(given.dtype).transpose(-1, -2) @ given).to(wide)
-        by_score = probabilities * (by_probability - row_sums[:, :, rows, None]) * scale
+        by_score = probabilities * (by_probability - row_sums[:, :, rows, None]) * scoring.scale
         by_score = (by_score if slope is None else by_score * slope).to(query.dtype)
         by_query[:, :, rows] = by_score @ keys
         by_key += (by_score.transpose(-1, -2) @ query[:, :, rows]).to(wide)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, final
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft.comm.mesh import GroupView, Mesh
 from weft.config.plan import axis_coordinates
 from weft.errors import PlanError
-from weft.techniques.context.attention import Attend, VisitedAttention, sharing
+from weft.techniques.context.attention import Attend, AttentionModule, VisitedAttention, wrap_attention
 from weft.techniques.context.exchange import GatherExchange, RingExchange
 from weft.techniques.context.shares import BETWEEN, HEADS, exchanging_ranks, runs_of
 from weft.techniques.context.ulysses import HeadExchange
@@ -26,7 +26,7 @@ _OF_DOCUMENTS = frozenset({"positions", "document_ids"})
 
 
 @dataclass(frozen=True, slots=True)
-class _Shares:
+class _SequenceShard:
     """Cuts a batch along its tokens.  Labels stand at the tokens that they are of, so nothing is lost at the cuts."""
 
     view: GroupView
@@ -73,16 +73,8 @@ class ContextRanks(TechniqueRuntime):
         blueprint, context, view = self._build.blueprint, self._build.context, self._build.mesh["context"]
         _check_built(self._build)
         attending = self._attending  # found before there are hooks, with which no model can be copied
-        shares = _Shares(view, not _OF_DOCUMENTS.isdisjoint(blueprint.inputs.values()), blueprint.padding_token)
+        shares = _SequenceShard(view, not _OF_DOCUMENTS.isdisjoint(blueprint.inputs.values()), blueprint.padding_token)
         context.sharing = shares
-        share: Callable[..., Any] = sharing
-        if blueprint.writes_attention:
-            from weft.techniques.context.reading import biases_of, leave_out_masks, reading  # loaded where a model does
-
-            tensor = self._build.mesh["tensor"]
-            biases = biases_of(blueprint, part.module, self._build.dtypes.compute, context, tensor)
-            leave_out_masks(part.module, context, biases)
-            share = partial(reading, view=tensor, biases=biases, windows=blueprint.windows)
         if blueprint.attending and shares.isolates:
             _make_no_masks(part.module)
         keyword, kind = blueprint.position_input, blueprint.attention
@@ -100,8 +92,11 @@ class ContextRanks(TechniqueRuntime):
                 module = part.module.get_submodule(name)
             except AttributeError:
                 continue  # another stage's
-            given: dict[str, Any] = {"is_causal": kind == "causal", "ignores_masks": bool(blueprint.attending)}
-            module.forward = share(module.forward, name, attend, context, **given)
+            shared = AttentionModule(name, attend, kind == "causal", ignores_masks=bool(blueprint.attending))
+            module.forward = wrap_attention(module.forward, shared, context)
+            if isinstance(module, nn.MultiheadAttention):
+                # In evaluation torch's encoder layers would compute it by a kernel of their own, but for its hooks.
+                module.register_forward_pre_hook(_nothing)
 
     @cached_property
     def _attending(self) -> Sequence[str]:
@@ -110,6 +105,10 @@ class ContextRanks(TechniqueRuntime):
         from weft.techniques.context.trace import attending_modules  # for models that say it themselves
 
         return attending_modules(self._build.blueprint)
+
+
+def _nothing(module: nn.Module, args: Any) -> None:
+    """Leave what a module is given as it is."""
 
 
 def _make_no_masks(module: nn.Module) -> None:
@@ -181,9 +180,9 @@ def _check_built(build: Build) -> None:
     Raises:
         PlanError: what `Blueprint.no_context` says.
     """
-    blueprint, problem = build.blueprint, build.blueprint.no_context
-    if not problem and blueprint.writes_attention and build.plan.compute.compile:
-        problem = "it writes its attention out, which a compiler does not read"
+    problem = build.blueprint.no_context
+    if not problem and build.plan.compute.compile and build.blueprint.modifies_scores:
+        problem = "it caps its scores, adds slopes to them or has sinks, which blocks that are compiled do not share"
     if problem:
         named = f"plan.mesh.context = {build.plan.mesh.context}"
         raise PlanError(f"{named} cannot be had for this model: {problem}. Use plan.mesh.context = 1.")

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
@@ -24,20 +25,21 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from weft.errors import PlanError
-from weft.model.attention.dropping import ATTENTION
+from weft.model.attention.call import ATTENTION
 from weft.model.blueprint import Blueprint
 from weft.model.meta_forward import copy_on_meta
 
 _MIXING = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.RNNBase, nn.BatchNorm1d, nn.BatchNorm2d,
-    nn.BatchNorm3d, nn.MultiheadAttention, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
+    nn.BatchNorm3d, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
 )  # fmt: skip
+_ATTENTION = (*ATTENTION, F.multi_head_attention_forward)
 _Square = tuple[str, str, tuple[int, ...]]
 """Module, operator and the dims that are as long as the sequence, where there are two or more."""
 
 
 def attending_modules(blueprint: Blueprint) -> list[str]:
-    """Return the modules that ever call `scaled_dot_product_attention` themselves.  Not collective; takes no memory.
+    """Return the modules that ever call an attention function themselves.  Not collective; takes no memory.
 
     Raises:
         PlanError: the model mixes tokens in another way, or not at all.
@@ -66,7 +68,10 @@ def attending_modules(blueprint: Blueprint) -> list[str]:
 def _check(first: _Watch, second: _Watch) -> None:
     if both := [square for square in first.squares if square in second.squares]:
         name, operator, _ = both[0]
-        raise _refused(f"{name or 'the forward'} makes a tensor of tokens × tokens by {operator}")
+        raise _refused(
+            f"{name or 'the forward'} makes a tensor of tokens × tokens by {operator}: write attention as a call of"
+            " F.scaled_dot_product_attention, whose scores ranks compute together"
+        )
     if not first.attending:
         raise _refused("it never calls scaled_dot_product_attention")
 
@@ -122,7 +127,7 @@ class _Calls(TorchFunctionMode):
         self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in ATTENTION:
+        if func not in _ATTENTION:
             return func(*args, **(kwargs or {}))
         self._watch.attending.append(self._watch.inside[-1])
         self._watch.is_within = True

@@ -89,10 +89,11 @@ class HeadExchange:
             return whole.of_heads(self._between(query, key, value, together, form))
         if not form.is_plain:
             return whole.of_heads(_attend_alone(query, key, value, tokens, form))
-        mask, groups = _mask(tokens, form.causal), query.shape[1] != key.shape[1]
+        causal, groups = form.pattern.causal, query.shape[1] != key.shape[1]
+        mask = _mask(tokens, causal)
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage] # no module around this one shares it again
             mixed = F.scaled_dot_product_attention(
-                query, key, value, mask, is_causal=form.causal and mask is None, scale=form.scale, enable_gqa=groups
+                query, key, value, mask, is_causal=causal and mask is None, scale=form.scale, enable_gqa=groups
             )
         return whole.of_heads(mixed)
 

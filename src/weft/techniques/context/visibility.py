@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weft.comm.mesh import GroupView
 from weft.techniques.context.form import AttentionForm
+from weft.techniques.context.kernels import Scoring
 from weft.techniques.context.partial import Kept
 from weft.techniques.context.shares import Runs, Shown
 from weft.techniques.core.local_tokens import LocalTokens
@@ -45,7 +46,7 @@ class Visibility:
     @property
     def shown(self) -> Shown:
         """What ranks show one another."""
-        return Shown(self.tokens.length, self.view.size, self.form.window, self.together)
+        return Shown(self.tokens.length, self.view.size, self.form.pattern.window, self.together)
 
     def pairs(self, source: int) -> Iterator[Pair]:
         """Yield what is computed where the keys that rank `source` shows are there: what no query sees is in none."""
@@ -70,10 +71,10 @@ class Visibility:
     def _apart(self, source: int) -> Iterator[Pair]:
         """Pairs without regard to documents."""
         every, own = slice(None), source == self.view.index
-        if not self.form.causal:
+        if not self.form.pattern.causal:
             yield Pair(every, every)
-        elif self.form.window is not None:
-            yield from self._in_window(source, self.form.window)
+        elif self.form.pattern.window is not None:
+            yield from self._in_window(source, self.form.pattern.window)
         elif own:
             yield Pair(every, every, causal=True)  # runs stand in the order of their positions
         elif source < self.view.index:  # its head stands before all of mine, its tail behind
@@ -95,10 +96,10 @@ class Visibility:
                     sees_all = last <= top + 1 and bottom - window <= first
                     yield Pair(rows, columns, causal=is_causal, banded=not (is_causal or sees_all))
 
-    def mask(self, source: int, pair: Pair) -> Tensor | None:
+    def _mask(self, source: int, pair: Pair) -> Tensor | None:
         """Return which keys each query of a pair sees, bool (samples or 1, 1, queries, keys), which makes up for
         `Pair.causal`; None: as the pair says."""
-        documents, form = self.tokens.documents, self.form
+        documents, window = self.tokens.documents, self.form.pattern.window
         if documents is None and not pair.banded:
             return None
         device = torch.device("cpu") if documents is None else documents.device
@@ -107,21 +108,24 @@ class Visibility:
         mask = None if documents is None else documents[:, mine, None] == documents[:, None, theirs]
         if pair.causal or pair.banded:
             behind = mine[:, None] - theirs
-            seen = behind >= 0 if form.window is None else (behind >= 0) & (behind < form.window)
+            seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
             mask = seen[None] if mask is None else mask & seen
         return None if mask is None else mask[:, None]
 
-    def bias(self, source: int, pair: Pair, heads: tuple[int, int]) -> Tensor | None:
-        """Return what is added to the scores of a pair for [start, stop) of this rank's heads, as `attend` takes it."""
-        if (bias := self.form.bias) is None:
-            return None
-        if bias.shape[0] > 1:
-            bias = bias[slice(*heads)]
-        if bias.shape[1] > 1:
-            bias = bias[:, self._positions(self.view.index, bias.device)[pair.queries]]
-        if bias.shape[2] > 1:
-            bias = bias[:, :, self._positions(source, bias.device)[pair.keys]]
-        return bias[None]
+    def scoring(self, source: int, pair: Pair, heads: tuple[int, int]) -> Scoring:
+        """Return what becomes of the scores of a pair, for [start, stop) of this rank's heads."""
+        mod, bias = self.form.mod, None
+        if mod.slopes is not None:
+            slopes = mod.slopes[slice(*heads)]
+            positions = self._positions(source, slopes.device)[pair.keys].to(slopes.dtype)
+            bias = (slopes[:, None, None] * positions)[None]  # (1, heads, 1, keys)
+        return Scoring(
+            scale=self.form.scale,
+            causal=pair.causal,
+            mask=self._mask(source, pair),
+            softcap=mod.softcap,
+            bias=bias,
+        )
 
     def kept(self, source: int, pair: Pair, heads: tuple[int, int], query: Tensor) -> Kept | None:
         """Factors of the probabilities of a pair, for [start, stop) of this rank's heads; `query` is of such heads."""

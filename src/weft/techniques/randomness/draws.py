@@ -183,16 +183,6 @@ class _Keyed(DrawMode):
             raise PlanError(self._unplaced(op, number, shape))
         return value
 
-    def claim(self, operators: Sequence[str]) -> tuple[str, DrawLayout, int] | None:
-        """Count a draw by one of these operators, which nobody makes; return its key and layout, if it has any, and the
-        tokens of a sample in it."""
-        for op in operators:
-            number = self._counts.get(op, 0)
-            if known := self._draws.layouts.get((self._name, op, number), []):
-                self._counts[op] = number + 1
-                return (self._key(op, number), known[0], self._draws.length) if len(known) == 1 else None
-        return None
-
     def _key(self, op: str, number: int) -> str:
         return numbered(f"{self._name}\0{op}\0{number}", self._call)
 

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from weft.comm.collectives import shard_bounds
 from weft.comm.mesh import GroupView, Mesh
 from weft.errors import PlanError
-from weft.model.attention.dropping import PendingScores
 from weft.model.blueprint import Blueprint
 from weft.techniques.core._call_numbers import numbered
 from weft.techniques.core._context import MicrobatchState, StepContext
@@ -95,8 +94,6 @@ class KeyedDropout(nn.Dropout):
             if self.context.current is not None:
                 self.context.ledger.note(f"{self.key}\0{self.call_number()}", self.context)
             return input
-        if isinstance(input, PendingScores):
-            return input.dropped_by(self)
         if self.context.current is None and self.view is None:
             # a call of the user's own outside every step, where there are no samples to key by
             return F.dropout(input, self.p)

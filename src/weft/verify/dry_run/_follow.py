@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weft.model.attention.dropping import ATTENTION
-from weft.model.attention.scored import attend_scored
+from weft.model.attention.call import ATTENTION, attend, attend_multi_head, multi_head_call
 from weft.techniques.send_trace import ModuleCall
 from weft.verify.dry_run._witness import ANSWERS
 
@@ -79,10 +79,18 @@ class AttentionWatch(TorchFunctionMode):
         self._tell = note
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.multi_head_attention_forward and (call := multi_head_call(args, kwargs or {})) is not None:
+            return attend_multi_head(call, self._attend)
         made = func(*args, **(kwargs or {}))
-        if func in ATTENTION or func is attend_scored:
+        if func in ATTENTION:
             given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-            self._tell(given["query"], given["key"], given["value"], made, given.get("window"))
+            window = args[3].window if func is attend else None
+            self._tell(given["query"], given["key"], given["value"], made, window)
+        return made
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
+        made = F.scaled_dot_product_attention(query, key, value, **settings)
+        self._tell(query, key, value, made, None)
         return made
 
 

@@ -32,7 +32,6 @@ from weft.techniques.tensor.magnitudes import column_magnitudes, row_magnitudes
 from weft.techniques.tensor.mesh_2d.roles import cut_of, grid_kind, role_of
 from weft.techniques.tensor.mesh_2d.shape import GridCut, OnGrid
 from weft.verify.dry_run._follow import AttentionWatch, CallFlow, first_tensor, has_parts
-from weft.verify.dry_run._written import read_attention
 
 if TYPE_CHECKING:
     from weft.model.stacked import ExpertStack
@@ -226,7 +225,6 @@ class _Notes:
     def run(self, batch: Mapping[str, Tensor]) -> tuple[int, ...]:
         """Run the forward once.  Returns elements of the sums of the loss's auxiliary terms."""
         self._install()
-        read_attention(self.module, self.blueprint, batch)
         self._tokens = batch["tokens"].shape[1] if "tokens" in batch and batch["tokens"].dim() > 1 else 0
         inputs = {keyword: batch[name] for keyword, name in self.blueprint.inputs.items() if name in batch}
         terms: Mapping[str, Any] = getattr(self.blueprint.loss, "auxiliary", {})

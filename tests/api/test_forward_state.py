@@ -213,7 +213,7 @@ def trained(kind: str, plan: Any, folder: str, *, spread: bool = True, steps: in
     """Losses and the model's state after a few steps."""
     permit, prove = ("fp64",), "auto" if spread else "never"  # which would find it before the net that is looked at
     with weft.session(plan, permit=permit, folder=folder, prove=prove, quiet=True) as session:
-        session.nets = replace(session.nets, changed_state=spread, coupled_samples=spread)
+        session._nets = replace(session._nets, changed_state=spread, coupled_samples=spread)
         model = build(kind)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
         x, y = (torch.cat(each) for each in zip(*batches(), strict=True))

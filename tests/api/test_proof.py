@@ -46,7 +46,7 @@ def prepare(session: Any, case: Case, plan: str, dtype: torch.dtype = torch.floa
 def proven(name: str, plan: str, folder: str) -> str:
     """Prove with all nets down; return what the proof says."""
     with weft.session(plan_of(plan), prove="always", folder=folder, quiet=True) as session:
-        session.nets = dataclasses.replace(session.nets, **dict.fromkeys(dataclasses.asdict(session.nets), False))
+        session._nets = dataclasses.replace(session._nets, **dict.fromkeys(dataclasses.asdict(session._nets), False))
         with pytest.raises(PlanError) as caught:
             prepare(session, SILENT[name], plan)
         return str(caught.value)
@@ -253,7 +253,7 @@ def other_data(folder: str) -> None:
     data = DataLoader(TensorDataset(x, x[:, :4].argmax(1)), batch_size=BATCH)
     model = Net()
     with weft.session(plan_of("data"), prove="always", folder=folder, quiet=True) as session:
-        session.nets = dataclasses.replace(session.nets, **dict.fromkeys(dataclasses.asdict(session.nets), False))
+        session._nets = dataclasses.replace(session._nets, **dict.fromkeys(dataclasses.asdict(session._nets), False))
         with pytest.raises(PlanError, match="not those of plain PyTorch"):
             session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, loss=loss_of)
 

@@ -35,7 +35,7 @@ class ProcessGathers(Accumulating):
 
     def _own_samples(self) -> Callable[[Tensor], Tensor]:
         """What counts of this process's rows."""
-        batch, loader = self._job.session.batch, self.gradient_state.active_dataloader
+        batch, loader = self._job.inside.batch, self.gradient_state.active_dataloader
         plain = operations.own_rows(self._job)
         if batch is None or loader is None:
             return plain

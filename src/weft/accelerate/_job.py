@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, final
 
-from weft.api import Session, session
+from weft.api import Inside, Session, session
 from weft.errors import RecipeError
 from weft.events import Event, StepEvent
 
@@ -91,6 +91,11 @@ class SharedJob:
             self.skipped = event.skipped
 
     @property
+    def inside(self) -> Inside:
+        """What the session does for this face, and no loop need call."""
+        return Inside(self.session)
+
+    @property
     def is_alone(self) -> bool:
         """Whether no other process sees other samples."""
         return self.session.is_closed or self.session.num_data_ranks == 1
@@ -103,7 +108,7 @@ class SharedJob:
     @property
     def is_filled_in(self) -> bool:
         """Whether the present batch is too small for this process to have a sample: what it was handed stands in."""
-        batch = self.session.batch if self.gradients.in_dataloader else None
+        batch = self.inside.batch if self.gradients.in_dataloader else None
         return batch is not None and batch.start == batch.stop
 
 
@@ -141,7 +146,7 @@ def take_seed(seed: int) -> None:
     """Let what models draw be keyed by a seed: of the open session, and of one that is opened later."""
     _SEED.set(seed)
     if (job := open_job()) is not None:
-        job.session.settle(seed=seed)
+        job.inside.settle(seed=seed)
 
 
 def leave_job() -> None:

@@ -35,13 +35,13 @@ class Places:
         return ranks if ranks == 1 else ProcessNumber.of(ranks, self._weight)
 
     def _weight(self) -> float:
-        batch = self._job.session.batch
+        batch = self._job.inside.batch
         return 1.0 / self._job.session.num_data_ranks if batch is None else batch.share or 1.0
 
     @property
     def process_index(self) -> int:
         """This process's place among those that see different samples."""
-        return self._job.session.data_index
+        return self._job.inside.data_index
 
     @property
     def local_process_index(self) -> int:

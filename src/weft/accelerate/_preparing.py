@@ -166,7 +166,7 @@ class Preparing(Core):
 
         loaders = [each.base_dataloader for each in self._dataloaders]
         wrapped = [each.optimizer for each in self._optimizers] + [each.scheduler for each in self._schedulers]
-        self._job.session.forget(*self._models, *wrapped, *loaders)
+        self._job.inside.forget(*self._models, *wrapped, *loaders)
         self._forget()
         self.step = 0
         return release_memory(*objects)

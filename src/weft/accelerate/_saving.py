@@ -19,7 +19,7 @@ class Saving(ProcessGathers):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return the whole model's state: on rank 0, and nothing elsewhere where ranks hold parts of it."""
-        return self._job.session.weights(model)
+        return self._job.inside.weights(model)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write tensors by name, on rank 0, as safetensors.

@@ -23,16 +23,16 @@ class LocalSGD:
                 f" {accelerator.gradient_state.num_steps} make up a step. Give a multiple of it."
             )
         self.enabled = enabled and accelerator.num_processes > 1
-        self._session, self._model, self._steps = job_of().session, model, max(steps, 1)
+        self._job, self._model, self._steps = job_of(), model, max(steps, 1)
 
     def __enter__(self) -> Self:
         if self.enabled:
-            self._session.settle(local_steps=self._steps)
+            self._job.inside.settle(local_steps=self._steps)
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.enabled and error[0] is None:
-            self._session.state(self._model).end_round()
+            self._job.session.state(self._model).end_round()
 
     def step(self) -> None:
         """Count a batch: the plan's own rounds average the weights."""

@@ -129,7 +129,7 @@ def _put_back(data: Any, tensors: list[Tensor]) -> Any:
 def gather_in(job: SharedJob, tensor: Any, cut: Callable[[Tensor], Tensor]) -> Any:
     """Put together what every process has of tensors; `cut` takes what counts of each."""
     tensors = [cut(each.detach()) for each in tensors_of(tensor)]
-    of_all = job.session.exchange([each.reshape(-1) if each.ndim == 0 else each for each in tensors])
+    of_all = job.inside.exchange([each.reshape(-1) if each.ndim == 0 else each for each in tensors])
     joined = list[Tensor]()
     for parts in zip(*of_all, strict=True):
         shapes = {tuple(part.shape[1:]) for part in parts}
@@ -163,7 +163,7 @@ def gather_values(object: Any) -> Any:
     job = job_of()
     if job.is_single:
         return object
-    return [each for part in job.session.exchange([] if job.is_filled_in else list(object)) for each in part]
+    return [each for part in job.inside.exchange([] if job.is_filled_in else list(object)) for each in part]
 
 
 gather_object = gather_values
@@ -175,14 +175,14 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     job = job_of()
     if job.is_single:
         return tensor
-    return _put_back(tensor, job.session.exchange(tensors_of(tensor))[from_process])
+    return _put_back(tensor, job.inside.exchange(tensors_of(tensor))[from_process])
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Put what one process has of numbers and text into a list."""
     job = job_of()
     if not job.is_single:
-        object_list[:] = job.session.exchange(object_list)[from_process]
+        object_list[:] = job.inside.exchange(object_list)[from_process]
     return object_list
 
 
@@ -196,7 +196,7 @@ def reduce_in(job: SharedJob, tensor: Any, reduction: str, scale: float) -> Any:
             return each.clone() if scale == 1.0 else each * scale
 
         return recursively_apply(scaled, tensor)
-    of_all = job.session.exchange(tensors_of(tensor))
+    of_all = job.inside.exchange(tensors_of(tensor))
     divisor = len(of_all) if reduction == "mean" else 1
     join = torch.maximum if reduction == "max" else torch.add
     sums = [functools.reduce(join, parts) for parts in zip(*of_all, strict=True)]
@@ -215,7 +215,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: Any = 0, pad_firs
     if job.is_alone:
         return tensor
     tensors = tensors_of(tensor)
-    sizes = job.session.exchange([each.shape[dim] if -each.ndim <= dim < each.ndim else 0 for each in tensors])
+    sizes = job.inside.exchange([each.shape[dim] if -each.ndim <= dim < each.ndim else 0 for each in tensors])
     longest = [max(each) for each in zip(*sizes, strict=True)]
     return _put_back(
         tensor, [_padded(each, dim, size, pad_index, pad_first) for each, size in zip(tensors, longest, strict=True)]

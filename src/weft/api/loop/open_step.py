@@ -372,7 +372,7 @@ class OpenModel(PreparedModel):
         if not (plan.mesh.tensor > 1 or plan.data_parallel.shards_weights):
             self._parallel.stores.settle()
             return dict(self.model.state_dict())
-        with self._calls.call("session.weights()", meets=True), self._guard.inside():
+        with self._calls.call("the gathering of weights", meets=True), self._guard.inside():
             found = whole_weights(self._training.weights(), tell)
         return found if self._mesh["world"].index == 0 else {}
 

@@ -338,12 +338,12 @@ class OwnLoop:
             return collected.join()
 
     def weights(self, model: nn.Module, tell: Callable[[Any], list[Any]]) -> dict[str, Tensor]:
-        """See `Session.weights`."""
+        """See `Inside.weights`."""
         found = self._things.state_of(model)
         return dict(model.state_dict()) if found is None else found.whole(tell)
 
     def forget(self, things: Sequence[Any]) -> None:
-        """See `Session.forget`."""
+        """See `Inside.forget`."""
         for thing in things:
             if waiting := self._waiting.pop(id(thing), None):
                 waiting[1].let_go()
@@ -353,12 +353,12 @@ class OwnLoop:
         self._models.disown([each for each in things if isinstance(each, nn.Module)])
 
     def settle(self, seed: int | None, local_steps: int | None) -> None:
-        """See `Session.settle`."""
+        """See `Inside.settle`."""
         planning = self._planning
         known = planning.given.local_steps if planning.plan is None else planning.plan.data_parallel.local_steps
         if local_steps not in (None, known) and (self._open or planning.plan is not None):
             raise RecipeError(
-                f"session.settle(local_steps={local_steps}) came after a plan with {known} was given, or chosen at a"
+                f"local_steps = {local_steps} came after a plan with {known} was given, or chosen at a"
                 " model's first forward. Call it before, or write it in the plan as data_parallel.local_steps."
             )
         if seed is not None:

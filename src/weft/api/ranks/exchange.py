@@ -80,8 +80,8 @@ class Together:
         Raises:
             DataError: on every rank; it is nothing that JSON and tensors can hold.
         """
-        with self._calls.call("session.exchange()", meets=True):
-            return [value] if self._world is None else self._exchanged(value, "session.exchange()")
+        with self._calls.call("the exchange of values", meets=True):
+            return [value] if self._world is None else self._exchanged(value, "the exchange of values")
 
     def exchange_of_ranks(self, value: Any) -> list[Any]:
         """Return what each rank has given, data rank or not; within a call that all ranks meet in."""

@@ -54,9 +54,8 @@ class Session:
         self._distributed, self._planning, self._runs = distributed, planning, runs
         self._prove: Prove = prove
         self._calls = Calls(_store_of_session(self.rank, self.world_size), self.rank, self.world_size, self.device)
-        self.nets = Nets()
-        """What is looked for; tests switch nets off, before `prepare`."""
-        self._models = Models(planning, self._calls, runs, lambda: self.nets)
+        self._nets = Nets()  # what is looked for; tests switch nets off, before `prepare`
+        self._models = Models(planning, self._calls, runs, lambda: self._nets)
         self._loop: OwnLoop | None = None
         leaving.callback(register_optimizer_step_pre_hook(self._models.refuse_foreign_optimizer).remove)
         self._leaving: ExitStack | None = leaving.pop_all()
@@ -236,7 +235,7 @@ class Session:
             "batch_size": batch_size,
         }
         if loss is not None:
-            with_loss = WithLoss(self._models, self._planning, self.nets, self._prove)
+            with_loss = WithLoss(self._models, self._planning, self._nets, self._prove)
             with self._calls.call("session.prepare()", meets=True):
                 return with_loss.prepare(*things, loss=loss, split=split, **given)
         refuse_without_loss(given)
@@ -328,47 +327,14 @@ class Session:
         return self._together.num_data_ranks
 
     @property
-    def data_index(self) -> int:
-        """Place of this rank among the data ranks."""
-        return self._own_loop.handing.index
-
-    @property
     def local_rank(self) -> int:
         """Place of this rank on its machine."""
         return self._distributed.rank_info.local_rank
 
     @property
-    def batch(self) -> HandedOut | None:
-        """Return which samples of a global batch a prepared loader has handed out last; None: none yet."""
-        return self._own_loop.handing.last
-
-    @property
     def is_closed(self) -> bool:
         """Whether this process has left the job."""
         return self._leaving is None
-
-    def weights(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the whole state of a model that was prepared without a loss, as its `state_dict()` was before: on
-        rank 0, and nothing elsewhere where ranks hold parts of it.  Call on every rank."""
-        return self._own_loop.weights(model, self._together.exchange_of_ranks)
-
-    def forget(self, *things: Any) -> None:
-        """Let go of what was prepared without a loss, a model with its optimizer: others may be prepared in their
-        place.  Call on every rank."""
-        self._own_loop.forget(things)
-
-    def settle(self, *, seed: int | None = None, local_steps: int | None = None) -> None:
-        """Say what `weft.session` was not told, before a model that was prepared without a loss has its first forward.
-        Call on every rank.
-
-        Args:
-            seed: of what models draw from then on.
-            local_steps: as that of `weft.session`.
-
-        Raises:
-            RecipeError: local steps are asked for, and a model has begun.
-        """
-        self._own_loop.settle(seed, local_steps)
 
     def wait(self) -> None:
         """Go on when all ranks have come here.  Call on every rank."""
@@ -382,15 +348,6 @@ class Session:
             DataError: on every rank; it is something else.
         """
         return self._together.broadcast(value, source)
-
-    def exchange(self, value: Any) -> list[Any]:
-        """Return what each data rank has given, in their order: tensors, numbers, texts, and lists, tuples and
-        dictionaries of such.  Call on every rank.
-
-        Raises:
-            DataError: on every rank; it is something else.
-        """
-        return self._together.exchange(value)
 
     def all_gather(self, value: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensor of each data rank, in their order, whatever its shape.  Call on every rank."""
@@ -453,6 +410,63 @@ class Session:
 
             self._loop = OwnLoop(self._models, dist.group.WORLD if self.world_size > 1 else None)
         return self._loop
+
+
+class Inside:
+    """What a session does for `weft.accelerate` and `weft.fabric`, and what no loop need call."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def _loop(self) -> OwnLoop:
+        return self._session._own_loop  # pyright: ignore[reportPrivateUsage] - of this file
+
+    @property
+    def _together(self) -> Together:
+        return self._session._together  # pyright: ignore[reportPrivateUsage]
+
+    @property
+    def data_index(self) -> int:
+        """Place of this rank among the data ranks."""
+        return self._loop.handing.index
+
+    @property
+    def batch(self) -> HandedOut | None:
+        """Return which samples of a global batch a prepared loader has handed out last; None: none yet."""
+        return self._loop.handing.last
+
+    def weights(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the whole state of a model that was prepared without a loss, as its `state_dict()` was before: on
+        rank 0, and nothing elsewhere where ranks hold parts of it.  Call on every rank."""
+        return self._loop.weights(model, self._together.exchange_of_ranks)
+
+    def forget(self, *things: Any) -> None:
+        """Let go of what was prepared without a loss, a model with its optimizer: others may be prepared in their
+        place.  Call on every rank."""
+        self._loop.forget(things)
+
+    def settle(self, *, seed: int | None = None, local_steps: int | None = None) -> None:
+        """Say what `weft.session` was not told, before a model that was prepared without a loss has its first forward.
+        Call on every rank.
+
+        Args:
+            seed: of what models draw from then on.
+            local_steps: as that of `weft.session`.
+
+        Raises:
+            RecipeError: local steps are asked for, and a model has begun.
+        """
+        self._loop.settle(seed, local_steps)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return what each data rank has given, in their order: tensors, numbers, texts, and lists, tuples and
+        dictionaries of such.  Call on every rank.
+
+        Raises:
+            DataError: on every rank; it is something else.
+        """
+        return self._together.exchange(value)
 
 
 def _store_of_session(rank: int, num_ranks: int) -> dist.Store | None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, final
 
-from weft.api import Inside, Session, session
+from weft.api import Session, SessionInternals, session
 from weft.errors import RecipeError
 from weft.events import Event, StepEvent
 
@@ -91,9 +91,9 @@ class SharedJob:
             self.skipped = event.skipped
 
     @property
-    def inside(self) -> Inside:
+    def inside(self) -> SessionInternals:
         """What the session does for this face, and no loop need call."""
-        return Inside(self.session)
+        return SessionInternals(self.session)
 
     @property
     def is_alone(self) -> bool:

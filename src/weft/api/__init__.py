@@ -7,8 +7,8 @@ from weft.api.ranks.recording import run_name as run_name
 from weft.api.saving.export import export as export
 from weft.api.sessions.join import session as session
 from weft.api.sessions.join import spawn as spawn
-from weft.api.sessions.session import Inside as Inside
 from weft.api.sessions.session import Session as Session
+from weft.api.sessions.session import SessionInternals as SessionInternals
 from weft.api.training.check import check as check
 from weft.api.training.check import check_by as check_by
 from weft.api.training.check_report import CheckFailure as CheckFailure

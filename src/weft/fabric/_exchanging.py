@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from weft.api import Inside
+from weft.api import SessionInternals
 from weft.errors import DataError, RecipeError
 from weft.fabric._place import FabricPlace
 
@@ -72,7 +72,7 @@ class Exchanging(FabricPlace):
     def _reduced(self, value: Tensor, operation: Any) -> Tensor:
         if self.world_size == 1:
             return value
-        batch = Inside(self._session).batch
+        batch = SessionInternals(self._session).batch
         if operation == "mean" and batch is not None and batch.size % self.world_size and not self._is_warned:
             self._is_warned = True
             self._session.print(

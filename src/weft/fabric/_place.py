@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from weft.api import Inside, Session
+from weft.api import Session, SessionInternals
 from weft.errors import LaunchError, RecipeError
 from weft.fabric._arguments import Arguments, started
 from weft.fabric.loggers import InFolder
@@ -50,7 +50,7 @@ class FabricPlace:
         """Key what models and data sets draw by the seed that the script has set, which is rank 0's."""
         seed = self._session.broadcast(torch.initial_seed())
         if seed < _LONGER:
-            Inside(self._session).settle(seed=seed)
+            SessionInternals(self._session).settle(seed=seed)
 
     @property
     def strategy(self) -> Strategy:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import MethodType
 from typing import Any, NoReturn, final
 
@@ -19,9 +20,12 @@ from weft.api.guards.model_guard import OWN_STEPS
 from weft.api.prepared.prepared_model import Given, PreparedModel
 from weft.api.saving.export import whole_weights
 from weft.api.saving.optimizer_states import PlainStates
+from weft.api.saving.saves import Saves
+from weft.config.document import Json
 from weft.errors import DataError, RecipeError
+from weft.events import CheckpointEvent
 from weft.run.engine import Reduced
-from weft.techniques.core import LossTotals, MicrobatchState
+from weft.techniques.core import LossTotals, MicrobatchState, Piece
 from weft.techniques.core.own_forwards import OwnForwards
 
 _EARLY_STEPS, _REPORT_SECONDS = 4, 0.1
@@ -354,6 +358,26 @@ class OpenModel(PreparedModel):
         """See `PreparedModel.load`."""
         self.leave_step("state.load()")
         return super().load(path)
+
+    def written(self) -> tuple[dict[str, Json], list[Piece]]:
+        """Return what `save` writes, for a save of several models."""
+        with self._guard.inside():
+            return self._saves.written(self._steps, self._place(), self.optimizer)
+
+    @contextmanager
+    def loading(self) -> Generator[Saves]:
+        """What fills the model within, from the save of several models."""
+        self._guard.refuse_within_manual(f"{self._name}.load()")
+        with self._guard.inside(), self._saves.loading():
+            yield self._saves
+
+    def loaded(self, state: Mapping[str, Json]) -> None:
+        """Go on where a save was made, whose model was filled."""
+        self._loaded(state)
+
+    def note_save(self, path: Path, seconds: float) -> None:
+        """Record a save of several models, of which this is one."""
+        self._run.emit(CheckpointEvent(step=self._steps, path=str(path), seconds=seconds))
 
     def leave_step(self, call: str) -> None:
         """Be outside of a step, for a load."""

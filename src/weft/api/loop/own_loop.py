@@ -338,12 +338,12 @@ class OwnLoop:
             return collected.join()
 
     def weights(self, model: nn.Module, tell: Callable[[Any], list[Any]]) -> dict[str, Tensor]:
-        """See `Inside.weights`."""
+        """See `SessionInternals.weights`."""
         found = self._things.state_of(model)
         return dict(model.state_dict()) if found is None else found.whole(tell)
 
     def forget(self, things: Sequence[Any]) -> None:
-        """See `Inside.forget`."""
+        """See `SessionInternals.forget`."""
         for thing in things:
             if waiting := self._waiting.pop(id(thing), None):
                 waiting[1].let_go()
@@ -353,7 +353,7 @@ class OwnLoop:
         self._models.disown([each for each in things if isinstance(each, nn.Module)])
 
     def settle(self, seed: int | None, local_steps: int | None) -> None:
-        """See `Inside.settle`."""
+        """See `SessionInternals.settle`."""
         planning = self._planning
         known = planning.given.local_steps if planning.plan is None else planning.plan.data_parallel.local_steps
         if local_steps not in (None, known) and (self._open or planning.plan is not None):

@@ -36,7 +36,6 @@ from weft.model.blueprint import Blueprint
 from weft.run.data.preparation import path_of
 from weft.run.engine import StepReporter, TrainingState, begin_training
 from weft.techniques.build import ParallelModel, parallelize
-from weft.techniques.core import Piece
 
 if TYPE_CHECKING:
     from weft.api.preflight.proof import SessionProof
@@ -247,30 +246,14 @@ class PreparedModel:
         which = "latest" if path is None else path_of("state.load(path)", path, CheckpointError)
         with self._calls.call(f"{self._name}.load()", meets=True), self._guard.inside():
             state = self._saves.read(which)
-        self.loaded(state)
+        self._loaded(state)
         return self._steps
 
-    def written(self) -> tuple[dict[str, Json], list[Piece]]:
-        """Return what `save` writes, for a save of several models."""
-        with self._guard.inside():
-            return self._saves.written(self._steps, self._place(), self.optimizer)
-
-    @contextmanager
-    def loading(self) -> Generator[Saves]:
-        """What fills the model within, from the save of several models."""
-        self._guard.refuse_within_manual(f"{self._name}.load()")
-        with self._guard.inside(), self._saves.loading():
-            yield self._saves
-
-    def loaded(self, state: Mapping[str, Json]) -> None:
+    def _loaded(self, state: Mapping[str, Json]) -> None:
         """Go on where a save was made, whose model was filled."""
         self._go_on(state)
         self._steps = cast(int, state["steps"])
         self._reporter.start(self._steps, None)
-
-    def note_save(self, path: Path, seconds: float) -> None:
-        """Record a save of several models, of which this is one."""
-        self._run.emit(CheckpointEvent(step=self._steps, path=str(path), seconds=seconds))
 
     @contextmanager
     def frozen(self) -> Generator[nn.Module]:

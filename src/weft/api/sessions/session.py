@@ -412,7 +412,7 @@ class Session:
         return self._loop
 
 
-class Inside:
+class SessionInternals:
     """What a session does for `weft.accelerate` and `weft.fabric`, and what no loop need call."""
 
     def __init__(self, session: Session) -> None:

@@ -386,6 +386,8 @@ def beside_stages(folder: str, edit: str) -> None:
                 nn.init.zeros_(state.model.last.weight)
             elif edit in OF_PARTS:
                 OF_PARTS[edit](state.model)
+            elif edit == "copied":
+                assert all(type(each) is nn.Parameter for each in copy.deepcopy(state.model).parameters())
             elif edit == "one by all":
                 norm = nn.utils.parameters_to_vector(state.model.parameters()).norm().item()
                 nn.init.constant_(next(state.model.parameters()), norm)
@@ -416,7 +418,7 @@ def test_edits_beside_other_stages_are_refused(ranks: RankPool, tmp_path: Path, 
         ranks.run(2, beside_stages, str(tmp_path), edit)
 
 
-@pytest.mark.parametrize("edit", ["one", "read"])
+@pytest.mark.parametrize("edit", ["one", "read", "copied"])
 def test_but_not_of_one_module(ranks: RankPool, tmp_path: Path, edit: str) -> None:
     ranks.run(2, beside_stages, str(tmp_path), edit)
 

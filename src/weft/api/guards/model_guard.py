@@ -216,7 +216,7 @@ class Guard:
         self._norms = FixedNorms(parts, model.blueprint, model.plan, recipe)
         if self._watches_edits and not model.plan.memory.offloads_parameters:  # which come and go by themselves
             self._edits = Edits(model.parts, model.stores, model.plan)
-            if self._edits.has_parts:
+            if self._edits.has_parts and model.plan.mesh.pipeline == 1:  # a stage is called by its schedule alone
                 root = model.parts[0].module
                 self._handles.append(root.register_forward_pre_hook(self._hush, prepend=True))
                 self._handles.append(root.register_forward_hook(self._listen_again, always_call=True))

@@ -63,6 +63,8 @@ def test_what_a_plan_says_is_left_as_it_is() -> None:
     assert over_ranks(Plan.ddp(replicate=2), 4) == written(0, replicate=2), "the check says that they do not fit"
     assert over_ranks(Plan.tensor(3), 4) == written(tensor=3)
     assert over_ranks(Plan.fsdp(shard=2, replicate=1), 4) == written(3, shard=2)
+    for none in (0, -4, 1):
+        assert over_ranks(Plan.fsdp(), none) == written(3)
     assert over_ranks(Plan.fsdp(), None) == written(3), "nobody knows the ranks"
     assert over_ranks(Plan.fsdp(), None, num_accelerators=4) == written(3, shard=4)
     on_processors = replace(Plan.fsdp(), compute=ComputePlan(device="cpu"))

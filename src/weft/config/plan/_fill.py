@@ -29,7 +29,9 @@ def over_ranks(plan: Plan, num_ranks: int | None, *, num_accelerators: int | Non
     mesh = plan.mesh
     axes = ("shard", "replicate") if plan.data_parallel.shards_weights or mesh.expert > 1 else ("replicate",)
     axis = next((axis for axis in axes if getattr(mesh, axis) == 1 and f"mesh.{axis}" not in plan.origins), None)
-    if num_ranks is None or axis is None or num_ranks == mesh.world_size or num_ranks % mesh.world_size:
+    if not isinstance(num_ranks, int) or axis is None or num_ranks < 2 or num_ranks % mesh.world_size:
+        return plan  # what is no number of ranks is refused where it is checked
+    if num_ranks == mesh.world_size:
         return plan
     filled = replace(mesh, **{axis: num_ranks // mesh.world_size})
     return replace(plan, mesh=filled, origins={**plan.origins, f"mesh.{axis}": f"the job's {num_ranks} ranks"})

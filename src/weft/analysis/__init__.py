@@ -1,1 +1,1 @@
-"""Looking at a model: from one forward to its profile, and to how it may be split, cut and shared."""
+"""Looks at any model, without memory: its profile from one forward, and how it may be split, cut and shared."""

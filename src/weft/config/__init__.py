@@ -1,1 +1,1 @@
-"""What a user writes: recipe, cluster and plan, as data."""
+"""What a user writes, as data: recipe, cluster and plan."""

@@ -1,1 +1,1 @@
-"""Ways in from other systems and out to them."""
+"""Ways in from other systems, and out to them."""

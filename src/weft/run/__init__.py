@@ -1,1 +1,1 @@
-"""What runs a plan: data, engine, checkpoints, and the processes of the ranks."""
+"""Runs a plan: data, engine, checkpoints, and the processes of the ranks."""

@@ -1,1 +1,1 @@
-"""What holds a plan to its word: comparison with one process, dry runs, predicted sends."""
+"""Verifies a plan: comparison with one process, dry runs, and the prediction of what ranks send."""

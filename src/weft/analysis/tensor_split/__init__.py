@@ -1,1 +1,1 @@
-"""How a model's layers split over the tensor axis."""
+"""Proposes how a model's layers split over the tensor axis."""

@@ -1,1 +1,1 @@
-"""Whether ranks may share the tokens of a sample."""
+"""Finds whether ranks may share the tokens of a sample."""

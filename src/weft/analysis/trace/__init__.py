@@ -1,1 +1,1 @@
-"""One forward of a model on the meta device, written down."""
+"""Records one forward of a model on the meta device: its operators, and what backward keeps."""

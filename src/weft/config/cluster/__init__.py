@@ -1,4 +1,4 @@
-"""Cluster: where a recipe is trained.  Importable without torch."""
+"""The cluster: nodes, devices and links, measured or declared.  No torch."""
 
 from weft.config.cluster._cluster import Cluster as Cluster
 from weft.config.cluster._devices import find_kind as find_kind

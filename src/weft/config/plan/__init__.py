@@ -1,4 +1,4 @@
-"""Plan: how a recipe is split over a cluster.  Importable without torch."""
+"""The plan: how a recipe is split over a cluster.  No torch."""
 
 from weft.config.plan._cuts import balanced_cuts as balanced_cuts
 from weft.config.plan._facts import ModelFacts as ModelFacts

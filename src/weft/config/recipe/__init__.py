@@ -1,4 +1,4 @@
-"""Recipe: what to train."""
+"""The recipe: what to train.  No torch."""
 
 from weft.config.recipe._adapter import AdapterRecipe as AdapterRecipe
 from weft.config.recipe._adapter import BaseKind as BaseKind

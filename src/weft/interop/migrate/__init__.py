@@ -1,4 +1,4 @@
-"""Migrate: configurations and scripts of other systems as those of Weft.  Importable without torch."""
+"""Reads configurations of Accelerate and DeepSpeed as a plan and settings of a recipe.  No torch."""
 
 from weft.interop.migrate._keys import ForeignKey as ForeignKey
 from weft.interop.migrate._keys import Outcome as Outcome

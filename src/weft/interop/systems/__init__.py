@@ -1,4 +1,4 @@
-"""Other training systems: what each can do, and how it is started on a plan.  Importable without torch."""
+"""Other training systems: what each can do, and how it is started on a plan.  No torch."""
 
 from weft.interop.systems._contract import Emission as Emission
 from weft.interop.systems._contract import Job as Job

@@ -1,4 +1,4 @@
-"""Stand-ins: forwards without memory, for analysis and for knowing what a forward will draw."""
+"""Forwards on the meta device, which take no memory: for analysis, and for finding what a forward draws."""
 
 from weft.model.meta_forward._fast_path import without_fast_path as without_fast_path
 from weft.model.meta_forward._names import glob_of as glob_of

@@ -1,4 +1,4 @@
-"""Profile: what a model computes, keeps and sends, block by block, without torch."""
+"""The profile of a model: what it computes, keeps and sends, block by block.  No torch."""
 
 from weft.model.profile._parts import STATISTIC_BYTES as STATISTIC_BYTES
 from weft.model.profile._parts import linear as linear

@@ -1,4 +1,4 @@
-"""Explain: why a plan is the best one, what it costs and what another would.  Importable without torch."""
+"""Explains a plan: why it is the best one, what it costs, and what another would cost.  No torch."""
 
 from weft.planning.explain._next import Change as Change
 from weft.planning.explain._next import next_changes as next_changes

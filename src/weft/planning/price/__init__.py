@@ -1,4 +1,4 @@
-"""Price: the time and the memory of a step under a layout, without torch and without devices."""
+"""Prices a layout: the time and the memory of a step, without devices.  No torch."""
 
 from weft.planning.price._accuracy import Accuracy as Accuracy
 from weft.planning.price._accuracy import accuracy as accuracy

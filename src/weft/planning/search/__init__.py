@@ -1,4 +1,4 @@
-"""Search: the layouts of a model on a cluster, priced and ranked.  Importable without torch."""
+"""Searches the layouts of a model on a cluster, priced and ranked.  No torch."""
 
 from weft.planning.search._acceptance import Acceptance as Acceptance
 from weft.planning.search._choose import PlanChoice as PlanChoice

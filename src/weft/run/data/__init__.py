@@ -1,4 +1,4 @@
-"""Data: prepared token corpora, images, the world-independent sampler, and batches.  Importable without torch.
+"""Prepared token corpora, images, the world-independent sampler, and batches.  Importable without torch.
 
 What ranks read; `weft.run.data.preparation` is what is done before they start.
 """

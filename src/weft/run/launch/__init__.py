@@ -1,4 +1,4 @@
-"""Launch: start ranks on this machine, watch them, and end them all.  Importable without torch.
+"""Starts ranks on this machine, watches them, and ends them all.  Importable without torch.
 
 Here is what ranks themselves need; what starts them is `weft.run.launch.launcher`.
 """

@@ -1,4 +1,4 @@
-"""Probe: measure a machine or a job's nodes, and describe them as a cluster; measure which collectives suit it."""
+"""Measures a machine or a job's nodes as a cluster, and which collectives suit it."""
 
 from weft.run.probe._choices import measure_choices as measure_choices
 from weft.run.probe._choices import measure_choices_as_rank as measure_choices_as_rank

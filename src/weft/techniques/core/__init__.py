@@ -1,4 +1,4 @@
-"""A model as ranks hold it under a plan: its composition, and what techniques (`weft.techniques`) are made of."""
+"""What techniques are made of: layouts of parameters, shards, runners, and the state of a microbatch."""
 
 from weft.techniques.core._context import MicrobatchState as MicrobatchState
 from weft.techniques.core._context import StepContext as StepContext

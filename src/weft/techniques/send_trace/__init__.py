@@ -1,4 +1,4 @@
-"""What a rank's program is made of, without torch: an outline of the model, a rank's share of it, and what it sends."""
+"""The terms of a rank's sends, without torch: an outline of the model, a rank's share of it, and one kind of send."""
 
 from weft.techniques.send_trace._outline import BlockEntry as BlockEntry
 from weft.techniques.send_trace._outline import CallKind as CallKind

@@ -1,4 +1,4 @@
-"""Rehearse: one step of any rank of any world, without peers; and without devices and memory, or on a real one."""
+"""Dry runs: one step of any rank of any world without its peers, on fake tensors or on a real device."""
 
 from weft.verify.dry_run._agree import disagreements as disagreements
 from weft.verify.dry_run._agree import peers_to_ask as peers_to_ask

@@ -1,4 +1,4 @@
-"""The numerics check: that a plan computes what one process computes: the same gradients, the same losses."""
+"""The numerics check: a plan's gradients, losses and states beside those of one process."""
 
 from weft.run.worker._trial_data import TrialData as TrialData
 from weft.verify.numerics._case import EXACT as EXACT

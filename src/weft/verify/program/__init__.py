@@ -1,4 +1,4 @@
-"""The program of a rank: all that it sends in a step, predicted from recipe, plan and an outline of the model."""
+"""Predicts what a rank sends in a step, from recipe, plan and an outline of the model.  No torch."""
 
 from weft.verify.program._compare import Traffic as Traffic
 from weft.verify.program._compare import differences as differences

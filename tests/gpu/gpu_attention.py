@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -87,15 +86,15 @@ def _by_parts(inputs: list[Tensor]) -> None:
     """A rank's own keys, causally, and half of as many that all its queries see."""
     query, key, value = inputs
     scale, before = query.shape[-1] ** -0.5, slice(0, key.shape[2] // 2)
-    parts = [({"causal": True}, key, value), ({}, key[:, :, before], value[:, :, before])]
+    parts = [(Scoring(scale, causal=True), key, value), (Scoring(scale), key[:, :, before], value[:, :, before])]
     merged: Partial | None = None
     for how, keys, values in parts:
-        merged = merge(merged, attend(query, keys, values, scale=scale, **how))
+        merged = merge(merged, attend(query, keys, values, how))
     assert merged is not None
     whole = Partial(merged.output.to(query.dtype), merged.log_sum)
     gradient = torch.ones_like(whole.output)
     for how, keys, values in parts:
-        attend_backward(gradient, query, keys, values, whole, scale=scale, **how)
+        attend_backward(gradient, query, keys, values, whole, how)
 
 
 def _apart(
@@ -156,22 +155,18 @@ def _in_parts(of: list[Tensor], mask: Tensor | None, pairs: list[tuple[slice, sl
     every = slice(None), slice(None)
     seen = nothing_seen(query, value)
     for rows, columns in pairs:
-        how: dict[str, Any] = {
-            "scale": 0.3,
-            "causal": causal,
-            "mask": None if mask is None else mask[..., rows, columns],
-        }
+        how = Scoring(0.3, causal=causal, mask=None if mask is None else mask[..., rows, columns])
         mine, theirs = (*every, rows), (*every, columns)
-        part = attend(query[mine], key[theirs], value[theirs], **how)
+        part = attend(query[mine], key[theirs], value[theirs], how)
         merged = merge(Partial(seen.output[mine], seen.log_sum[mine]), part)
         seen.output[mine], seen.log_sum[mine] = merged.output, merged.log_sum
     output = seen.output.to(query.dtype)
     found = [torch.zeros_like(each, dtype=torch.float64) for each in (query, key, value)]
     for rows, columns in pairs:
-        how = {"scale": 0.3, "causal": causal, "mask": None if mask is None else mask[..., rows, columns]}
+        how = Scoring(0.3, causal=causal, mask=None if mask is None else mask[..., rows, columns])
         mine, theirs = (*every, rows), (*every, columns)
         whole = Partial(output[mine], seen.log_sum[mine])
-        shares = attend_backward(gradient[mine], query[mine], key[theirs], value[theirs], whole, **how)
+        shares = attend_backward(gradient[mine], query[mine], key[theirs], value[theirs], whole, how)
         for total, at, share in zip(found, (mine, theirs, theirs), shares, strict=True):
             total[at] += share
     return [output, *found]

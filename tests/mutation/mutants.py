@@ -17,9 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RULES = ("universal.rules", "python.rules")
+TECHNIQUES = [
+    "core",
+    "data",
+    "zero",
+    "buckets",
+    "randomness",
+    "tensor",
+    "pipeline",
+    "recompute",
+    "fused_loss",
+    "compute",
+]
 ROOMS = (
-    "src/weft/techniques/core",
-    *(f"src/weft/techniques/{name}" for name in ("tensor", "pipeline", "recompute", "fused_loss", "compute")),
+    *(f"src/weft/techniques/{name}" for name in TECHNIQUES),
     "src/weft/comm/reduce.py",
     "src/weft/comm/collectives.py",
     "src/weft/run/engine/_step.py",

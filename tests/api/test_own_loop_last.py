@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import weft
 from weft.config.plan import DataParallelPlan, MeshPlan, Plan
 from weft.errors import RecipeError
-from weft.techniques.data.gradient_reducer import BucketStore
+from weft.techniques.data.gradient_reducer import BucketReducer
 
 Hint = Callable[[int], bool | None]
 """What a loop says of its n-th backward in a step of three."""
@@ -122,7 +122,7 @@ def begun(zero: int) -> list[int]:
         for number in range(8):
             session.backward(model(torch.ones(4, 6)).mean())
             (store,) = session.state(model)._parallel.stores.stores  # pyright: ignore[reportPrivateUsage]
-            assert isinstance(store, BucketStore)
+            assert isinstance(store, BucketReducer)
             counts.append(sum(live.launched for live in store._live))  # pyright: ignore[reportPrivateUsage]
             if number % 2:
                 optimizer.step()

@@ -120,6 +120,16 @@ def test_microbatches_are_the_loops_own_where_it_steps_by_itself(ranks: RankPool
         ranks.run(1, trained, given, str(tmp_path), has_loss=False)
 
 
+def test_a_loop_that_accumulates_by_itself_says_what_it_makes_of_a_plans_microbatches(
+    ranks: RankPool, tmp_path: Path, alone: list[float]
+) -> None:
+    given = in_fp64(Plan.ddp(microbatches=2))
+    for rank, (losses, plan, said) in enumerate(ranks.run(2, trained, given, str(tmp_path), has_loss=False)):
+        assert losses == pytest.approx(alone, rel=1e-12)
+        assert plan.microbatch.per_step == 1
+        assert ("one microbatch per step: the plan names more" in said) == (rank == 0)
+
+
 def test_ranks_that_do_not_fit_are_refused(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"makes 4 processes \(tensor 4\), but there are 2"):
         ranks.run(2, trained, {"tensor": 4, "precision": "fp64"}, str(tmp_path))

@@ -58,7 +58,7 @@ def _dropped_all_reduce() -> list[Patch]:
 
 def _last_bucket_not_reduced() -> list[Patch]:
     """As a bucket that was filled after its reduction had started."""
-    launch = data.BucketStore._launch
+    launch = data.BucketReducer._launch
 
     def skip_last(store: Any, live: Any) -> None:
         if live is store._live[-1]:
@@ -66,12 +66,12 @@ def _last_bucket_not_reduced() -> list[Patch]:
             return
         launch(store, live)
 
-    return [(data.BucketStore, "_launch", skip_last)]
+    return [(data.BucketReducer, "_launch", skip_last)]
 
 
 def _no_sum_over_model_axes() -> list[Patch]:
     """Partial gradients of norms under sequence parallelism, and the copies of a tie on two stages, are not summed."""
-    return [(data.BucketStore, "_sum_over_model", lambda store: None)]
+    return [(data.BucketReducer, "_sum_over_model", lambda store: None)]
 
 
 def _untied_on_one_rank() -> list[Patch]:
@@ -97,8 +97,8 @@ def _norm_counts_copies() -> list[Patch]:
 def _stale_weights() -> list[Patch]:
     """Gathered weights stay after the masters have changed."""
     return [
-        (zero3.FullyShardedStore, "publish", lambda store: None),
-        (zero3.FullyShardedStore, "release", lambda store: None),
+        (zero3.FullyShardedReducer, "publish", lambda store: None),
+        (zero3.FullyShardedReducer, "release", lambda store: None),
     ]
 
 

@@ -29,7 +29,7 @@ from weft.model.build import build_model
 from weft.model.description import facts_of
 from weft.run.engine import TrainingState
 from weft.techniques.check import check_plan, check_runnable
-from weft.techniques.data.gradient_reducer import BucketStore
+from weft.techniques.data.gradient_reducer import BucketReducer
 from weft.techniques.send_trace import Outline
 from weft.techniques.tensor.mesh_2d.shape import ranks_alike
 from weft.verify.dry_run import outline_of
@@ -132,7 +132,7 @@ def without_traces_of_compiling() -> Iterator[None]:
 def num_messages(training: TrainingState) -> int:
     """That this rank was told to send by algorithms that the plan names."""
     stores = training.model.stores.stores
-    buckets = [store for store in stores if isinstance(store, BucketStore)]
+    buckets = [store for store in stores if isinstance(store, BucketReducer)]
     return sum(each.num_messages for store in buckets for each in store._collectives.values())
 
 

@@ -24,12 +24,12 @@ from weft.techniques.buckets.bucket_state import BucketMember
 from weft.techniques.core._context import StepContext
 from weft.techniques.core._layout import ParameterLayout
 from weft.techniques.core._part import ModelPart, fill_layout, first_names, whole_part
+from weft.techniques.core._reducer import GradientReducer, ReducerSet
 from weft.techniques.core._runner import Runner, SequentialRunner
 from weft.techniques.core._sparse_tables import sparse_tables
-from weft.techniques.core._store import GradientStore, StoreSet
 from weft.techniques.core.materialise import materialise
 from weft.techniques.core.precision import NARROW, Dtypes
-from weft.techniques.data.gradient_reducer import BucketStore
+from weft.techniques.data.gradient_reducer import BucketReducer
 from weft.techniques.randomness.draws import Draws, apply_keyed_draws, draws_of, is_alone, keyed_loss
 from weft.techniques.randomness.keyed_dropout import apply_keyed_dropout
 from weft.techniques.registry import running
@@ -56,7 +56,7 @@ class ParallelModel:
     parts: Sequence[ModelPart]
     """One, or one per chunk under a pipeline with several stages per rank."""
     runner: Runner
-    stores: StoreSet
+    stores: ReducerSet
     summing: Mesh
     """The mesh over whose data ranks the gradients of a step are summed."""
     techniques: Sequence[TechniqueRuntime]
@@ -148,7 +148,7 @@ def parallelize(
         )
     _join_and_wrap(parts, techniques, plan)
     codec = next((codec for each in techniques if (codec := each.codec()) is not None), None)
-    stores = _create_stores(build, techniques, summing, parts, group_parameters, cuts, codec)
+    stores = _create_reducers(build, techniques, summing, parts, group_parameters, cuts, codec)
     watch_weights(parts)
     if gathers_ahead:
         _gather_ahead(stores, blueprint, parts)
@@ -285,7 +285,7 @@ def techniques_of(build: Build) -> tuple[TechniqueRuntime, ...]:
     return tuple(import_module(name).create(build) for name in running(build.plan))
 
 
-def _create_stores(
+def _create_reducers(
     build: Build,
     techniques: Sequence[TechniqueRuntime],
     mesh: Mesh,
@@ -293,15 +293,15 @@ def _create_stores(
     group_parameters: GroupParameters,
     cuts: Literal["anywhere", "parameter"],
     compression: CodecSpec | None,
-) -> StoreSet:
-    """Stores of all that is trained.  `mesh` is the one over whose data ranks gradients are summed."""
+) -> ReducerSet:
+    """Create the reducers of all that is trained.  `mesh` is the one over whose data ranks gradients are summed."""
     blueprint, plan, dtypes = build.blueprint, build.plan, build.dtypes
     every = _members(parts, mesh, group_parameters)
     sparse = sparse_tables(blueprint.module)
     tables = {key: member for key, member in every.items() if member.layout.name in sparse}
     members = {key: member for key, member in every.items() if key not in tables}
     shards_weights = _shards_weights(plan, mesh)
-    stores: list[GradientStore] = []
+    stores: list[GradientReducer] = []
     if shards_weights:
         from weft.techniques.zero import sharded_weights as zero3  # loaded where weights are cut
 
@@ -317,13 +317,12 @@ def _create_stores(
             parts, dtypes, lambda layout, dtype: zero3.cut_of(layout, mesh) is None or dtype != dtypes.master
         )
         empty = {each for part in parts for each in part.module.parameters() if not each.numel()}
+        blocks = [] if blueprint.cut is None else [b for b in blueprint.cut.blocks if b not in blueprint.sometimes]
         for part in parts:
             zero3.apply_zero3(
                 part,
                 mesh,
-                blocks=[]
-                if blueprint.cut is None
-                else [b for b in blueprint.cut.blocks if b not in blueprint.sometimes],
+                blocks=blocks,
                 ignored={member.parameter for key, member in every.items() if key in kept_out}.union(frozen, empty),
                 compute_dtype=dtypes.compute,
                 gradient_dtype=dtypes.gradient,
@@ -333,7 +332,7 @@ def _create_stores(
             )
             zero3.fill_shards(part, blueprint, mesh, build.seed, techniques)
         stores.append(
-            zero3.FullyShardedStore(
+            zero3.FullyShardedReducer(
                 parts,
                 sharded,
                 mesh,
@@ -346,17 +345,19 @@ def _create_stores(
         )
         members = {key: member for key, member in members.items() if key in kept_out}
     if tables:
-        from weft.techniques.data.sparse import SparseStore  # loaded where there are such tables
+        from weft.techniques.data.sparse import SparseReducer  # loaded where there are such tables
 
-        stores.append(SparseStore(list(tables.values()), compute_dtype=dtypes.compute, gradient_dtype=dtypes.gradient))
+        stores.append(
+            SparseReducer(list(tables.values()), compute_dtype=dtypes.compute, gradient_dtype=dtypes.gradient)
+        )
     if members or not stores:
         stores.append(_bucket_store(list(members.values()), plan, mesh, dtypes, cuts, compression))
     if not shards_weights:
         _cast_frozen(parts, dtypes)
-    return StoreSet(stores)
+    return ReducerSet(stores)
 
 
-def _gather_ahead(stores: StoreSet, blueprint: Blueprint, parts: Sequence[ModelPart]) -> None:
+def _gather_ahead(stores: ReducerSet, blueprint: Blueprint, parts: Sequence[ModelPart]) -> None:
     """Let buckets gather behind forwards, where a table says what the blocks are.  Not where anything is compiled:
     hooks would be compiled with it."""
     modules = [part.module for part in parts]
@@ -366,7 +367,7 @@ def _gather_ahead(stores: StoreSet, blueprint: Blueprint, parts: Sequence[ModelP
     if blueprint.cut is None or compiled:
         return
     for store in stores.stores:
-        if isinstance(store, BucketStore):
+        if isinstance(store, BucketReducer):
             store.gather_ahead(modules, blueprint.cut.blocks)
 
 
@@ -383,10 +384,10 @@ def _bucket_store(
     dtypes: Dtypes,
     cuts: Literal["anywhere", "parameter"],
     compression: CodecSpec | None,
-) -> BucketStore:
+) -> BucketReducer:
     """Buckets for everything, or for what ZeRO-3 leaves out; ZeRO-3 over one shard is ZeRO-1 over the replicas."""
     data = plan.data_parallel
-    return BucketStore(
+    return BucketReducer(
         members,
         mesh,
         stage=data.bucket_stage,

@@ -17,7 +17,7 @@ from weft.config.recipe import OptimizerRecipe, ParameterGroup
 from weft.errors import PlanError, RecipeError
 from weft.model.blueprint import Blueprint
 from weft.model.build import build_model
-from weft.techniques.data.sparse import SparseStore
+from weft.techniques.data.sparse import SparseReducer
 from weft.verify.numerics import TOLERANCES, assemble, compare, one_process
 
 STEPS = 5
@@ -166,7 +166,7 @@ def run_low_precision(plan: Plan) -> tuple[Seen, dict[str, Any]]:
     training = Training(recipe_of("bf16", RULES["adam"]), plan, partial(tables_blueprint, sparse=True), tables_sample)
     for step in range(3):
         training.step(step)
-    store = next(s for s in training.state.model.stores.stores if isinstance(s, SparseStore))
+    store = next(s for s in training.state.model.stores.stores if isinstance(s, SparseReducer))
     facts = {
         "copies": [bool(torch.equal(p.detach().view(-1), s.master.bfloat16())) for p, s in _tables(training, store)],
         "dtypes": {str(p.dtype) for p, _ in _tables(training, store)} | {str(s.master.dtype) for s in store.shards},
@@ -176,7 +176,7 @@ def run_low_precision(plan: Plan) -> tuple[Seen, dict[str, Any]]:
     return training.finished(), facts
 
 
-def _tables(training: Training, store: SparseStore) -> list[tuple[nn.Parameter, Any]]:
+def _tables(training: Training, store: SparseReducer) -> list[tuple[nn.Parameter, Any]]:
     parameters = dict(training.state.model.module.named_parameters())
     return [(parameters[shard.segments[0].layout.name], shard) for shard in store.shards]
 

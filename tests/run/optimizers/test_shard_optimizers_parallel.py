@@ -81,7 +81,7 @@ def shards_of(
 
 
 def cut_shards(mesh: Mesh, cut: Cut, values: dict[str, Tensor]) -> list[Shard]:
-    """This rank's shards of `values` as the gradient stores would cut them."""
+    """This rank's shards of `values` as the gradient reducers would cut them."""
     layouts = [layout_of(name, mesh.size("tensor"), mesh.index("tensor")) for name in SHAPES]
     if cut == "none":
         runs = [(layout, 0, local_shape(layout).numel()) for layout in layouts]

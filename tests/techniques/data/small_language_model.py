@@ -27,7 +27,7 @@ from weft.run.engine.optimizers.sgd import SGD
 from weft.techniques.buckets.bucket_state import BucketMember
 from weft.techniques.compression.codecs import CodecSpec
 from weft.techniques.core import ParameterLayout
-from weft.techniques.data.gradient_reducer import BucketStore
+from weft.techniques.data.gradient_reducer import BucketReducer
 from weft.techniques.local_steps.runtime import LocalRounds
 
 CONTEXT, WIDTH, BATCH = 10, 128, 48
@@ -82,7 +82,7 @@ def final_loss(
         BucketMember(mesh=mesh, parameter=p, layout=ParameterLayout(name=name, shape=p.shape), part=0, group=0)
         for name, p in model.named_parameters()
     ]
-    store = BucketStore(
+    store = BucketReducer(
         members, mesh, stage=0, compute_dtype=torch.float32, gradient_dtype=torch.float32,
         bucket_limits=(2_000_000, 2_000_000), compression=compression,
     )  # fmt: skip
@@ -111,7 +111,7 @@ def final_loss(
         return float(F.cross_entropy(model(tokens), labels))
 
 
-def _optimizer(rule: Rule, store: BucketStore, compression: CodecSpec | None) -> ShardOptimizer:
+def _optimizer(rule: Rule, store: BucketReducer, compression: CodecSpec | None) -> ShardOptimizer:
     groups = [OptimizerGroup(settings=GroupSettings(learning_rate_scale=1.0, weight_decay=0.0), names=())]
     if rule == "sgd":
         return SGD(store.shards, groups, momentum=MOMENTUM)

@@ -13,7 +13,7 @@ from weft.comm.mesh import GroupView, Mesh
 from weft.config.plan import MeshPlan
 from weft.techniques.buckets.bucket_state import BucketMember, compose_buckets
 from weft.techniques.core import ParameterLayout
-from weft.techniques.data.gradient_reducer import BucketStore
+from weft.techniques.data.gradient_reducer import BucketReducer
 
 
 class Net(nn.Module):
@@ -73,7 +73,7 @@ def job(
 ) -> dict[str, float]:
     mesh = Mesh(MeshPlan(replicate=len(shares)), torch.device("cpu"))
     net = build(torch.float64)
-    store = BucketStore(
+    store = BucketReducer(
         members_of(net, mesh),
         mesh,
         stage=zero,
@@ -143,7 +143,7 @@ def update_job(zero: Literal[0, 1, 2], compute: torch.dtype) -> list[float]:
     """One step of plain gradient descent on the masters, published into the parameters."""
     mesh = Mesh(MeshPlan(replicate=2), torch.device("cpu"))
     net = build(torch.float32)
-    store = BucketStore(
+    store = BucketReducer(
         members_of(net, mesh),
         mesh,
         stage=zero,

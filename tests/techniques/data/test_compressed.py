@@ -17,7 +17,7 @@ from weft.config.plan import MeshPlan
 from weft.techniques.buckets.bucket_state import BucketMember
 from weft.techniques.compression.codecs import CodecSpec, CompressedReduction, Frame, ParameterSpan, WireBytes
 from weft.techniques.core import ParameterLayout
-from weft.techniques.data.gradient_reducer import BucketStore
+from weft.techniques.data.gradient_reducer import BucketReducer
 
 CODECS = {
     "bf16": CodecSpec(codec="bf16"),
@@ -227,7 +227,7 @@ def bucket_job(
     mesh = Mesh(MeshPlan(replicate=dist.get_world_size()), torch.device("cpu"))
     torch.manual_seed(3)
     net = Net()
-    store = BucketStore(
+    store = BucketReducer(
         members_of(net, mesh), mesh, stage=zero, compute_dtype=torch.float32, gradient_dtype=torch.float32, cuts=cuts,
         bucket_limits=(2000, 9000), reduce_rounds=rounds, compression=CODECS.get(codec),
     )  # fmt: skip

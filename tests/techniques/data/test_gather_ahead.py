@@ -16,7 +16,7 @@ from weft.config.plan import MeshPlan
 from weft.techniques.buckets.bucket_state import BucketMember
 from weft.techniques.core import ParameterLayout
 from weft.techniques.data._ahead import needs_of
-from weft.techniques.data.gradient_reducer import BucketStore
+from weft.techniques.data.gradient_reducer import BucketReducer
 
 WIDTH, NUM_BLOCKS = 24, 3
 BLOCKS = tuple(f"blocks.{number}" for number in range(NUM_BLOCKS))
@@ -44,14 +44,14 @@ class Model(nn.Module):
         return self.head(hidden)
 
 
-def _begin(model: Model, zero: Any, bucket_bytes: int) -> tuple[BucketStore, list[TraceEvent]]:
+def _begin(model: Model, zero: Any, bucket_bytes: int) -> tuple[BucketReducer, list[TraceEvent]]:
     mesh = Mesh(MeshPlan(replicate=2), torch.device("cpu"))
     found: list[TraceEvent] = []
     members = [
         BucketMember(mesh=mesh, parameter=p, layout=ParameterLayout(name=name, shape=p.shape), part=0, group=0)
         for name, p in model.named_parameters()
     ]
-    store = BucketStore(
+    store = BucketReducer(
         members, mesh, stage=zero, compute_dtype=torch.float32, gradient_dtype=torch.float32,
         bucket_limits=(bucket_bytes, bucket_bytes),
     )  # fmt: skip
@@ -60,7 +60,7 @@ def _begin(model: Model, zero: Any, bucket_bytes: int) -> tuple[BucketStore, lis
     return store, found
 
 
-def _step(model: Model, store: BucketStore, inputs: Tensor) -> Tensor:
+def _step(model: Model, store: BucketReducer, inputs: Tensor) -> Tensor:
     store.begin_step()
     store.on_microbatch(0)
     store.on_last_forward(0)

@@ -20,7 +20,7 @@ from weft.model.blueprint import Batch, Blueprint
 from weft.model.build import build_model
 from weft.model.losses import count_labels
 from weft.run.engine import create_training
-from weft.techniques.data.sparse import SparseStore
+from weft.techniques.data.sparse import SparseReducer
 from weft.verify.dry_run import outline_of, unlike_plan
 from weft.verify.numerics import TrialData
 
@@ -123,7 +123,7 @@ def recorded(cases: dict[str, Case]) -> dict[str, list[list[str]]]:
         blueprint = one.build(recipe)
         outline = outline_of(blueprint)
         training = create_training(recipe, plan, blueprint, mesh, recorder)
-        tables = [store for store in training.model.stores.stores if isinstance(store, SparseStore)]
+        tables = [store for store in training.model.stores.stores if isinstance(store, SparseReducer)]
         data = TrialData(blueprint, plan, data_index=mesh.data_index, seed=7)
         found[name] = []
         for step in range(STEPS):

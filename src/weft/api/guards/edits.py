@@ -19,7 +19,7 @@ from weft.api.guards.state_checks import digest_of, is_due
 from weft.api.guards.telling_parameters import refuse_part_of_sum, telling_class
 from weft.config.plan import BATCH_AXES, Axis, Plan
 from weft.errors import RecipeError
-from weft.techniques.core import ModelPart, ParameterLayout, StoreSet
+from weft.techniques.core import ModelPart, ParameterLayout, ReducerSet
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Edits:
     rank, and so would be what is written by it.  There parameters tell, too, who reads them.
     """
 
-    def __init__(self, parts: Sequence[ModelPart], stores: StoreSet, plan: Plan) -> None:
+    def __init__(self, parts: Sequence[ModelPart], stores: ReducerSet, plan: Plan) -> None:
         self._stores, self._plan = stores, plan
         self._watched = [
             _Watched(part.layout[name].name, each, _cut_by(part.layout[name]), each.detach())

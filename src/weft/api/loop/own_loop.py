@@ -174,7 +174,7 @@ class OwnLoop:
             words=OWN_STEPS,
             name="state",
         )
-        self._say_unproven()
+        self._say("proof     not proven: the loop computes its losses itself")
         assert isinstance(state, OpenModel)
         return state
 
@@ -192,6 +192,8 @@ class OwnLoop:
         planning = replace(planning, batch_size=samples)
         if planning.plan is None:
             return replace(planning, given=replace(planning.given, microbatches=1)), share * ranks
+        if planning.plan.microbatch.per_step != 1:
+            self._say("batch     one microbatch per step: the plan names more, and this loop accumulates by itself")
         own = MicrobatchPlan(size=share, per_step=1)
         return replace(planning, plan=replace(planning.plan, microbatch=own)), share * ranks
 
@@ -231,9 +233,9 @@ class OwnLoop:
         self._things.shared.append(SharedOptimizer(optimizer))
         return self._things.shared[-1]
 
-    def _say_unproven(self) -> None:
+    def _say(self, line: str) -> None:
         if self._planning.rank == 0 and not self._planning.quiet:
-            print("proof     not proven: the loop computes its losses itself", flush=True)
+            print(line, flush=True)
 
     # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

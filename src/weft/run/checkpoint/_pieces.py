@@ -16,8 +16,8 @@ def module_pieces(module: nn.Module, layout: ModelLayout, mesh: Mesh, trained: C
     """Return the pieces of a model part's parameters (`model/…`) but for those `trained`, and of its persistent
     buffers (`buffer/…`).
 
-    `trained` are the names, in the whole model, of what the gradient stores' shards hold, also while a loop has frozen
-    it.  Buffers that are not persistent are recomputed by their module and not saved.  No collective; the part's
+    `trained` are the names, in the whole model, of what the gradient reducers' shards hold, also while a loop has
+    frozen it.  Buffers that are not persistent are recomputed by their module and not saved.  No collective; the part's
     tensors must be contiguous.
     """
     others = [(name, each) for name, each in module.named_parameters() if layout[name].name not in trained]

@@ -26,7 +26,7 @@ from weft.events import StepEvent
 from weft.model.blueprint import Batch
 from weft.run.engine._loss_scale import LossScale
 from weft.run.engine.optimizers import ShardOptimizer, squared_sum
-from weft.techniques.core import LossTotals, Runner, Shard, StoreSet
+from weft.techniques.core import LossTotals, ReducerSet, Runner, Shard
 from weft.techniques.runtime import TechniqueRuntime
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Stepper:
         self,
         *,
         runner: Runner,
-        stores: StoreSet,
+        stores: ReducerSet,
         optimizer: ShardOptimizer,
         mesh: Mesh,
         seed: int,

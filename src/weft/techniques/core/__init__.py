@@ -14,6 +14,7 @@ from weft.techniques.core._part import ModelPart as ModelPart
 from weft.techniques.core._part import fill_layout as fill_layout
 from weft.techniques.core._part import first_names as first_names
 from weft.techniques.core._part import is_own as is_own
+from weft.techniques.core._reducer import ReducerSet as ReducerSet
 from weft.techniques.core._rows import SparseRows as SparseRows
 from weft.techniques.core._runner import LossTotals as LossTotals
 from weft.techniques.core._runner import Runner as Runner
@@ -33,5 +34,4 @@ from weft.techniques.core._shard import first_element as first_element
 from weft.techniques.core._shard import present as present
 from weft.techniques.core._shard import shard_pieces as shard_pieces
 from weft.techniques.core._sparse_tables import sparse_tables as sparse_tables
-from weft.techniques.core._store import StoreSet as StoreSet
 from weft.techniques.core.materialise import materialise as materialise

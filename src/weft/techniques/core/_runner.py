@@ -54,7 +54,7 @@ class LossTotals:
 
 
 class StepObserver(Protocol):
-    """What a runner tells the owner of the gradients (`StoreSet`)."""
+    """What a runner tells the owner of the gradients (`ReducerSet`)."""
 
     def on_microbatch(self, remaining: int) -> None:
         """The backward of a microbatch comes next, with `remaining` more after it.  Only without a pipeline."""

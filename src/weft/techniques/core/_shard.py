@@ -75,7 +75,7 @@ class Shard:
     keeper: Keeper | None = None
     """Keeper of master and states between two steps; None: they are always there."""
     gradient: Tensor | None = None
-    """1-D, as long as `master`, set by the gradient store once a step's gradients are reduced."""
+    """1-D, as long as `master`, set by the gradient reducer once a step's gradients are reduced."""
     keeps_gradient: bool = False
     """Whether the gradient has the dtype of the master, and its place in memory for good."""
     segments: list[Segment] = field(default_factory=list[Segment])
@@ -93,7 +93,7 @@ class Shard:
     sparse: bool = False
     """Whether this is one whole table whose gradient comes as `rows`, and `gradient` stays None."""
     rows: SparseRows | None = None
-    """Rows of a sparse shard: what the step's rows sum to, set by the gradient store."""
+    """Rows of a sparse shard: what the step's rows sum to, set by the gradient reducer."""
     rest: Callable[[], None] | None = None
     """Lets memory go that master and gradient can be read into again; None: they have it for good."""
     size: int = field(init=False)
@@ -138,7 +138,7 @@ class Shard:
         """The reduced gradient, as long as `master`."""
         if self.rows is not None:
             return self.rows.spread(self.segments[0].local_shape).view(-1)
-        assert self.gradient is not None, "the gradient store has not finished this step"
+        assert self.gradient is not None, "the gradient reducer has not finished this step"
         return self.gradient
 
 

@@ -57,7 +57,7 @@ _IN_FLIGHT = 2
 freed."""
 
 
-class BucketStore:
+class BucketReducer:
     """Gradients, weights and masters of all parameters that live in buckets.  Create on every rank with the same plan.
 
     `zero`: 0, 1 or 2.  `compute_dtype` is what the model runs in; with bf16 and fp16 the masters are fp32 and the

@@ -39,7 +39,7 @@ class _Table:
 class _Hook:
     """Tells the store of a gradient; weak for the reason that the buckets' hooks are."""
 
-    store: weakref.ref[SparseStore]
+    store: weakref.ref[SparseReducer]
     index: int
 
     def __call__(self, parameter: Tensor) -> None:
@@ -48,8 +48,8 @@ class _Hook:
             store.on_gradient(self.index)
 
 
-class SparseStore:
-    """The tables with sparse gradients of this rank: a `GradientStore` whose shards carry `rows`, not `gradient`.
+class SparseReducer:
+    """The tables with sparse gradients of this rank: a `GradientReducer` whose shards carry `rows`, not `gradient`.
 
     Create it on every rank.  `members` are in master dtype; weights become `compute_dtype`, masters stay as they are.
     Rows are added up

@@ -255,7 +255,7 @@ class _Returned:
 class _Used:
     """Tells the store that backward reached a parameter.  Weak: autograd hides its hooks from the garbage collector."""
 
-    store: weakref.ref[FullyShardedStore]
+    store: weakref.ref[FullyShardedReducer]
     name: str
 
     def __call__(self, gathered: Tensor) -> None:
@@ -264,7 +264,7 @@ class _Used:
             store.used.add(self.name)
 
 
-class FullyShardedStore:
+class FullyShardedReducer:
     """The gradients that `fully_shard` reduces, as shards.
 
     `members` are the parameters as they were before sharding, by the name they have in their part. With `compression`,

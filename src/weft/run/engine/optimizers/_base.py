@@ -68,7 +68,7 @@ class ShardOptimizer(ABC):
     def _gradient(self, shard: int) -> Tensor:
         """The gradient of a shard in the dtype of its master."""
         held = self._shards[shard]
-        assert held.gradient is not None, "the gradient store has not finished this step"
+        assert held.gradient is not None, "the gradient reducer has not finished this step"
         assert held.gradient.numel() == held.size, "a gradient as long as its master"
         return held.gradient.to(held.master.dtype)
 

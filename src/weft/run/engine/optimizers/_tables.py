@@ -58,7 +58,7 @@ class TableOptimizer(ShardOptimizer):
 
     def _update(self, run: ShardRun, learning_rate: float, gradient_scale: float) -> None:
         shard = self._shards[run.shard]
-        assert shard.rows is not None, "the gradient store has not finished this step"
+        assert shard.rows is not None, "the gradient reducer has not finished this step"
         shape = shard.segments[0].local_shape
         states = {name: held[run.shard].view(shape) for name, held in self._states.items()}
         sparse_step(

@@ -1,6 +1,6 @@
-"""What every gradient store offers, and the set of stores of one rank as one.
+"""What every gradient reducer offers, and the reducers of one rank as one.
 
-A store owns the gradients of some parameters: where they accumulate, when they are reduced, which part this rank
+A reducer owns the gradients of some parameters: where they accumulate, when they are reduced, which part this rank
 keeps, and how updated masters come back into the parameters.  The engine, the optimizers and the checkpoints see only
 its shards.
 """
@@ -13,7 +13,7 @@ from typing import Protocol
 from weft.techniques.core._shard import Piece, Shard
 
 
-class GradientStore(Protocol):
+class GradientReducer(Protocol):
     """Owner of the gradients of some of this rank's parameters.  Every method is called on every rank, in one order."""
 
     @property
@@ -95,10 +95,10 @@ class GradientStore(Protocol):
         ...
 
 
-class StoreSet:
+class ReducerSet:
     """All stores of one rank, driven together and always in the same order, so that collectives match across ranks."""
 
-    def __init__(self, stores: Sequence[GradientStore]) -> None:
+    def __init__(self, stores: Sequence[GradientReducer]) -> None:
         self.stores = tuple(stores)
 
     @property

@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
     if name not in _PACKAGES:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     if _PACKAGES[name] == "weft.api":
-        importlib.import_module("weft.run.launch.last_words")
+        importlib.import_module("weft.run.launch.excepthook")
     return getattr(importlib.import_module(_PACKAGES[name]), name)
 
 

@@ -207,8 +207,8 @@ def rank_trial(recipe: Recipe, plan: Plan) -> Trial:
     torch.backends.cudnn.allow_tf32 = False  # torch's default for convolutions; a comparison wants fp32 products
     device = device_for_rank(plan.compute.device, torch.distributed.get_rank())
     trial = run_trial(recipe, plan, lambda: build_model(recipe), steps=STEPS, device=device)
-    trial.gradients = [replace(piece, tensor=piece.tensor.cpu()) for piece in trial.gradients]
-    trial.state = [replace(piece, tensor=piece.tensor.cpu()) for piece in trial.state]
+    trial.gradients = [replace(stored, tensor=stored.tensor.cpu()) for stored in trial.gradients]
+    trial.state = [replace(stored, tensor=stored.tensor.cpu()) for stored in trial.state]
     return trial
 
 
@@ -216,8 +216,8 @@ def initial_weights(recipe: Recipe, plan: Plan) -> dict[str, Tensor]:
     """Masters and buffers of one process before its first step, on the CPU."""
     device = device_for_rank(plan.compute.device, 0)
     training = create_training(recipe, plan, build_model(recipe), Mesh(plan.mesh, device), Recorder())
-    held = [piece for piece in training.pieces() if piece.name.startswith(("model/", "buffer/"))]
-    return {piece.name: piece.tensor.cpu() for piece in held}
+    held = [stored for stored in training.checkpoint_shards() if stored.name.startswith(("model/", "buffer/"))]
+    return {stored.name: stored.tensor.cpu() for stored in held}
 
 
 @dataclass(slots=True)

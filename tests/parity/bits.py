@@ -21,7 +21,7 @@ from weft.config.recipe import Recipe
 from weft.model.build import build_model
 from weft.model.description import facts_of
 from weft.techniques.check import check_plan, check_runnable
-from weft.techniques.core import Piece
+from weft.techniques.core import CheckpointShard
 from weft.verify.numerics import Trial, run_trial
 
 AXES = ("world", "data", "shard", "replicate", "tensor", "pipeline")
@@ -68,17 +68,17 @@ def differing(matrix: Matrix, cell: Cell, precision: str, plan: Plan | None = No
 
 
 def _unlike(one: Trial, other: Trial) -> Iterator[str]:
-    yield from _unlike_pieces(one.initial, other.initial, "first")
-    yield from _unlike_pieces(one.gradients, other.gradients, "")
-    yield from _unlike_pieces(one.state, other.state, "last")
+    yield from _unlike_shards(one.initial, other.initial, "first")
+    yield from _unlike_shards(one.gradients, other.gradients, "")
+    yield from _unlike_shards(one.state, other.state, "last")
     for name in ("losses", "gradient_norms", "validation"):
         wanted, found = getattr(one, name), getattr(other, name)
         if wanted != found:
             yield f"{name}: {found} instead of {wanted}"
 
 
-def _unlike_pieces(ones: Sequence[Piece], others: Sequence[Piece], when: str) -> Iterator[str]:
-    assert [(piece.name, piece.start) for piece in ones] == [(piece.name, piece.start) for piece in others]
+def _unlike_shards(ones: Sequence[CheckpointShard], others: Sequence[CheckpointShard], when: str) -> Iterator[str]:
+    assert [(stored.name, stored.start) for stored in ones] == [(stored.name, stored.start) for stored in others]
     for one, other in zip(ones, others, strict=True):
         if not same_bits(one.tensor, other.tensor):
             yield f"{when} {one.name} by {float((one.tensor.double() - other.tensor.double()).abs().max()):.1e}".strip()

@@ -113,9 +113,9 @@ def run(arguments: list[str]) -> int:
 
 def _complain(text: str, status: int) -> int:
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from weft.run.launch.last_words import tell_agent
+        from weft.run.launch.excepthook import report_to_torchrun
 
-        tell_agent(text)
+        report_to_torchrun(text)
     print(text, file=sys.stderr)
     return status
 

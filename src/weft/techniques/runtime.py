@@ -21,7 +21,7 @@ from weft.model.blueprint import Blueprint
 from weft.techniques.core._context import StepContext
 from weft.techniques.core._part import ModelPart
 from weft.techniques.core._runner import Runner
-from weft.techniques.core._shard import Piece, Shard
+from weft.techniques.core._shard import CheckpointShard, Shard
 from weft.techniques.core.precision import Dtypes
 from weft.techniques.randomness._draw_trace import Draws
 
@@ -150,10 +150,10 @@ class TechniqueRuntime:
         """Return what a dry run should say of it, beside bytes and the collectives of one step."""
         return []
 
-    def pieces(self, pieces: list[Piece]) -> list[Piece]:
-        """Return what a checkpoint holds of masters and optimizer states, where `pieces` are all of them as a training
-        without the technique has them, masters first."""
-        return pieces
+    def checkpoint_shards(self, stored_shards: list[CheckpointShard]) -> list[CheckpointShard]:
+        """Return what a checkpoint holds of masters and optimizer states.  `stored_shards` are all of them as a
+        training without the technique has them, masters first."""
+        return stored_shards
 
     def state(self) -> dict[str, Any]:
         """Return what must be saved and is no tensor, as JSON."""
@@ -163,7 +163,8 @@ class TechniqueRuntime:
         """Refuse what `state` cannot have returned.  Raises `CheckpointError`."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` returned once the pieces have been filled; empty where a plan without it saved."""
+        """Take over what `state` returned once the checkpoint shards have been filled.  The state is empty where a plan
+        without the technique saved."""
 
     def close(self) -> None:
         """Let go of files and threads; no steps follow."""

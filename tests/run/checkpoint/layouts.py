@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.run.checkpoint import Peers
-from weft.techniques.core import NestedSplit, Piece, Split
+from weft.techniques.core import CheckpointShard, NestedSplit, Split
 
 T = TypeVar("T")
 
@@ -33,8 +33,8 @@ class Cut:
         return self.parts * (len(self.bounds) + 1) * self.replicas
 
 
-def pieces_of(name: str, whole: Tensor, cut: Cut, rank: int, *, filled: bool) -> list[Piece]:
-    """Return rank's pieces of a tensor, holding its values or zeros; ranks beyond the cut have none."""
+def shards_of(name: str, whole: Tensor, cut: Cut, rank: int, *, filled: bool) -> list[CheckpointShard]:
+    """Return rank's shards of a tensor, holding its values or zeros; ranks beyond the cut have none."""
     if rank >= cut.world:
         return []
     runs = len(cut.bounds) + 1
@@ -44,7 +44,9 @@ def pieces_of(name: str, whole: Tensor, cut: Cut, rank: int, *, filled: bool) ->
     ends = [0, *(round(bound * local.numel()) for bound in cut.bounds), local.numel()]
     part = local[ends[run] : ends[run + 1]].clone()
     tensor = part if filled else torch.zeros_like(part)
-    return [Piece(name=name, shape=whole.shape, tensor=tensor, split=split, start=ends[run], counts=replica == 0)]
+    return [
+        CheckpointShard(name=name, shape=whole.shape, tensor=tensor, split=split, start=ends[run], counts=replica == 0)
+    ]
 
 
 class ThreadRanks:
@@ -69,9 +71,9 @@ class ThreadRanks:
             return [future.result() for future in futures]
 
 
-def one_piece(name: str, tensor: Tensor) -> Piece:
-    return Piece(name=name, shape=tensor.shape, tensor=tensor.reshape(-1).clone())
+def one_shard(name: str, tensor: Tensor) -> CheckpointShard:
+    return CheckpointShard(name=name, shape=tensor.shape, tensor=tensor.reshape(-1).clone())
 
 
-def values(pieces: Sequence[Piece]) -> dict[str, list[float]]:
-    return {piece.name: piece.tensor.tolist() for piece in pieces}
+def values(shards: Sequence[CheckpointShard]) -> dict[str, list[float]]:
+    return {shard.name: shard.tensor.tolist() for shard in shards}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layouts import ThreadRanks, one_piece
+from layouts import ThreadRanks, one_shard
 from pool import RankPool
 
 from weft.comm.mesh import GroupView
@@ -27,26 +27,26 @@ from weft.run.checkpoint import Checkpointer, Peers, SaveError
 from weft.run.checkpoint._files import StoredFile
 from weft.run.checkpoint._format import digest_of, read_manifest
 from weft.run.checkpoint.export import read_tensors
-from weft.techniques.core import Piece
+from weft.techniques.core import CheckpointShard
 
 SIZE = 50_000
 
 
-def pieces_at(step: int) -> list[Piece]:
-    return [one_piece(f"model/{at}", torch.full((SIZE,), float(step))) for at in range(4)]
+def shards_at(step: int) -> list[CheckpointShard]:
+    return [one_shard(f"model/{at}", torch.full((SIZE,), float(step))) for at in range(4)]
 
 
 def load_step(folder: Path, which: str | Path = "latest") -> float:
     """Load and return the step whose values came back, checking that they are all of one step."""
-    pieces = pieces_at(0)
-    state = Checkpointer(folder).load(which, pieces)  # type: ignore[arg-type]
-    found = {float(value) for piece in pieces for value in piece.tensor.unique()}
+    shards = shards_at(0)
+    state = Checkpointer(folder).load(which, shards)  # type: ignore[arg-type]
+    found = {float(value) for shard in shards for value in shard.tensor.unique()}
     assert found == {float(state["step"])}  # type: ignore[arg-type]
     return found.pop()
 
 
 def save_step(folder: Path, step: int, **options: object) -> Path:
-    return Checkpointer(folder, file_bytes=SIZE * 4).save(step, pieces_at(step), {"step": step}, **options)  # type: ignore[arg-type]
+    return Checkpointer(folder, file_bytes=SIZE * 4).save(step, shards_at(step), {"step": step}, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -65,8 +65,8 @@ def save_until_killed(folder: str, notes: str) -> None:
     (Path(notes) / f"pid-{rank}").write_text(str(os.getpid()))
     checkpointer = Checkpointer(Path(folder), peers, file_bytes=SIZE * 4)
     for step in range(1, 100_000):
-        pieces = [piece for at, piece in enumerate(pieces_at(step)) if at % 2 == rank]
-        checkpointer.save(step if step % 3 else 1, pieces, {"step": step})
+        shards = [shard for at, shard in enumerate(shards_at(step)) if at % 2 == rank]
+        checkpointer.save(step if step % 3 else 1, shards, {"step": step})
         if rank == 0:
             with (Path(notes) / "finished").open("a") as file:
                 file.write(f"{step}\n")
@@ -113,11 +113,11 @@ def test_damage_is_found_before_anything_changes(
 ) -> None:
     newest = two_steps / "step-000020"
     damage(newest / name, at)
-    targets = pieces_at(0)
+    targets = shards_at(0)
     if not (name == "manifest.json" and damage is flip and read_or_none(newest)):  # a flip in a blank changes nothing
         with pytest.raises(CheckpointError):
             Checkpointer(two_steps).load(newest, targets)
-        assert all(not piece.tensor.any() for piece in targets)
+        assert all(not shard.tensor.any() for shard in targets)
         with caplog.at_level(logging.WARNING):
             assert load_step(two_steps) == 10
         assert name == "manifest.json" or "loading" in caplog.text
@@ -145,9 +145,9 @@ def test_damage_that_only_another_rank_sees_makes_all_ranks_fall_back(two_steps:
     flip(two_steps / "step-000020" / "rank-00000-0003.safetensors", 0.5)  # verified by rank 3 of 4
 
     def load(peers: Peers) -> float:
-        pieces = pieces_at(0)
-        Checkpointer(two_steps, peers).load("latest", pieces)
-        return float(pieces[0].tensor[0])
+        shards = shards_at(0)
+        Checkpointer(two_steps, peers).load("latest", shards)
+        return float(shards[0].tensor[0])
 
     assert ThreadRanks().run(4, load) == [10.0] * 4
 
@@ -233,7 +233,7 @@ def file_size_limit(limit: int) -> Iterator[None]:
 @pytest.mark.parametrize("limit", [0, 1000, SIZE * 4 + 100])
 def test_a_failed_write_leaves_the_previous_checkpoint_and_lets_training_go_on(two_steps: Path, limit: int) -> None:
     before = sorted(two_steps.iterdir())
-    big = [one_piece("model/0", torch.ones(SIZE * 2))]
+    big = [one_shard("model/0", torch.ones(SIZE * 2))]
     with (
         file_size_limit(limit),
         pytest.raises(SaveError, match="step 30 was not saved: File too large.*Make room") as caught,
@@ -261,7 +261,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
         folder = room / "checkpoints"
         save_step(folder, 10)
         with pytest.raises(SaveError, match=r"No space left on device .*GB free\)"):
-            Checkpointer(folder).save(20, [one_piece(f"model/{at}", torch.ones(SIZE)) for at in range(8)])
+            Checkpointer(folder).save(20, [one_shard(f"model/{at}", torch.ones(SIZE)) for at in range(8)])
         assert [path.name for path in sorted(folder.iterdir())] == ["latest", "step-000010"]
         assert load_step(folder) == 10
         assert shutil.disk_usage(room).free > 1 << 20
@@ -279,7 +279,7 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
 
 
 def test_saving_a_step_again_replaces_it_whole(two_steps: Path) -> None:
-    Checkpointer(two_steps).save(20, [one_piece("model/new", torch.ones(1))])
+    Checkpointer(two_steps).save(20, [one_shard("model/new", torch.ones(1))])
     assert [name for name, _ in read_tensors(two_steps)] == ["new"]
     assert sorted(path.name for path in two_steps.iterdir()) == ["latest", "step-000010", "step-000020"]
 

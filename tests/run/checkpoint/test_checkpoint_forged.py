@@ -16,37 +16,44 @@ from forge import forgeries, text_of, write_forged
 
 from weft.errors import CheckpointError, DataError
 from weft.run.checkpoint import Checkpointer
-from weft.techniques.core import NestedSplit, Piece, Split
+from weft.techniques.core import CheckpointShard, NestedSplit, Split
 
 SHAPE = torch.Size((4, 6))
 
 
-def split_pieces(step: int) -> list[Piece]:
+def split_shards(step: int) -> list[CheckpointShard]:
     """A cut matrix in two parts, a whole vector and a frozen number, in files of 64 bytes."""
     whole = torch.arange(24.0).view(SHAPE) + step
     parts = [NestedSplit((Split(dim=0, parts=2, index=index),)) for index in range(2)]
-    cut = [Piece(name="model/a", shape=SHAPE, tensor=part.slice(whole).view(-1), split=part) for part in parts]
-    vector = Piece(name="model/b", shape=torch.Size((30,)), tensor=torch.arange(30.0) * step)
-    same = Piece(name="model/c", shape=torch.Size((30,)), tensor=torch.arange(30.0) - step)
-    return [*cut, vector, same, Piece(name="model/d", shape=torch.Size(), tensor=torch.full((1,), float(step)))]
+    cut = [
+        CheckpointShard(name="model/a", shape=SHAPE, tensor=part.slice(whole).view(-1), split=part) for part in parts
+    ]
+    vector = CheckpointShard(name="model/b", shape=torch.Size((30,)), tensor=torch.arange(30.0) * step)
+    same = CheckpointShard(name="model/c", shape=torch.Size((30,)), tensor=torch.arange(30.0) - step)
+    return [
+        *cut,
+        vector,
+        same,
+        CheckpointShard(name="model/d", shape=torch.Size(), tensor=torch.full((1,), float(step))),
+    ]
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     for step in (10, 20):
-        Checkpointer(tmp_path, file_bytes=64).save(step, split_pieces(step), {"step": step, "note": ["x", 1.5]})
+        Checkpointer(tmp_path, file_bytes=64).save(step, split_shards(step), {"step": step, "note": ["x", 1.5]})
     return tmp_path
 
 
 def loaded(folder: Path) -> float | None:
     """Load the newest; the step whose tensors all came back bit for bit, None for an error of Weft's."""
-    pieces = split_pieces(0)
+    shards = split_shards(0)
     try:
-        Checkpointer(folder).load("latest", pieces)
+        Checkpointer(folder).load("latest", shards)
     except (CheckpointError, DataError):
         return None
-    step = float(pieces[-1].tensor)
-    assert all(torch.equal(one.tensor, two.tensor) for one, two in zip(pieces, split_pieces(int(step)), strict=True))
+    step = float(shards[-1].tensor)
+    assert all(torch.equal(one.tensor, two.tensor) for one, two in zip(shards, split_shards(int(step)), strict=True))
     return step
 
 
@@ -95,7 +102,7 @@ def test_a_forged_manifest_names_file_and_field(
     write_forged(folder, None, {**manifest, name: value})
     if name != "step" or value is True:  # alone, a folder may have any name
         with pytest.raises(CheckpointError, match=match):
-            Checkpointer(saved).load(folder, split_pieces(0))
+            Checkpointer(saved).load(folder, split_shards(0))
     with caplog.at_level(logging.WARNING):
         assert loaded(saved) == 10
     assert "step-000020 is passed over" in caplog.text
@@ -121,12 +128,14 @@ def test_a_forged_index_names_file_and_field(saved: Path, field: str, value: Any
     index["runs"][0][field] = value
     write_forged(folder, text_of(index), manifest)
     with pytest.raises(CheckpointError, match=match):
-        Checkpointer(saved).load(folder, split_pieces(0))
+        Checkpointer(saved).load(folder, split_shards(0))
     assert loaded(saved) == 10
 
 
 def test_an_empty_tensor_of_countless_parts_is_refused_at_once(tmp_path: Path) -> None:
-    Checkpointer(tmp_path).save(1, [Piece(name="model/e", shape=torch.Size((0, 3)), tensor=torch.empty(0))], {})
+    Checkpointer(tmp_path).save(
+        1, [CheckpointShard(name="model/e", shape=torch.Size((0, 3)), tensor=torch.empty(0))], {}
+    )
     folder = tmp_path / "step-000001"
     index = json.loads((folder / "rank-00000.json").read_bytes())
     index["runs"][0]["split"] = [0, 2**60, 0, 2**60]

@@ -73,16 +73,16 @@ def pass_on(recipe: Recipe, plan: Plan, source: str | None, target: str) -> None
     """Load what is in `source` under the plan (or, without one, make values up) and save it into `target`."""
     mesh = Mesh(plan.mesh, torch.device("cpu"))
     training = create_training(recipe, plan, build_model(recipe), mesh, Recorder())
-    pieces = training.pieces()
+    shards = training.checkpoint_shards()
     peers = Peers.of_group(mesh["world"])
     if source is not None:
-        Checkpointer(Path(source), peers).load("latest", pieces)
+        Checkpointer(Path(source), peers).load("latest", shards)
     else:
         generator = torch.Generator().manual_seed(3)
-        for piece in pieces:
-            made = torch.rand(piece.tensor.shape, generator=generator) * 100
-            piece.tensor.copy_(made.to(piece.tensor.dtype))
-    Checkpointer(Path(target), peers, file_bytes=5000).save(1, pieces, {})
+        for shard in shards:
+            made = torch.rand(shard.tensor.shape, generator=generator) * 100
+            shard.tensor.copy_(made.to(shard.tensor.dtype))
+    Checkpointer(Path(target), peers, file_bytes=5000).save(1, shards, {})
 
 
 def content(folder: Path) -> dict[str, Tensor]:

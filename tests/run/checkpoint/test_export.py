@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layouts import Cut, ThreadRanks, one_piece, pieces_of
+from layouts import Cut, ThreadRanks, one_shard, shards_of
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -45,12 +45,12 @@ def save_in_parts(folder: Path, weights: dict[str, Tensor]) -> Path:
 
     def save(peers: Peers) -> Path:
         cut = Cut(bounds=(0.37,))
-        pieces = [
-            piece
+        shards = [
+            shard
             for name, tensor in weights.items()
-            for piece in pieces_of(f"model/{name}", tensor, cut, peers.rank, filled=True)
+            for shard in shards_of(f"model/{name}", tensor, cut, peers.rank, filled=True)
         ]
-        return Checkpointer(folder, peers).save(3, pieces)
+        return Checkpointer(folder, peers).save(3, shards)
 
     return ThreadRanks().run(2, save)[0]
 
@@ -63,11 +63,11 @@ def small_model() -> Blueprint:
 def save_small(folder: Path, *, average: bool = False) -> dict[str, Tensor]:
     module = small_model().module
     weights = dict(module.named_parameters())
-    pieces = [one_piece(f"model/{name}", tensor.detach()) for name, tensor in weights.items()]
-    pieces += [one_piece(f"buffer/{name}", tensor) for name, tensor in module.named_buffers()]
+    shards = [one_shard(f"model/{name}", tensor.detach()) for name, tensor in weights.items()]
+    shards += [one_shard(f"buffer/{name}", tensor) for name, tensor in module.named_buffers()]
     if average:
-        pieces += [one_piece(f"average/{name}", tensor.detach() + 1) for name, tensor in weights.items()]
-    Checkpointer(folder).save(1, pieces)
+        shards += [one_shard(f"average/{name}", tensor.detach() + 1) for name, tensor in weights.items()]
+    Checkpointer(folder).save(1, shards)
     return {name: tensor.detach() for name, tensor in module.state_dict().items()}
 
 

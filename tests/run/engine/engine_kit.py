@@ -36,7 +36,7 @@ from weft.model.blueprint import Batch, Blueprint
 from weft.model.build import build_model
 from weft.run.data import rank_range
 from weft.run.engine import TrainingState, create_training
-from weft.techniques.core import Piece
+from weft.techniques.core import CheckpointShard
 from weft.verify.numerics import TrialData
 
 BATCH = 8
@@ -97,7 +97,7 @@ def plan_of(
 
 @dataclass(slots=True)
 class Seen:
-    """What one rank saw; pieces are copies."""
+    """What one rank saw; checkpoint shards are copies."""
 
     losses: list[float] = field(default_factory=list[float])
     norms: list[float] = field(default_factory=list[float])
@@ -105,7 +105,7 @@ class Seen:
     scales: list[float] = field(default_factory=list[float])
     sample_ids: list[list[int]] = field(default_factory=list[list[int]])
     """By step, of this rank's microbatches."""
-    state: list[Piece] = field(default_factory=list[Piece])
+    state: list[CheckpointShard] = field(default_factory=list[CheckpointShard])
     bytes: dict[str, int] = field(default_factory=dict[str, int])
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -173,9 +173,9 @@ class Training:
         return self.seen
 
 
-def snapshot(state: TrainingState) -> list[Piece]:
-    """Copies of all pieces: masters, buffers, optimizer state, averages."""
-    return [replace(piece, tensor=piece.tensor.detach().clone(), let_go=None) for piece in state.pieces()]
+def snapshot(state: TrainingState) -> list[CheckpointShard]:
+    """Copies of all checkpoint shards: masters, buffers, optimizer state, averages."""
+    return [replace(stored, tensor=stored.tensor.detach().clone(), let_go=None) for stored in state.checkpoint_shards()]
 
 
 def train(

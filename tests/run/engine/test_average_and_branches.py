@@ -100,7 +100,7 @@ def test_evaluation_takes_the_average_and_training_does_not_notice(ranks: Any) -
     for name in PLANS:
         for plain, averaged, _, _ in (one[name] for one in found):
             assert averaged.losses == plain.losses, f"{name}: the average changes training"
-            masters = [piece for piece in averaged.state if not piece.name.startswith("average/")]
+            masters = [stored for stored in averaged.state if not stored.name.startswith("average/")]
             for ours, theirs in zip(masters, plain.state, strict=True):
                 assert torch.equal(ours.tensor, theirs.tensor), f"{name}: {ours.name}"
         inside, outside = (sum(one[name][i] for one in found) for i in (2, 3))

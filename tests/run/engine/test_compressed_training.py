@@ -23,7 +23,7 @@ from weft.model.description import facts_of
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.techniques.check import check_plan, check_runnable
 from weft.techniques.compression.runtime import compression_of
-from weft.techniques.core import Piece
+from weft.techniques.core import CheckpointShard
 from weft.verify.numerics import assemble
 
 SAVED, END, FEW = 3, 6, 4
@@ -119,11 +119,11 @@ def test_every_mesh_trains_as_without_compression(ranks: Any, mesh: str) -> None
     assert seen["none"].bytes["residuals"] == 0
     for name in plans:  # copies of a weight on several ranks are the same bits
         copies: dict[tuple[str, int, int], Tensor] = {}
-        for piece in (piece for one in found for piece in one[name].state if piece.name.startswith("model/")):
-            key = (piece.name, piece.split.index if piece.split else -1, piece.start)
-            first = copies.setdefault(key, piece.tensor)
-            if len(first) == len(piece.tensor):
-                assert torch.equal(first, piece.tensor), (name, key)
+        for stored in (stored for one in found for stored in one[name].state if stored.name.startswith("model/")):
+            key = (stored.name, stored.split.index if stored.split else -1, stored.start)
+            first = copies.setdefault(key, stored.tensor)
+            if len(first) == len(stored.tensor):
+                assert torch.equal(first, stored.tensor), (name, key)
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
@@ -156,7 +156,7 @@ def skip(training: Training) -> tuple[dict[str, Tensor], dict[str, Tensor], list
     after: dict[str, Tensor] = {}
     for step in range(END):
         if step == SAVED:
-            before = {piece.name: piece.tensor for piece in snapshot(training.state)}
+            before = {stored.name: stored.tensor for stored in snapshot(training.state)}
             layer = next(m for m in training.state.model.module.modules() if isinstance(m, torch.nn.Linear))
             if training.mesh.rank == 1:
                 handle = layer.register_forward_hook(lambda module, inputs, output: output * float("nan"))
@@ -164,7 +164,7 @@ def skip(training: Training) -> tuple[dict[str, Tensor], dict[str, Tensor], list
                 handle.remove()
             else:
                 training.step(step)
-            after = {piece.name: piece.tensor for piece in snapshot(training.state)}
+            after = {stored.name: stored.tensor for stored in snapshot(training.state)}
         else:
             training.step(step)
     return before, after, training.seen.skipped
@@ -193,10 +193,10 @@ def interrupt(plans: dict[str, Plan], folder: Path) -> dict[str, tuple[Seen, See
         keeper = Checkpointer(folder / name, Peers.of_group(mesh["world"]), file_bytes=50_000)
         for step in range(END):
             if step == SAVED:
-                keeper.save(step, whole.state.pieces(), whole.state.state())
+                keeper.save(step, whole.state.checkpoint_shards(), whole.state.state())
             whole.step(step)
         again = Training(recipe(plan), plan, mesh=mesh)
-        again.state.restored(keeper.load("latest", again.state.pieces()))
+        again.state.restored(keeper.load("latest", again.state.checkpoint_shards()))
         for step in range(SAVED, END):
             again.step(step)
         found[name] = whole.finished(), again.finished()
@@ -215,25 +215,29 @@ def test_the_same_plan_goes_on_bit_for_bit(ranks: Any, tmp_path: Path, mesh: str
             assert [a.name for a, b in pairs if not torch.equal(a.tensor, b.tensor)] == [], name
 
 
-def leg(plan: Plan, folder: Path, first: int, last: int, mesh: Mesh | None = None) -> tuple[list[Piece], list[Piece]]:
+def leg(
+    plan: Plan, folder: Path, first: int, last: int, mesh: Mesh | None = None
+) -> tuple[list[CheckpointShard], list[CheckpointShard]]:
     """Train steps [first, last) from what the folder holds and save: what compression held at the start and the end."""
     training = Training(recipe(plan), plan, mesh=mesh)
     keeper = Checkpointer(folder, Peers.of_group(training.mesh["world"]))
     if first:
-        training.state.restored(keeper.load("latest", training.state.pieces()))
-    begun = [replace(p, tensor=p.tensor.clone()) for p in training.state.model.stores.pieces()]
+        training.state.restored(keeper.load("latest", training.state.checkpoint_shards()))
+    begun = [replace(p, tensor=p.tensor.clone()) for p in training.state.model.stores.checkpoint_shards()]
     for step in range(first, last):
         training.step(step)
-    keeper.save(last, training.state.pieces(), training.state.state())
-    return begun, training.state.model.stores.pieces()
+    keeper.save(last, training.state.checkpoint_shards(), training.state.state())
+    return begun, training.state.model.stores.checkpoint_shards()
 
 
-def owed(pieces: list[list[Piece]]) -> dict[str, Tensor]:
+def owed(stored_shards: list[list[CheckpointShard]]) -> dict[str, Tensor]:
     """What all ranks together owe to each parameter."""
-    ranks = max((piece.addend[1] for group in pieces for piece in group if piece.addend), default=0)
+    ranks = max((stored.addend[1] for group in stored_shards for stored in group if stored.addend), default=0)
     total: dict[str, Tensor] = {}
     for index in range(ranks):
-        mine = [[replace(p, addend=None) for p in group if p.addend and p.addend[0] == index] for group in pieces]
+        mine = [
+            [replace(p, addend=None) for p in group if p.addend and p.addend[0] == index] for group in stored_shards
+        ]
         for name, tensor in assemble(mine).items():
             total[name] = total[name] + tensor if name in total else tensor.double()
     return total
@@ -291,14 +295,14 @@ class Momenta:
     """The optimizer's own."""
 
     @classmethod
-    def of(cls, pieces: list[list[Piece]]) -> Momenta:
+    def of(cls, stored_shards: list[list[CheckpointShard]]) -> Momenta:
         def shared(kind: str) -> dict[str, Tensor]:
-            mine = [[p for p in group if p.name.startswith(f"compression/{kind}/")] for group in pieces]
+            mine = [[p for p in group if p.name.startswith(f"compression/{kind}/")] for group in stored_shards]
             return {name.removeprefix(f"compression/{kind}/"): found for name, found in assemble(mine).items()}
 
-        averages = [[p for p in group if p.name.startswith("optimizer/exp_avg/")] for group in pieces]
+        averages = [[p for p in group if p.name.startswith("optimizer/exp_avg/")] for group in stored_shards]
         return cls(
-            owed={name.removeprefix("compression/residual/"): found for name, found in owed(pieces).items()},
+            owed={name.removeprefix("compression/residual/"): found for name, found in owed(stored_shards).items()},
             sent=shared("momentum"),
             steps={name: int(found) for name, found in shared("steps").items()},
             average={name.removeprefix("optimizer/exp_avg/"): found for name, found in assemble(averages).items()},
@@ -313,16 +317,16 @@ def whole_sample(index: int) -> dict[str, Tensor]:
 
 def leg_of_onebit(
     plan: Plan, folder: Path, first: int, last: int, trained: Recipe | None = None
-) -> tuple[list[Piece], list[Piece]]:
+) -> tuple[list[CheckpointShard], list[CheckpointShard]]:
     """Train steps [first, last) from what the folder holds and save: all state at the start and at the end."""
     training = Training(trained or recipe(plan), plan, sample=whole_sample)
     keeper = Checkpointer(folder, Peers.of_group(training.mesh["world"]))
     if first:
-        training.state.restored(keeper.load("latest", training.state.pieces()))
+        training.state.restored(keeper.load("latest", training.state.checkpoint_shards()))
     begun = snapshot(training.state)
     for step in range(first, last):
         training.step(step)
-    keeper.save(last, training.state.pieces(), training.state.state())
+    keeper.save(last, training.state.checkpoint_shards(), training.state.state())
     return begun, snapshot(training.state)
 
 

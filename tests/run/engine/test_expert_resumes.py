@@ -30,9 +30,9 @@ def carry_on(recipe: Recipe, plan: Plan, folder: Path, first: int) -> Seen:
     training = Training(recipe, plan, decoder_of(recipe))
     keeper = Checkpointer(folder, Peers.of_group(training.mesh["world"]))
     if first:
-        training.state.restored(keeper.load("latest", training.state.pieces()))
+        training.state.restored(keeper.load("latest", training.state.checkpoint_shards()))
     training.step(first)
-    keeper.save(first + 1, training.state.pieces(), training.state.state())
+    keeper.save(first + 1, training.state.checkpoint_shards(), training.state.state())
     training.state.close()
     return training.finished()
 

@@ -24,7 +24,7 @@ from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.engine import Trainer, TrainingOutcome
 from weft.run.engine.proof import optimizer_of
 from weft.techniques.check import check_plan, check_runnable
-from weft.techniques.core import Piece
+from weft.techniques.core import CheckpointShard
 from weft.techniques.local_steps.runtime import LocalRounds
 from weft.verify.dry_run._witness import Witness
 from weft.verify.numerics import TOLERANCES, PlainLoop, TrialData, assemble, compare
@@ -64,20 +64,20 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-def weights(pieces: list[list[Piece]]) -> dict[str, Tensor]:
+def weights(stored_shards: list[list[CheckpointShard]]) -> dict[str, Tensor]:
     """Whole weights; nan where replicas differ."""
-    return {name: tensor for name, tensor in assemble(pieces).items() if name.startswith("model/")}
+    return {name: tensor for name, tensor in assemble(stored_shards).items() if name.startswith("model/")}
 
 
-def written(pieces: list[list[Piece]]) -> dict[str, Tensor]:
+def written(stored_shards: list[list[CheckpointShard]]) -> dict[str, Tensor]:
     """What a checkpoint holds."""
-    return assemble([[piece for piece in group if piece.counts] for group in pieces])
+    return assemble([[stored for stored in group if stored.counts] for group in stored_shards])
 
 
 # ── what is computed ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def trained(made: Recipe, plan: Plan, steps: int) -> tuple[list[Piece], Seen]:
+def trained(made: Recipe, plan: Plan, steps: int) -> tuple[list[CheckpointShard], Seen]:
     """First weights, and what was seen."""
     training = Training(made, plan)
     initial = snapshot(training.state)
@@ -228,12 +228,14 @@ def test_replicas_send_their_weights_once_a_round(ranks: Any, mesh: str) -> None
 # ── skipped steps, evaluation ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def skip(plan: Plan, broken: int) -> tuple[list[Piece], list[Piece], list[bool], list[Piece]]:
+def skip(
+    plan: Plan, broken: int
+) -> tuple[list[CheckpointShard], list[CheckpointShard], list[bool], list[CheckpointShard]]:
     """All state before and after a step that rank 1's loss breaks, which steps were skipped, and the state at the
     end."""
     training = Training(recipe(), plan)
-    before: list[Piece] = []
-    after: list[Piece] = []
+    before: list[CheckpointShard] = []
+    after: list[CheckpointShard] = []
     for step in range(STEPS):
         if step != broken:
             training.step(step)
@@ -302,10 +304,10 @@ def interrupt(plan: Plan, folder: Path, saved: int) -> tuple[Seen, Seen]:
     keeper = Checkpointer(folder, Peers.of_group(whole.mesh["world"]), file_bytes=5000)
     for step in range(STEPS):
         if step == saved:
-            keeper.save(step, whole.state.pieces(), whole.state.state())
+            keeper.save(step, whole.state.checkpoint_shards(), whole.state.state())
         whole.step(step)
     again = Training(recipe(), plan, mesh=whole.mesh)
-    again.state.restored(keeper.load("latest", again.state.pieces()))
+    again.state.restored(keeper.load("latest", again.state.checkpoint_shards()))
     for step in range(saved, STEPS):
         again.step(step)
     return whole.finished(), again.finished()
@@ -324,7 +326,9 @@ def test_the_same_plan_goes_on_bit_for_bit(ranks: Any, tmp_path: Path, mesh: str
         assert [a.name for a, b in pairs if not torch.equal(a.tensor, b.tensor)] == []
 
 
-def leg(plan: Plan, folder: Path, first: int, last: int) -> tuple[list[Piece], list[Piece], list[str]]:
+def leg(
+    plan: Plan, folder: Path, first: int, last: int
+) -> tuple[list[CheckpointShard], list[CheckpointShard], list[str]]:
     """Train steps [first, last) from what the folder holds and save: all state at the start and at the end, and what
     was said."""
     told = list[str]()
@@ -339,14 +343,14 @@ def leg(plan: Plan, folder: Path, first: int, last: int) -> tuple[list[Piece], l
     logger.addHandler(listener)
     try:
         if first:
-            training.state.restored(keeper.load("latest", training.state.pieces()))
+            training.state.restored(keeper.load("latest", training.state.checkpoint_shards()))
     finally:
         logger.removeHandler(listener)
     begun = snapshot(training.state)
     for step in range(first, last):
         training.step(step)
     ended = snapshot(training.state)
-    keeper.save(last, training.state.pieces(), training.state.state())
+    keeper.save(last, training.state.checkpoint_shards(), training.state.state())
     return begun, ended, told
 
 
@@ -400,10 +404,12 @@ def test_other_replicas_drop_a_round_that_was_under_way(ranks: Any, tmp_path: Pa
     assert "what each replica has learnt since all were averaged" in told[0]
 
 
-def run_loop(plan: Plan, folder: Path) -> tuple[TrainingOutcome, TrainingOutcome, list[Piece], list[Piece]]:
+def run_loop(
+    plan: Plan, folder: Path
+) -> tuple[TrainingOutcome, TrainingOutcome, list[CheckpointShard], list[CheckpointShard]]:
     """The trainer's own loop to the end; and again from its save in the middle of the last round."""
     made = recipe(evaluate_every=2, save_every=STEPS - 1)
-    found: list[tuple[TrainingOutcome, list[Piece]]] = []
+    found: list[tuple[TrainingOutcome, list[CheckpointShard]]] = []
     for resumed in (False, True):
         training = Training(made, plan)
         keeper = Checkpointer(folder, Peers.of_group(training.mesh["world"]))

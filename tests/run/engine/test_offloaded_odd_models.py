@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.config.plan import MemoryPlan, Plan
 from weft.config.recipe import OptimizerRecipe
 from weft.model.blueprint import Blueprint
-from weft.techniques.core import Piece
+from weft.techniques.core import CheckpointShard
 
 STEPS = 4
 ADAMW = OptimizerRecipe(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, average_decay=0.9)
@@ -69,7 +69,7 @@ def both(model: str, plan: Plan, what: Any) -> tuple[tuple[Seen, list[float]], t
     return trained(model, plan), trained(model, away)
 
 
-def different(one: list[Piece], other: list[Piece]) -> list[str]:
+def different(one: list[CheckpointShard], other: list[CheckpointShard]) -> list[str]:
     pairs = zip(one, other, strict=True)
     return [a.name for a, b in pairs if a.name != b.name or not torch.equal(a.tensor, b.tensor)]
 

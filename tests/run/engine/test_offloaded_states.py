@@ -85,10 +85,10 @@ def interrupted(plans: tuple[Plan, Plan], folder: Path) -> tuple[Seen, Seen]:
     keeper = Checkpointer(folder, Peers.of_group(whole.mesh["world"]))
     for step in range(STEPS):
         if step == SAVED:
-            keeper.save(step, whole.state.pieces(), whole.state.state())
+            keeper.save(step, whole.state.checkpoint_shards(), whole.state.state())
         whole.step(step)
     again = Training(made, plans[1], mesh=whole.mesh)
-    again.state.restored(keeper.load("latest", again.state.pieces()))
+    again.state.restored(keeper.load("latest", again.state.checkpoint_shards()))
     for step in range(SAVED, STEPS):
         again.step(step)
     return whole.finished(), again.finished()

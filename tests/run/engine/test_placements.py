@@ -190,9 +190,11 @@ def judge(wanted: Seen, found: list[Seen], name: str) -> None:
     worst = compare(assemble([wanted.state]), assemble([one.state for one in found]))[0]
     assert worst.relative < TOLERANCES["fp64"], f"{name}: {worst}"
     counted: dict[str, int] = {}
-    for piece in (piece for one in found for piece in one.state if piece.counts):
-        counted[piece.name] = counted.get(piece.name, 0) + piece.tensor.numel()
-    assert counted == {piece.name: piece.shape.numel() for piece in wanted.state}, f"{name}: every element counts once"
+    for stored in (stored for one in found for stored in one.state if stored.counts):
+        counted[stored.name] = counted.get(stored.name, 0) + stored.tensor.numel()
+    assert counted == {stored.name: stored.shape.numel() for stored in wanted.state}, (
+        f"{name}: every element counts once"
+    )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -212,9 +214,9 @@ def carry_on(recipe: Recipe, plan: Plan, folder: Path, first: int) -> Seen:
     training = Placed(recipe, plan)
     keeper = Checkpointer(folder, Peers.of_group(training.mesh["world"]))
     if first:
-        training.state.restored(keeper.load("latest", training.state.pieces()))
+        training.state.restored(keeper.load("latest", training.state.checkpoint_shards()))
     training.step(first)
-    keeper.save(first + 1, training.state.pieces(), training.state.state())
+    keeper.save(first + 1, training.state.checkpoint_shards(), training.state.state())
     training.state.close()
     return training.finished()
 

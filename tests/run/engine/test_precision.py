@@ -81,7 +81,7 @@ def test_bf16_is_the_same_under_every_zero_stage_and_near_fp32(ranks: Any) -> No
             assert seen.losses == first.losses, name
             assert [key for key in wanted if not torch.equal(state[key], wanted[key])] == [], name
         assert all(all(one[name][1]) for one in found), f"{name}: the weights are not the masters, cast once"
-    assert all(piece.tensor.dtype == torch.float32 for piece in found[0]["zero1"][0].state if "model/" in piece.name)
+    assert all(stored.tensor.dtype == torch.float32 for stored in found[0]["zero1"][0].state if "model/" in stored.name)
     exact = found[0]["fp32"][0]
     assert first.losses != exact.losses
     distance = abs(sum(first.losses[3:]) - sum(exact.losses[3:])) / 3
@@ -122,7 +122,7 @@ def run_overflow(plan: Any) -> tuple[Seen, list[bool]]:
 
 
 def _tensors(training: Training) -> list[Tensor]:
-    return [piece.tensor for piece in snapshot(training.state)]
+    return [stored.tensor for stored in snapshot(training.state)]
 
 
 def run_overflows() -> dict[str, tuple[Seen, list[bool]]]:
@@ -160,8 +160,8 @@ def run_broken_samples() -> dict[str, tuple[Seen, bool, list[float]]]:
         training.step(1)
         same = all(torch.equal(a, b) for a, b in zip(before, _tensors(training), strict=True))
         training.step(2)
-        pieces = training.state.optimizer.pieces()
-        counts = [float(p.tensor) for p in pieces if p.name == "optimizer/step/stem.weight"]
+        stored_shards = training.state.optimizer.checkpoint_shards()
+        counts = [float(p.tensor) for p in stored_shards if p.name == "optimizer/step/stem.weight"]
         found[name] = training.finished(), same, counts
     return found
 

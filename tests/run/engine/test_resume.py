@@ -59,10 +59,10 @@ def interrupt(plans: dict[str, Plan], folder: Path) -> dict[str, tuple[Seen, See
             whole.state.loss_scale.growth_interval = 2  # so that the scale moves before and after the save
         for step in range(END):
             if step == SAVED:
-                keeper.save(step, whole.state.pieces(), whole.state.state())
+                keeper.save(step, whole.state.checkpoint_shards(), whole.state.state())
             whole.step(step)
         again = Training(recipe, plan, mesh=whole.mesh)
-        again.state.restored(keeper.load("latest", again.state.pieces()))
+        again.state.restored(keeper.load("latest", again.state.checkpoint_shards()))
         for step in range(SAVED, END):
             again.step(step)
         found[name] = whole.finished(), again.finished()
@@ -87,10 +87,10 @@ def carry_on(recipe: Recipe, plan: Plan, folder: Path, first: int, last: int) ->
     training = Training(recipe, plan)
     keeper = Checkpointer(folder, Peers.of_group(training.mesh["world"]))
     if first:
-        training.state.restored(keeper.load("latest", training.state.pieces()))
+        training.state.restored(keeper.load("latest", training.state.checkpoint_shards()))
     for step in range(first, last):
         training.step(step)
-    keeper.save(last, training.state.pieces(), training.state.state())
+    keeper.save(last, training.state.checkpoint_shards(), training.state.state())
     return training.finished()
 
 

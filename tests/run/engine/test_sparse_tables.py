@@ -189,7 +189,7 @@ def test_tables_in_bf16_have_fp32_masters_and_fp32_rows(ranks: Any) -> None:
         sizes = 40 * 6 + 40 * 4
         assert facts["bytes"]["parameters"] == 2 * sizes
         assert facts["bytes"]["masters"] == 4 * sizes
-        names = {piece.name for piece in seen.state}
+        names = {stored.name for stored in seen.state}
         assert {
             "optimizer/exp_avg/words.weight",
             "optimizer/exp_avg_sq/tags.weight",

@@ -1,4 +1,4 @@
-"""What the launch tests share: names of jobs, patience, and a look at processes."""
+"""What the launch tests share: names of jobs, waiting with a timeout, and a look at processes."""
 
 from __future__ import annotations
 

@@ -78,12 +78,12 @@ def test_a_listener_hears_the_first_word_and_goes_on_letting_go(tmp_path: Path) 
     heard: list[RankFailure] = []
     twice = threading.Event()
 
-    def let_go(failure: RankFailure) -> None:
+    def on_failure(failure: RankFailure) -> None:
         heard.append(failure)
         if len(heard) > 1:
             twice.set()
 
-    listener = FailureListener(str(failure_pipe_path(tmp_path, 0)), 0, let_go)
+    listener = FailureListener(str(failure_pipe_path(tmp_path, 0)), 0, on_failure)
     notify_other_ranks(tmp_path, 3, RankFailure(2, "was late" * 1000))
     assert listener.failure(20.0) == RankFailure(1, "was early")
     assert twice.wait(20.0)

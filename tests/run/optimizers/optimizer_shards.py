@@ -11,7 +11,7 @@ from torch import Tensor
 from weft.comm.mesh import GroupView
 from weft.config.recipe import GroupSettings, OptimizerGroup
 from weft.run.engine.optimizers import ShardOptimizer
-from weft.techniques.core import ParameterLayout, Piece, Segment, Shard, Split
+from weft.techniques.core import CheckpointShard, ParameterLayout, Segment, Shard, Split
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embedding.weight": (12, 8),
@@ -106,13 +106,13 @@ def whole_groups(weight_decay: float = 0.0, scale: float = 1.0) -> list[Optimize
     return [OptimizerGroup(settings=settings, names=tuple(SHAPES))]
 
 
-def scatter(piece: Piece, whole: Tensor) -> None:
-    """Write a piece's values into a whole tensor of ones that are not yet known (nan)."""
-    local = torch.full_like(piece.split.slice(whole), math.nan).reshape(-1)
-    local[piece.start : piece.start + piece.tensor.numel()] = piece.tensor.to(whole.dtype)
-    parts = [torch.full_like(piece.split.slice(whole), math.nan) for _ in range(piece.split.parts)]
-    parts[piece.split.index] = local.view(parts[0].shape)
-    known = piece.split.join(parts)
+def scatter(stored: CheckpointShard, whole: Tensor) -> None:
+    """Write a checkpoint shard's values into a whole tensor of ones that are not yet known (nan)."""
+    local = torch.full_like(stored.split.slice(whole), math.nan).reshape(-1)
+    local[stored.start : stored.start + stored.tensor.numel()] = stored.tensor.to(whole.dtype)
+    parts = [torch.full_like(stored.split.slice(whole), math.nan) for _ in range(stored.split.parts)]
+    parts[stored.split.index] = local.view(parts[0].shape)
+    known = stored.split.join(parts)
     whole.copy_(torch.where(known.isnan(), whole, known))
 
 
@@ -124,7 +124,9 @@ def gather(shards: Sequence[Shard]) -> dict[str, Tensor]:
             run = shard.master[segment.offset : segment.offset + segment.length]
             layout = segment.layout
             scatter(
-                Piece(name=layout.name, shape=layout.shape, tensor=run, split=layout.split, start=segment.start),
+                CheckpointShard(
+                    name=layout.name, shape=layout.shape, tensor=run, split=layout.split, start=segment.start
+                ),
                 found[layout.name],
             )
     return found

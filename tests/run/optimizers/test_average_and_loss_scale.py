@@ -41,7 +41,7 @@ def test_the_average_follows_the_masters() -> None:
         for index, master in enumerate(moved(shards, step)):
             wanted[index] = 0.9 * wanted[index] + 0.1 * master.double()
         average.update()
-    found = {(piece.name, piece.start): piece.tensor for piece in average.pieces()}
+    found = {(stored.name, stored.start): stored.tensor for stored in average.checkpoint_shards()}
     assert set(found) == {("average/embedding.weight", 5), ("average/scale", 0), ("average/norm.weight", 0)}
     torch.testing.assert_close(found["average/embedding.weight", 5], wanted[0][:80].float())
     torch.testing.assert_close(found["average/norm.weight", 0], wanted[1].float())
@@ -53,7 +53,7 @@ def test_swapping_puts_the_masters_back_bit_for_bit() -> None:
     average = WeightAverage(shards, 0.9)
     before = moved(shards, 1)
     average.update()
-    averages = {piece.name: piece.tensor.clone() for piece in average.pieces()}
+    averages = {stored.name: stored.tensor.clone() for stored in average.checkpoint_shards()}
     published: list[Tensor] = []
     with average.swapped(lambda: published.append(shards[1].master.clone())):
         assert torch.equal(shards[1].master, averages["average/norm.weight"])
@@ -62,7 +62,7 @@ def test_swapping_puts_the_masters_back_bit_for_bit() -> None:
     assert torch.equal(published[0], averages["average/norm.weight"])
     assert torch.equal(published[1], before[1])
     assert all(torch.equal(shard.master, value) for shard, value in zip(shards, before, strict=True))
-    assert all(torch.equal(piece.tensor, averages[piece.name]) for piece in average.pieces())
+    assert all(torch.equal(stored.tensor, averages[stored.name]) for stored in average.checkpoint_shards())
 
 
 def test_an_error_inside_the_swap_still_puts_the_masters_back() -> None:
@@ -79,7 +79,7 @@ def test_an_average_can_start_again_from_the_masters() -> None:
     average = WeightAverage(shards, 0.9)
     moved(shards, 1)
     average.reset()
-    assert torch.equal(average.pieces()[-1].tensor, shards[1].master)
+    assert torch.equal(average.checkpoint_shards()[-1].tensor, shards[1].master)
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.0, -1.0])
@@ -90,7 +90,7 @@ def test_a_decay_outside_its_range_is_refused(decay: float) -> None:
 
 def test_the_average_of_fp64_masters_is_kept_in_fp64() -> None:
     shard = make_shard([(layout_of("norm.weight"), 0, SHAPES["norm.weight"][0])], draw(0))
-    assert WeightAverage([shard], 0.5).pieces()[0].tensor.dtype == torch.float64
+    assert WeightAverage([shard], 0.5).checkpoint_shards()[0].tensor.dtype == torch.float64
 
 
 def test_the_loss_scale_follows_torch() -> None:

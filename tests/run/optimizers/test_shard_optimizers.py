@@ -253,7 +253,7 @@ def makers() -> dict[str, Callable[[list[Shard]], ShardOptimizer]]:
 
 @pytest.mark.parametrize("name", list(makers()))
 def test_states_move_to_another_cut_through_pieces(name: str) -> None:
-    """Steps 1 and 2, then the other cut for step 3 with the pieces of the first: as if nothing had happened."""
+    """Steps 1 and 2, then the other cut for step 3 with the first one's checkpoint shards: nothing changes."""
     make = makers()[name]
     straight = whole_shards(draw(0))
     train(make(straight), straight, 3, learning_rate=0.02)
@@ -261,14 +261,14 @@ def test_states_move_to_another_cut_through_pieces(name: str) -> None:
     optimizer = make(first)
     train(optimizer, first, 2, learning_rate=0.02)
     saved: dict[str, Tensor] = {}
-    for piece in optimizer.pieces():
-        scatter(piece, saved.setdefault(piece.name, torch.full(piece.shape, math.nan, dtype=torch.float64)))
+    for stored in optimizer.checkpoint_shards():
+        scatter(stored, saved.setdefault(stored.name, torch.full(stored.shape, math.nan, dtype=torch.float64)))
     cut = whole_shards(gather(first)) if name == "adafactor" else shards_cut_at([7, 120, 250], 1, gather(first))
     resumed = make(cut)
-    for piece in resumed.pieces():
-        assert not piece.split
-        flat = saved[piece.name].view(-1)
-        piece.tensor.copy_(flat[piece.start : piece.start + piece.tensor.numel()])
+    for stored in resumed.checkpoint_shards():
+        assert not stored.split
+        flat = saved[stored.name].view(-1)
+        stored.tensor.copy_(flat[stored.start : stored.start + stored.tensor.numel()])
     set_gradients(cut, draw(103, 2.0))
     resumed.step(0.02, 0.5)
     assert relative_difference(gather(cut), gather(straight)) < 1e-12
@@ -279,14 +279,14 @@ def test_pieces_write_every_element_once_and_account_for_all_bytes(name: str) ->
     shards = whole_shards(draw(0)) if name == "adafactor" else shards_cut_at([7, 120, 250], 0, draw(0))
     optimizer = makers()[name](shards)
     written: dict[str, Tensor] = {}
-    for piece in optimizer.pieces():
-        assert piece.tensor.ndim == 1
-        if piece.counts:
-            seen = written.setdefault(piece.name, torch.zeros(piece.shape, dtype=torch.int64)).view(-1)
-            seen[piece.start : piece.start + piece.tensor.numel()] += 1
+    for stored in optimizer.checkpoint_shards():
+        assert stored.tensor.ndim == 1
+        if stored.counts:
+            seen = written.setdefault(stored.name, torch.zeros(stored.shape, dtype=torch.int64)).view(-1)
+            seen[stored.start : stored.start + stored.tensor.numel()] += 1
     assert all((seen == 1).all() for seen in written.values())
-    states = [piece for piece in optimizer.pieces() if not piece.name.startswith("optimizer/step/")]
-    assert optimizer.state_bytes() == sum(piece.tensor.numel() * 8 for piece in states)
+    states = [stored for stored in optimizer.checkpoint_shards() if not stored.name.startswith("optimizer/step/")]
+    assert optimizer.state_bytes() == sum(stored.tensor.numel() * 8 for stored in states)
 
 
 def test_groups_have_their_own_rate_and_decay() -> None:

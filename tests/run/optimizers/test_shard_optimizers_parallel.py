@@ -36,11 +36,11 @@ from weft.run.engine.optimizers.adafactor import Adafactor
 from weft.run.engine.optimizers.adamw import AdamW
 from weft.run.engine.optimizers.lamb import LAMB
 from weft.run.engine.optimizers.lars import LARS
-from weft.techniques.core import ParameterLayout, Piece, Shard
+from weft.techniques.core import CheckpointShard, ParameterLayout, Shard
 
 Name = Literal["adamw", "lamb", "lars", "adafactor"]
 Cut = Literal["none", "anywhere", "parameter", "rows", "rows and ties"]
-Result = tuple[dict[str, Tensor], list[Piece]]
+Result = tuple[dict[str, Tensor], list[CheckpointShard]]
 
 PLANS: list[tuple[MeshPlan, Cut]] = [
     (MeshPlan(tensor=2), "none"),
@@ -148,7 +148,7 @@ def train_on_a_rank(plan: MeshPlan, cut: Cut, name: Name, dtype: torch.dtype) ->
     shards = cut_shards(mesh, cut, draw(0, dtype=dtype))
     optimizer = make(name, shards, mesh)
     train(optimizer, shards, 4, learning_rate=0.3)
-    return gather(shards), [replace(piece, tensor=piece.tensor.clone()) for piece in optimizer.pieces()]
+    return gather(shards), [replace(stored, tensor=stored.tensor.clone()) for stored in optimizer.checkpoint_shards()]
 
 
 def reference(name: Name) -> dict[str, Tensor]:
@@ -185,15 +185,15 @@ def test_fp32_ranks_stay_as_close_as_fp32_can(ranks: RankPool, name: Name) -> No
 
 
 def written_once(results: list[Result]) -> dict[str, Tensor]:
-    """Whole states from the pieces that count, each element of which must come from exactly one rank."""
+    """Whole states from the checkpoint shards that count, each element of which must come from exactly one rank."""
     wholes: dict[str, Tensor] = {}
-    for _, pieces in results:
-        for piece in pieces:
-            if piece.counts:
-                whole = wholes.setdefault(piece.name, torch.full(piece.shape, math.nan, dtype=torch.float64))
+    for _, stored_shards in results:
+        for stored in stored_shards:
+            if stored.counts:
+                whole = wholes.setdefault(stored.name, torch.full(stored.shape, math.nan, dtype=torch.float64))
                 before = int(whole.isnan().sum())
-                scatter(piece, whole)
-                assert before - int(whole.isnan().sum()) == piece.tensor.numel(), f"{piece.name} is written twice"
+                scatter(stored, whole)
+                assert before - int(whole.isnan().sum()) == stored.tensor.numel(), f"{stored.name} is written twice"
     assert not [name for name, whole in wholes.items() if whole.isnan().any()]
     return wholes
 
@@ -207,7 +207,7 @@ def test_states_of_all_ranks_make_the_states_of_one_process(
     shards = cut_shards(mesh, "none", draw(0))
     alone = make(name, shards, mesh)
     train(alone, shards, 4, learning_rate=0.3)
-    wanted = written_once([({}, alone.pieces())])
+    wanted = written_once([({}, alone.checkpoint_shards())])
     assert found.keys() == wanted.keys()
     assert relative_difference(found, wanted) <= 1e-10
 
@@ -219,10 +219,10 @@ def resume_on_a_rank(
     mesh = Mesh(plan, torch.device("cpu"))
     shards = cut_shards(mesh, cut, masters)
     optimizer = make(name, shards, mesh)
-    for piece in optimizer.pieces():
-        whole = saved[piece.name]
-        flat = piece.split.slice(whole).reshape(-1)
-        piece.tensor.copy_(flat[piece.start : piece.start + piece.tensor.numel()])
+    for stored in optimizer.checkpoint_shards():
+        whole = saved[stored.name]
+        flat = stored.split.slice(whole).reshape(-1)
+        stored.tensor.copy_(flat[stored.start : stored.start + stored.tensor.numel()])
     set_gradients(shards, draw(105, 2.0))
     optimizer.step(0.3, 0.5)
     return gather(shards), []

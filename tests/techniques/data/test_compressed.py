@@ -251,7 +251,7 @@ def bucket_job(
     if zero:
         for one in total.values():
             dist.all_reduce(one)
-    return total, [piece.stored_name for piece in store.pieces()]
+    return total, [stored.stored_name for stored in store.checkpoint_shards()]
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))

@@ -141,8 +141,8 @@ def changed(trials: list[Trial], kind: str, scale: float, only: str = "") -> lis
             trial,
             **{
                 kind: [
-                    replace(piece, tensor=piece.tensor * (scale if only in piece.name else 1.0))
-                    for piece in getattr(trial, kind)
+                    replace(shard, tensor=shard.tensor * (scale if only in shard.name else 1.0))
+                    for shard in getattr(trial, kind)
                 ]
             },
         )
@@ -184,12 +184,12 @@ def test_a_wrong_slice_of_initial_weights(bench: Bench, sound: tuple[Recipe, lis
     def other(rank: int) -> Trial:
         """The rank with the weights of the other tensor rank."""
         mine, theirs = trials[rank], trials[rank ^ 1]
-        kept = [piece for piece in mine.initial if piece.name != name]
+        kept = [shard for shard in mine.initial if shard.name != name]
         swapped = [
-            replace(piece, tensor=partner.tensor)
-            for piece in mine.initial
+            replace(shard, tensor=partner.tensor)
+            for shard in mine.initial
             for partner in theirs.initial
-            if piece.name == partner.name == name and piece.start == partner.start
+            if shard.name == partner.name == name and shard.start == partner.start
         ]
         return replace(mine, initial=kept + swapped)
 

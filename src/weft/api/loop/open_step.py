@@ -25,7 +25,7 @@ from weft.config.document import Json
 from weft.errors import DataError, RecipeError
 from weft.events import CheckpointEvent
 from weft.run.engine import Reduced
-from weft.techniques.core import LossTotals, MicrobatchState, Piece
+from weft.techniques.core import CheckpointShard, LossTotals, MicrobatchState
 from weft.techniques.core.own_forwards import OwnForwards
 
 _EARLY_STEPS, _REPORT_SECONDS = 4, 0.1
@@ -359,7 +359,7 @@ class OpenModel(PreparedModel):
         self.leave_step("state.load()")
         return super().load(path)
 
-    def written(self) -> tuple[dict[str, Json], list[Piece]]:
+    def written(self) -> tuple[dict[str, Json], list[CheckpointShard]]:
         """Return what `save` writes, for a save of several models."""
         with self._guard.inside():
             return self._saves.written(self._steps, self._place(), self.optimizer)

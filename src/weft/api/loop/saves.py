@@ -26,7 +26,7 @@ from weft.config.document import Json, JsonObject
 from weft.errors import CheckpointError
 from weft.run.checkpoint import Checkpointer, Peers, StoredCheckpoint
 from weft.run.data.preparation import path_of
-from weft.techniques.core import Piece
+from weft.techniques.core import CheckpointShard
 
 logger = logging.getLogger(__name__)
 
@@ -108,11 +108,11 @@ class LoopSaves:
             facts |= each.facts()
         check_same_facts(facts, self._device, world.group)
         states = list[Json]()
-        pieces = [piece for each in beside for piece in each.pieces(counts=world.index == 0)]
+        shards = [shard for each in beside for shard in each.checkpoint_shards(counts=world.index == 0)]
         for number, model in enumerate(things.models, 1):
             state, own = self._part(model).written()
             states.append({"class": type(model).__name__, **state})
-            pieces += [replace(piece, name=_prefix(number) + piece.name) for piece in own]
+            shards += [replace(shard, name=_prefix(number) + shard.name) for shard in own]
         whole: dict[str, Json] = {
             "models": states,
             "loaders": cast(Json, loaders),
@@ -120,7 +120,7 @@ class LoopSaves:
             "generators": cast(Json, process_states(self._device)),
         }
         steps = max((each.steps for _, each in things.begun), default=0)
-        saved = Checkpointer(path, Peers.of_group(world), keep=1, owned=None).save(steps, pieces, whole)
+        saved = Checkpointer(path, Peers.of_group(world), keep=1, owned=None).save(steps, shards, whole)
         for _, each in things.begun:
             each.note_save(saved, time.monotonic() - started)
         return path
@@ -156,7 +156,7 @@ class LoopSaves:
             files.fill(
                 [
                     *(_wanted(one, each) for one, each in zip(cut, fillers, strict=True)),
-                    (_beside_in(stored), [piece for each in beside for piece in each.to_fill(stored)]),
+                    (_beside_in(stored), [shard for each in beside for shard in each.to_fill(stored)]),
                 ]
             )
             for one, each in zip(cut, fillers, strict=True):
@@ -225,7 +225,7 @@ class LoopSaves:
         path = stored.folder / "manifest.json"
         with found[0].loading() as filler:
             filler.check(JsonObject(path, CheckpointError, "", dict(stored.manifest.state), "state.models."))
-            wanted = [piece for piece in filler.to_fill(stored) if is_untouched or not _is_weight(piece)]
+            wanted = [shard for shard in filler.to_fill(stored) if is_untouched or not _is_weight(shard)]
             Checkpointer(stored.folder, Peers.of_group(self._mesh()["world"])).fill([(stored, wanted)])
             filler.take(stored.manifest.state)
         found[0].loaded(stored.manifest.state)
@@ -243,15 +243,15 @@ def _part_of(stored: StoredCheckpoint, number: int, state: Mapping[str, Json]) -
     return stored.part({name: name.removeprefix(prefix) for name in names}, state)
 
 
-def _wanted(stored: StoredCheckpoint, filler: Saves | PlainSaves) -> tuple[StoredCheckpoint, list[Piece]]:
+def _wanted(stored: StoredCheckpoint, filler: Saves | PlainSaves) -> tuple[StoredCheckpoint, list[CheckpointShard]]:
     """What is filled now of a model, and what of its save is looked at for that."""
-    pieces = filler.to_fill(stored)
+    shards = filler.to_fill(stored)
     if isinstance(filler, Saves):
-        return stored, pieces
+        return stored, shards
     # The rest is of the model's training: it is taken up when the model is called first, or never trained on.
-    wanted = {piece.name for piece in pieces}
+    wanted = {shard.name for shard in shards}
     names = [name for name in stored.runs if name in wanted or name.startswith(("model/", "buffer/"))]
-    return stored.part({name: name for name in names}, stored.manifest.state), pieces
+    return stored.part({name: name for name in names}, stored.manifest.state), shards
 
 
 def _beside_in(stored: StoredCheckpoint) -> StoredCheckpoint:
@@ -259,8 +259,8 @@ def _beside_in(stored: StoredCheckpoint) -> StoredCheckpoint:
     return stored.part({name: name for name in names}, {})
 
 
-def _is_weight(piece: Piece) -> bool:
-    return piece.name.startswith(("model/", "buffer/"))
+def _is_weight(shard: CheckpointShard) -> bool:
+    return shard.name.startswith(("model/", "buffer/"))
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:

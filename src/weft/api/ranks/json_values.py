@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.config.document import Json, JsonObject
 from weft.errors import CheckpointError
 from weft.run.checkpoint import StoredCheckpoint
-from weft.techniques.core import NestedSplit, Piece
+from weft.techniques.core import CheckpointShard, NestedSplit
 
 
 class NoFormError(Exception):
@@ -131,10 +131,10 @@ def digest_of_form(form: Json, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def form_pieces(tensors: Mapping[str, Tensor], *, counts: bool) -> Iterator[Piece]:
-    """Yield whole tensors as pieces, by their places."""
+def form_shards(tensors: Mapping[str, Tensor], *, counts: bool) -> Iterator[CheckpointShard]:
+    """Yield whole tensors as shards, by their places."""
     for name, value in tensors.items():
-        yield Piece(
+        yield CheckpointShard(
             name=name,
             shape=value.shape,
             tensor=value.detach().contiguous().view(-1),

@@ -147,7 +147,7 @@ class SessionRuns:
             sinks.append(LogSink(self._folder.log(self._rank)))
         if self._record and self._rank == 0:
             sinks.append(MetricsSink(own.metrics))
-            self._rank_info.name_run_folder(self._folder.path)
+            self._rank_info.report_run_folder(self._folder.path)
         if self._rank == 0:
             sinks.append(OwnerSink(lock))
         if self._track is not None and self._rank == 0:

@@ -28,7 +28,7 @@ from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.checkpoint.export import StoredWeights, export_checkpoint, new_export, open_checkpoint
 from weft.run.data.preparation import path_of
 from weft.techniques.build import ParallelModel
-from weft.techniques.core import NestedSplit, Piece
+from weft.techniques.core import CheckpointShard, NestedSplit
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 _DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -73,7 +73,7 @@ def export(
 
 
 def export_model(
-    pieces: Sequence[Piece], model: ParallelModel, steps: int, given: object, peers: Peers, plan: Plan
+    shards: Sequence[CheckpointShard], model: ParallelModel, steps: int, given: object, peers: Peers, plan: Plan
 ) -> Path:
     """Write a model that ranks hold in pieces as `transformers` loads it, or its adapters as `peft` does.  Call on
     every rank; all must see the folder.
@@ -86,7 +86,7 @@ def export_model(
     if problem is not None:
         raise CheckpointError(problem)
     partial = folder.with_name(f".{folder.name}.exporting")
-    stored = Checkpointer(partial, peers).save(steps, pieces)
+    stored = Checkpointer(partial, peers).save(steps, shards)
     if peers.rank == 0:
         try:
             _export_saved(stored, model.blueprint, folder, plan)
@@ -278,26 +278,26 @@ def _check_stage(module: nn.Module, is_whole: bool) -> None:
         )
 
 
-def whole_weights(pieces: Sequence[Piece], tell: Callable[[Any], list[Any]]) -> dict[str, Tensor]:
+def whole_weights(shards: Sequence[CheckpointShard], tell: Callable[[Any], list[Any]]) -> dict[str, Tensor]:
     """Return parameters and buffers of a model by name, on the CPU.  Call on every rank.
 
     Args:
-        pieces: what this rank holds.
+        shards: what this rank holds.
         tell: returns what every rank has given it.
     """
-    own: dict[str, list[Piece]] = defaultdict(list)
-    for piece in pieces:
-        if piece.counts and piece.addend is None:
-            own[piece.name].append(piece)
+    own: dict[str, list[CheckpointShard]] = defaultdict(list)
+    for shard in shards:
+        if shard.counts and shard.addend is None:
+            own[shard.name].append(shard)
     names = sorted({name for each in tell(sorted(own)) for name in each})
     return {name.partition("/")[2]: _joined(own.get(name, []), tell) for name in names}
 
 
-def _joined(pieces: Sequence[Piece], tell: Callable[[Any], list[Any]]) -> Tensor:
+def _joined(shards: Sequence[CheckpointShard], tell: Callable[[Any], list[Any]]) -> Tensor:
     """One tensor at a time: a rank needs memory for the whole model once."""
-    told = [[list(each.shape), each.split.numbers, each.start, each.tensor.detach()] for each in pieces]
+    told = [[list(each.shape), each.split.numbers, each.start, each.tensor.detach()] for each in shards]
     runs = [run for of_rank in tell(told) for run in of_rank]
-    for each in pieces:
+    for each in shards:
         if each.let_go is not None:
             each.let_go()
     shape, split = torch.Size(runs[0][0]), NestedSplit.of_numbers(runs[0][1])

@@ -12,7 +12,7 @@ from weft.api.ranks.json_values import tensors_in
 from weft.api.saving.optimizer_states import HeldRun, KeptStates, keys_of, own_attributes
 from weft.errors import PlanError, RecipeError
 from weft.run.engine.optimizers import ShardOptimizer
-from weft.techniques.core import Piece, Segment, Shard
+from weft.techniques.core import CheckpointShard, Segment, Shard
 
 _ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam")
 """Classes of torch.optim whose update of an element looks at that element alone, so that shards may be cut anywhere."""
@@ -185,8 +185,8 @@ class UserOptimizer(ShardOptimizer):
         states = [value for run in self._runs for value in self._optimizer.state.get(run.view, {}).values()]
         return sum(value.numel() * value.element_size() for value in states if isinstance(value, Tensor))
 
-    def _iterate_pieces(self) -> Iterator[Piece]:
-        yield from self.kept.pieces()
+    def _iterate_shards(self) -> Iterator[CheckpointShard]:
+        yield from self.kept.checkpoint_shards()
 
 
 def _require_whole(segment: Segment, name: str) -> None:

@@ -1,8 +1,8 @@
 """What a user's optimizer keeps, as checkpoints hold it: read off the optimizer, and given back without calling it.
 
 An optimizer keeps states by parameter, settings in its groups, what it wants under keys of its own in `state`, and
-attributes.  States that are tensors travel as pieces, so that any plan loads them; all else is written as JSON.  What a
-parameter has not yet, because it took no step, a checkpoint has not either.
+attributes.  States that are tensors travel as checkpoint shards, so that any plan loads them; all else is written as
+JSON.  A checkpoint lacks the states that a parameter has not yet, because it took no step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.api.ranks.json_values import (
     NoFormError,
     check_form,
     digest_of_form,
-    form_pieces,
+    form_shards,
     read_form,
     rooms_for,
     tensors_named,
@@ -29,7 +29,7 @@ from weft.api.ranks.json_values import (
 from weft.config.document import Json, JsonObject
 from weft.errors import CheckpointError, PlanError, RecipeError
 from weft.run.checkpoint import StoredCheckpoint
-from weft.techniques.core import NestedSplit, Piece, Segment, Shard
+from weft.techniques.core import CheckpointShard, NestedSplit, Segment, Shard
 
 _STATES, _OWN = "optimizer/", "kept/"
 """Prefixes of stored names: a state of a parameter; what is kept beside these."""
@@ -112,23 +112,23 @@ class KeptStates:
         }
         return {"optimizer": forms["groups"], "optimizer_keeps": keeps}
 
-    def pieces(self) -> Iterator[Piece]:
+    def checkpoint_shards(self) -> Iterator[CheckpointShard]:
         """Yield the tensors by parameter, or while a load is under way those that it fills."""
         for index, run in enumerate(self._runs):
             if self._incoming is not None:
-                yield from (self._piece(run, key, value) for key, value in self._incoming[index].items())
+                yield from (self._stored(run, key, value) for key, value in self._incoming[index].items())
                 continue
             for key, value in self._optimizer.state.get(run.view, {}).items():
                 if isinstance(value, Tensor):
-                    yield self._piece(run, key, value)
+                    yield self._stored(run, key, value)
             inside: dict[str, Tensor] = {}
             self._parameter_form(run, inside)
-            yield from form_pieces(inside, counts=run.shard.counts)
+            yield from form_shards(inside, counts=run.shard.counts)
 
-    def own_pieces(self, *, counts: bool) -> Iterator[Piece]:
+    def own_shards(self, *, counts: bool) -> Iterator[CheckpointShard]:
         """Yield all other tensors, to be written by the rank that `counts`; while a load is under way, those that it
         fills."""
-        yield from form_pieces(self._own_forms()[1] if self._incoming is None else self._others, counts=counts)
+        yield from form_shards(self._own_forms()[1] if self._incoming is None else self._others, counts=counts)
 
     def _own_forms(self) -> tuple[dict[str, Json], dict[str, Tensor]]:
         """Forms of groups, attributes and states of the optimizer's own, and the tensors that these name."""
@@ -196,7 +196,7 @@ class KeptStates:
             " as one of these."
         )
 
-    def _piece(self, run: HeldRun, key: str, value: Tensor) -> Piece:
+    def _stored(self, run: HeldRun, key: str, value: Tensor) -> CheckpointShard:
         layout = run.segment.layout
         if value.shape == run.view.shape:
             shape, split, start, counts = layout.shape, layout.split, run.segment.start, run.shard.counts
@@ -208,7 +208,7 @@ class KeptStates:
                 )
             shape, split, start = value.shape, NestedSplit(), 0
             counts = run.shard.counts and run.holds_first
-        return Piece(
+        return CheckpointShard(
             name=f"{_STATES}{key}/{run.name}",
             shape=shape,
             tensor=value.detach().reshape(-1),
@@ -245,7 +245,7 @@ class KeptStates:
                 _check_setting(group, name, form, own.get(name))
 
     def expect(self, stored: StoredCheckpoint) -> None:
-        """Make tensors for all that a checkpoint holds; `pieces` and `own_pieces` yield them until `forget`.
+        """Make tensors for all that a checkpoint holds; `checkpoint_shards` and `own_shards` yield them until `forget`.
 
         Raises:
             CheckpointError: it holds a state in a shape that this plan cuts, or lacks one that it names.

@@ -20,7 +20,7 @@ from weft.config.document import Json, JsonObject
 from weft.errors import CheckpointError
 from weft.run.checkpoint import Checkpointer, StoredCheckpoint
 from weft.run.engine import TrainingState
-from weft.techniques.core import NestedSplit, Piece
+from weft.techniques.core import CheckpointShard, NestedSplit
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +57,12 @@ class Saves:
 
     def write(self, steps: int, place: Mapping[str, Json], optimizer: torch.optim.Optimizer) -> Path:
         """Save what `written` returns.  Raises what it does, and `CheckpointError` where it cannot be written."""
-        state, pieces = self.written(steps, place, optimizer)
-        return self._checkpointer.save(steps, pieces, state)
+        state, shards = self.written(steps, place, optimizer)
+        return self._checkpointer.save(steps, shards, state)
 
     def written(
         self, steps: int, place: Mapping[str, Json], optimizer: torch.optim.Optimizer
-    ) -> tuple[dict[str, Json], list[Piece]]:
+    ) -> tuple[dict[str, Json], list[CheckpointShard]]:
         """Return model, optimizer, what is attached and the `place` in the data: what is no tensor, and what is.
 
         Raises:
@@ -82,8 +82,8 @@ class Saves:
             "attached": cast(Json, attached),
         }
         counts = world.index == 0
-        own = [*self._kept.own_pieces(counts=counts), *self._attached.pieces(counts=counts)]
-        return state, [*self._training.pieces(), *own]
+        own = [*self._kept.own_shards(counts=counts), *self._attached.checkpoint_shards(counts=counts)]
+        return state, [*self._training.checkpoint_shards(), *own]
 
     def read(self, which: Path | Literal["latest"]) -> dict[str, Json]:
         """Take a save's model, states and attached objects over, and return the rest of it.
@@ -106,10 +106,14 @@ class Saves:
         finally:
             self._kept.forget()
 
-    def to_fill(self, stored: StoredCheckpoint) -> list[Piece]:
+    def to_fill(self, stored: StoredCheckpoint) -> list[CheckpointShard]:
         """Return all that is to be filled from a checkpoint, once it was checked."""
         self._kept.expect(stored)
-        return [*self._training.pieces(), *self._kept.own_pieces(counts=False), *self._attached.to_fill(stored)]
+        return [
+            *self._training.checkpoint_shards(),
+            *self._kept.own_shards(counts=False),
+            *self._attached.to_fill(stored),
+        ]
 
     def take(self, state: Mapping[str, Json]) -> None:
         """Go on with what was filled, and what is no tensor.  Call on every rank."""
@@ -160,7 +164,7 @@ class PlainSaves:
         """Whether it will train."""
         return self._kept is not None
 
-    def written(self) -> tuple[dict[str, Json], list[Piece]]:
+    def written(self) -> tuple[dict[str, Json], list[CheckpointShard]]:
         """Return what is no tensor, and what is.
 
         Raises:
@@ -168,11 +172,11 @@ class PlainSaves:
         """
         counts = self._world.index == 0
         state: dict[str, Json] = {"steps": 0, "attached": {}, "loss_scale": None}
-        pieces = self._pieces(counts=counts)
+        shards = self._shards(counts=counts)
         if self._kept is not None:
             state |= self._kept.state(self._gathered)
-            pieces += self._kept.own_pieces(counts=counts)
-        return state, pieces
+            shards += self._kept.own_shards(counts=counts)
+        return state, shards
 
     @contextmanager
     def loading(self) -> Generator[Self]:
@@ -195,13 +199,13 @@ class PlainSaves:
             )
         self._kept.check(state)
 
-    def to_fill(self, stored: StoredCheckpoint) -> list[Piece]:
+    def to_fill(self, stored: StoredCheckpoint) -> list[CheckpointShard]:
         """Return the weights, and what the optimizer's settings hold of tensors."""
-        pieces = self._pieces(counts=False)
+        shards = self._shards(counts=False)
         if self._kept is not None:
             self._kept.expect(stored)
-            pieces += self._kept.own_pieces(counts=False)
-        return pieces
+            shards += self._kept.own_shards(counts=False)
+        return shards
 
     @torch.no_grad()
     def take(self, state: Mapping[str, Json]) -> None:
@@ -211,22 +215,22 @@ class PlainSaves:
         if self._kept is not None:
             self._kept.take(state)
 
-    def _pieces(self, *, counts: bool) -> list[Piece]:
+    def _shards(self, *, counts: bool) -> list[CheckpointShard]:
         saved = set(self._model.state_dict(keep_vars=True))
         buffers = [(name, each) for name, each in self._model.named_buffers() if name in saved]
         return [
-            *(self._piece(f"model/{name}", each, counts=counts) for name, each in self._model.named_parameters()),
-            *(self._piece(f"buffer/{name}", each, counts=counts) for name, each in buffers),
+            *(self._shard(f"model/{name}", each, counts=counts) for name, each in self._model.named_parameters()),
+            *(self._shard(f"buffer/{name}", each, counts=counts) for name, each in buffers),
         ]
 
-    def _piece(self, name: str, tensor: Tensor, *, counts: bool) -> Piece:
+    def _shard(self, name: str, tensor: Tensor, *, counts: bool) -> CheckpointShard:
         tensor = tensor.detach()
         if tensor.is_complex():  # stored as real and imaginary parts
             tensor = torch.view_as_real(tensor)
         flat = tensor.contiguous().view(-1)
         if not tensor.is_contiguous():
             self._rooms.append((tensor, flat))
-        return Piece(name=name, shape=tensor.shape, tensor=flat, split=NestedSplit(), start=0, counts=counts)
+        return CheckpointShard(name=name, shape=tensor.shape, tensor=flat, split=NestedSplit(), start=0, counts=counts)
 
     def _gathered(self, text: str) -> list[str]:
         return [text] if self._world.group is None else gather_texts(text, self._device, self._world.group)

@@ -11,7 +11,7 @@ from weft.api.ranks.json_values import (
     NoFormError,
     check_form,
     digest_of_form,
-    form_pieces,
+    form_shards,
     read_form,
     rooms_for,
     tensors_named,
@@ -20,7 +20,7 @@ from weft.api.ranks.json_values import (
 from weft.config.document import Json, JsonObject
 from weft.errors import CheckpointError, RecipeError
 from weft.run.checkpoint import StoredCheckpoint
-from weft.techniques.core import Piece
+from weft.techniques.core import CheckpointShard
 
 
 @runtime_checkable
@@ -103,7 +103,7 @@ class StatefulObjects:
     # ── saving ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def written(self) -> dict[str, Json]:
-        """Return the states of now as JSON, by name; `facts` and `pieces` are of the same.
+        """Return the states of now as JSON, by name; `facts` and `checkpoint_shards` are of the same.
 
         Raises:
             CheckpointError: one holds what is neither a plain value nor a tensor, with its place.
@@ -128,9 +128,9 @@ class StatefulObjects:
             for name, form in self._forms.items()
         }
 
-    def pieces(self, *, counts: bool) -> Iterator[Piece]:
+    def checkpoint_shards(self, *, counts: bool) -> Iterator[CheckpointShard]:
         """Tensors of the states, to be written by the rank that `counts`."""
-        yield from form_pieces(self._tensors, counts=counts)
+        yield from form_shards(self._tensors, counts=counts)
 
     # ── loading ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -152,11 +152,11 @@ class StatefulObjects:
         for name, form in saved.values.items():
             check_form(saved, name, form, "what a save writes of such an object")
 
-    def to_fill(self, stored: StoredCheckpoint) -> list[Piece]:
+    def to_fill(self, stored: StoredCheckpoint) -> list[CheckpointShard]:
         """Return the tensors of all saved states, whether an object takes them or not."""
         forms: Any = stored.manifest.state[self._kind.member]
         self._tensors = rooms_for(stored, tensors_named(list(forms.values())))
-        return list(form_pieces(self._tensors, counts=False))
+        return list(form_shards(self._tensors, counts=False))
 
     def take(self, state: Mapping[str, Json]) -> None:
         """Give every object what was saved of it."""

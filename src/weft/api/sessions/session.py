@@ -29,7 +29,7 @@ from weft.config.plan import MeshPlan
 from weft.model.families import CutTable
 from weft.run.engine.proof import Prove
 from weft.run.launch import Distributed, RankFailure
-from weft.run.launch.at_end import at_end
+from weft.run.launch.exit_hooks import add_exit_hook
 
 if TYPE_CHECKING:
     from weft.api.batches.sharded_loader import HandedOut
@@ -59,7 +59,7 @@ class Session:
         self._loop: OwnLoop | None = None
         leaving.callback(register_optimizer_step_pre_hook(self._models.refuse_foreign_optimizer).remove)
         self._leaving: ExitStack | None = leaving.pop_all()
-        self._stay_open = at_end(self._leave)
+        self._stay_open = add_exit_hook(self._leave)
 
     def __enter__(self) -> Self:
         return self

@@ -2,6 +2,6 @@
 
 from weft.run.checkpoint._checkpointer import Checkpointer as Checkpointer
 from weft.run.checkpoint._checkpointer import SaveError as SaveError
+from weft.run.checkpoint._module_shards import module_shards as module_shards
 from weft.run.checkpoint._peers import Peers as Peers
-from weft.run.checkpoint._pieces import module_pieces as module_pieces
 from weft.run.checkpoint._read import StoredCheckpoint as StoredCheckpoint

@@ -20,7 +20,7 @@ import torch
 from weft.errors import CheckpointError
 from weft.run.checkpoint._peers import Peers
 from weft.run.checkpoint._read import StoredCheckpoint
-from weft.techniques.core import Piece
+from weft.techniques.core import CheckpointShard
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ def is_of_plan(name: str) -> bool:
     return name.startswith((_COMPRESSION, _LOCAL))
 
 
-def carry_over(stored: StoredCheckpoint, pieces: Sequence[Piece], peers: Peers) -> None:
-    """Fill the pieces that belong to a plan with what the checkpoint has for them.  Call on every rank.
+def carry_over(stored: StoredCheckpoint, shards: Sequence[CheckpointShard], peers: Peers) -> None:
+    """Fill the shards that belong to a plan with what the checkpoint has for them.  Call on every rank.
 
     A rank's own tensor comes back bit for bit where as many ranks as before hold one, else as an equal part of the sum;
     what is not there becomes zero, if it is an addend, and else stays as it is.  What nobody takes is lost,
@@ -53,18 +53,18 @@ def carry_over(stored: StoredCheckpoint, pieces: Sequence[Piece], peers: Peers) 
     Raises:
         CheckpointError: on every rank, when a tensor has another shape.
     """
-    wanted = [piece for piece in pieces if is_of_plan(piece.name)]
+    wanted = [shard for shard in shards if is_of_plan(shard.name)]
     addends = _addends(stored.runs)
     problem = peers.first_problem(next(_wrong_shapes(stored, wanted, addends), None))
     if problem is not None:
         raise CheckpointError(f"{stored.folder} does not fit: {problem}")
     _warn_of_lost(stored, wanted, addends, peers)
     _warn_of_lost_replicas(stored, wanted, peers)
-    for piece in wanted:
-        if piece.stored_name in stored.runs:
-            stored.fill(piece.stored_name, [piece])
-        elif piece.addend is not None:
-            _fill_with_part(stored, piece, addends.get(piece.name, ()))
+    for shard in wanted:
+        if shard.stored_name in stored.runs:
+            stored.fill(shard.stored_name, [shard])
+        elif shard.addend is not None:
+            _fill_with_part(stored, shard, addends.get(shard.name, ()))
 
 
 def _addends(names: Iterable[str]) -> _Addends:
@@ -75,18 +75,18 @@ def _addends(names: Iterable[str]) -> _Addends:
     return {name: [stored for _, stored in sorted(group)] for name, group in found.items()}
 
 
-def _wrong_shapes(stored: StoredCheckpoint, wanted: Sequence[Piece], addends: _Addends) -> Iterator[str]:
-    for piece in wanted:
-        names = addends.get(piece.name, ()) if piece.addend is not None else (piece.name,)
+def _wrong_shapes(stored: StoredCheckpoint, wanted: Sequence[CheckpointShard], addends: _Addends) -> Iterator[str]:
+    for shard in wanted:
+        names = addends.get(shard.name, ()) if shard.addend is not None else (shard.name,)
         for name in names:
-            if name in stored.runs and stored.shape(name) != piece.shape:
-                yield f"{name} is {list(stored.shape(name))} there and {list(piece.shape)} here."
+            if name in stored.runs and stored.shape(name) != shard.shape:
+                yield f"{name} is {list(stored.shape(name))} there and {list(shard.shape)} here."
 
 
-def _warn_of_lost(stored: StoredCheckpoint, wanted: Sequence[Piece], addends: _Addends, peers: Peers) -> None:
+def _warn_of_lost(stored: StoredCheckpoint, wanted: Sequence[CheckpointShard], addends: _Addends, peers: Peers) -> None:
     if not addends:
         return
-    mine = {piece.name for piece in wanted if piece.addend is not None}
+    mine = {shard.name for shard in wanted if shard.addend is not None}
     names = sorted(addends)
     untaken = peers.minimum([int(name not in mine) for name in names])
     lost = [name for name, flag in zip(names, untaken, strict=True) if flag]
@@ -100,11 +100,11 @@ def _warn_of_lost(stored: StoredCheckpoint, wanted: Sequence[Piece], addends: _A
         )
 
 
-def _warn_of_lost_replicas(stored: StoredCheckpoint, wanted: Sequence[Piece], peers: Peers) -> None:
+def _warn_of_lost_replicas(stored: StoredCheckpoint, wanted: Sequence[CheckpointShard], peers: Peers) -> None:
     names = sorted(name for name in stored.runs if name.startswith(_LOCAL))
     if not names:
         return
-    mine = {piece.name for piece in wanted}
+    mine = {shard.name for shard in wanted}
     untaken = peers.minimum([int(name not in mine) for name in names])
     kinds = {_kind(name) for name, flag in zip(names, untaken, strict=True) if flag}
     lost = [what for kind, what in _LOST.items() if kind in kinds]
@@ -123,12 +123,12 @@ def _kind(name: str) -> str:
     return found["kind"] if found else name.split("/")[1]
 
 
-def _fill_with_part(stored: StoredCheckpoint, piece: Piece, names: Sequence[str]) -> None:
+def _fill_with_part(stored: StoredCheckpoint, shard: CheckpointShard, names: Sequence[str]) -> None:
     """An equal part of the sum of all addends, added up in rank order."""
-    assert piece.addend is not None
-    one = torch.empty_like(piece.tensor)
-    piece.tensor.zero_()
+    assert shard.addend is not None
+    one = torch.empty_like(shard.tensor)
+    shard.tensor.zero_()
     for name in names:
-        stored.fill(name, [replace(piece, tensor=one)])
-        piece.tensor.add_(one)
-    piece.tensor.div_(piece.addend[1])
+        stored.fill(name, [replace(shard, tensor=one)])
+        shard.tensor.add_(one)
+    shard.tensor.div_(shard.addend[1])

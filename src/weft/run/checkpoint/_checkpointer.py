@@ -15,12 +15,13 @@ from weft.config.document import Json, JsonObject
 from weft.errors import CheckpointError, WeftError
 from weft.events import Owned
 from weft.run.checkpoint import _folder
-from weft.run.checkpoint._files import replace_text, write_text
+from weft.run.checkpoint._commit import commit, create_partial, partial_path, remove_partial
+from weft.run.checkpoint._files import replace_text
 from weft.run.checkpoint._format import ADVICE, MANIFEST, Manifest
 from weft.run.checkpoint._peers import Peers
 from weft.run.checkpoint._read import StoredCheckpoint
 from weft.run.checkpoint._write import check_ranks, write_rank
-from weft.techniques.core import Piece
+from weft.techniques.core import CheckpointShard
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ Which = Literal["latest"] | Path
 Check = Callable[[JsonObject, int], object]
 """Takes what a checkpoint's manifest holds beside the tensors, and its step; raises `CheckpointError`."""
 
-Wanted = Callable[[StoredCheckpoint], Sequence[Piece]]
+Wanted = Callable[[StoredCheckpoint], Sequence[CheckpointShard]]
 """Takes a verified checkpoint, and returns what is to be filled from it."""
 
 
@@ -45,7 +46,7 @@ class SaveError(CheckpointError):
 class Checkpointer:
     """Writes and reads the checkpoints in one folder.  `save` and `load` are called on every rank alike.
 
-    A checkpoint says nothing about the plan that wrote it, so any plan loads it; see `Piece`.
+    A checkpoint says nothing about the plan that wrote it, so any plan loads it; see `CheckpointShard`.
     """
 
     def __init__(
@@ -89,56 +90,58 @@ class Checkpointer:
         save.  No other rank is asked."""
         return None if self._goes_on else self.latest()
 
-    def save(self, step: int, pieces: Sequence[Piece], state: Mapping[str, Json] | None = None) -> Path:
-        """Save all ranks' pieces and rank 0's `state`, then remove old checkpoints.  Call on every rank.
+    def save(self, step: int, shards: Sequence[CheckpointShard], state: Mapping[str, Json] | None = None) -> Path:
+        """Save all ranks' shards and rank 0's `state`, then remove old checkpoints.  Call on every rank.
 
         Args:
             step: finished optimizer steps.
-            pieces: this rank's; each element of each tensor counts on exactly one rank.
+            shards: this rank's; each element of each tensor counts on exactly one rank.
             state: what is no tensor (data cursor, randomness, schedule); must be JSON without NaN and infinity.
 
         Raises:
             SaveError: on every rank, when any of them could not write; the previous checkpoints are as they were.
         """
         token = f"{self.peers.share(secrets.randbits(61))[0]:016x}"
-        partial = _folder.partial_path(self.folder, step, token)
+        partial = partial_path(self.folder, step, token)
         first = self.peers.rank == 0
         try:
             with self._together(step):
                 if first:
                     self._check_owned()
                     _folder.remove_leftovers(self.folder)
-                    _folder.create_partial(self.folder, step, token)
+                    create_partial(self.folder, step, token)
             with self._together(step):
-                write_rank(partial, self.peers.rank, pieces, self.file_bytes)
+                write_rank(partial, self.peers.rank, shards, self.file_bytes)
             with self._together(step):
                 if first:
                     self._commit(partial, step, token, state or {})
         except SaveError:
             if first and partial.exists():
-                _folder.remove_partial(partial)
+                remove_partial(partial)
             raise
         self._goes_on = True
         if first:
             self._tidy(step, token)
         return self.folder / _folder.step_name(step)
 
-    def load(self, which: Which, pieces: Sequence[Piece] | Wanted, *, check: Check | None = None) -> dict[str, Json]:
-        """Verify a checkpoint, fill the pieces from it and return the state saved with it.  Call on every rank.
+    def load(
+        self, which: Which, shards: Sequence[CheckpointShard] | Wanted, *, check: Check | None = None
+    ) -> dict[str, Json]:
+        """Verify a checkpoint, fill the shards from it and return the state saved with it.  Call on every rank.
 
         Every file is verified before the first tensor changes, the ranks sharing the work.  A damaged "latest" is
         warned about and the next older one is taken; a damaged checkpoint given by path is an error.
 
         Args:
             which: "latest", or the same path on every rank (of a checkpoint, or of a run).
-            pieces: everything this rank holds, whether it counts or not; or what returns that for a sound checkpoint.
+            shards: everything this rank holds, whether it counts or not; or what returns that for a sound checkpoint.
             check: looks at the state before anything changes; what it refuses counts as damaged.
 
         Raises:
-            CheckpointError: on every rank: there is none, it is damaged, or it does not fit the pieces.
+            CheckpointError: on every rank: there is none, it is damaged, or it does not fit the shards.
         """
         stored = self.open(which, check)
-        self.fill([(stored, pieces(stored) if callable(pieces) else pieces)])
+        self.fill([(stored, shards(stored) if callable(shards) else shards)])
         self._goes_on = self._goes_on or stored.folder.resolve().parent == self.folder.resolve()
         return dict(stored.manifest.state)
 
@@ -146,8 +149,8 @@ class Checkpointer:
         """Verify a checkpoint and return it; see `load`."""
         return self._open_path(which, check) if isinstance(which, Path) else self._open_newest(check)
 
-    def fill(self, parts: Sequence[tuple[StoredCheckpoint, Sequence[Piece]]]) -> None:
-        """Fill pieces from (parts of) verified checkpoints: all of them, or none where one does not fit.
+    def fill(self, parts: Sequence[tuple[StoredCheckpoint, Sequence[CheckpointShard]]]) -> None:
+        """Fill shards from (parts of) verified checkpoints: all of them, or none where one does not fit.
 
         Raises:
             CheckpointError: on every rank.
@@ -155,15 +158,15 @@ class Checkpointer:
         from weft.run.checkpoint._carry import carry_over  # loaded where a checkpoint is
         from weft.run.checkpoint._match import match
 
-        wanted = [match(stored, pieces, self.peers) for stored, pieces in parts]
+        wanted = [match(stored, shards, self.peers) for stored, shards in parts]
         with torch.no_grad():
-            for (stored, pieces), by_name in zip(parts, wanted, strict=True):
+            for (stored, shards), by_name in zip(parts, wanted, strict=True):
                 for name, group in by_name.items():
                     stored.fill(name, group)
-                    for piece in group:
-                        if piece.let_go is not None:
-                            piece.let_go()
-                carry_over(stored, pieces, self.peers)
+                    for shard in group:
+                        if shard.let_go is not None:
+                            shard.let_go()
+                carry_over(stored, shards, self.peers)
 
     def _check_owned(self) -> None:
         """Refuse a folder that is another's, or holds what this run neither saved nor loaded."""
@@ -186,10 +189,7 @@ class Checkpointer:
             state=state,
             indexes=check_ranks(partial, self.peers.world),
         )
-        write_text(partial / MANIFEST, manifest.to_text())
-        if self._owned is not None:
-            self._owned.check()
-        _folder.commit(self.folder, partial, step, token)
+        commit(self.folder, partial, manifest, lambda: self._owned is None or self._owned.check())
 
     def _tidy(self, step: int, token: str) -> None:
         """What may fail without the save being any less good."""

@@ -10,9 +10,7 @@ latest                            name of the newest; for people and scripts, We
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Generator, Iterator
@@ -22,13 +20,13 @@ from pathlib import Path
 from weft.config.document import JsonObject, read_plain_file
 from weft.errors import CheckpointError
 from weft.process import machine_name, start_of
-from weft.run.checkpoint._files import sync_folder, write_text
 from weft.run.checkpoint._format import MANIFEST, Manifest, read_manifest
 
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"
-_OWNER = "owner.json"
+OWNER = "owner.json"
+"""File in a partial folder that says which process writes it."""
 _COMPLETE = re.compile(r"step-\d{6,}(\.replaced-[0-9a-f]+)?", re.ASCII)
 _LEFTOVER = re.compile(r"step-\d{6,}\.(partial|removing|replaced)-[0-9a-f]+", re.ASCII)
 
@@ -83,48 +81,13 @@ def find_checkpoint(path: Path) -> Path:
     raise CheckpointError(f"{path} {what}. Give the folder of a run, or of one checkpoint (step-000120) in it.")
 
 
-def create_partial(folder: Path, step: int, token: str) -> Path:
-    """Make the folder that a save writes into, with a note of whose it is.  Raises `OSError`."""
-    partial = partial_path(folder, step, token)
-    partial.mkdir(parents=True)
-    owner = {"machine": machine_name(), "pid": os.getpid(), "started": start_of(os.getpid())}
-    write_text(partial / _OWNER, json.dumps(owner))
-    return partial
-
-
-def partial_path(folder: Path, step: int, token: str) -> Path:
-    return folder / f"{step_name(step)}.partial-{token}"
-
-
-def commit(folder: Path, partial: Path, step: int, token: str) -> Path:
-    """Turn a partial folder, manifest and all, into the checkpoint of its step.  Raises `OSError`.
-
-    At every moment at least one complete folder of the step exists if there was one before.
-    """
-    final = folder / step_name(step)
-    sync_folder(partial)
-    if final.exists():
-        final.rename(folder / f"{step_name(step)}.replaced-{token}")
-    partial.rename(final)
-    sync_folder(folder)
-    with contextlib.suppress(OSError):  # not before: a save that dies just short of its name must still have an owner
-        (final / _OWNER).unlink()
-    return final
-
-
 def remove_old(folder: Path, keep: int, token: str) -> None:
     """Remove complete checkpoints but the newest `keep`; best effort."""
     for one in complete_checkpoints(folder)[keep:]:
         gone = folder / f"{step_name(one.manifest.step)}.removing-{token}{one.manifest.sequence:x}"
-        with _tolerated(f"old checkpoint {one.path.name} could not be removed"):
+        with tolerated(f"old checkpoint {one.path.name} could not be removed"):
             one.path.rename(gone)
             shutil.rmtree(gone)
-
-
-def remove_partial(partial: Path) -> None:
-    """Remove an unfinished save; best effort, since a full or lost disk may refuse even that."""
-    with _tolerated(f"unfinished checkpoint {partial.name} could not be removed"):
-        shutil.rmtree(partial)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -137,7 +100,7 @@ def remove_leftovers(folder: Path) -> None:
         successor = folder / path.name.split(".")[0] / MANIFEST
         superseded = kind == "removing" or (kind == "replaced" and successor.exists())
         if superseded or (kind == "partial" and _is_orphan(path)):
-            with _tolerated(f"{path.name} could not be removed"):
+            with tolerated(f"{path.name} could not be removed"):
                 shutil.rmtree(path)
 
 
@@ -153,7 +116,7 @@ def _is_orphan(partial: Path) -> bool:
     """Whether the process that made a partial folder ran on this machine and is gone."""
     if not any(partial.iterdir()):
         return True  # died within the microseconds between making the folder and saying whose it is
-    path = partial / _OWNER
+    path = partial / OWNER
     try:
         owner = JsonObject.parse(
             path, read_plain_file(path, CheckpointError, "", most_bytes=1 << 16), CheckpointError, ""
@@ -165,7 +128,8 @@ def _is_orphan(partial: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _tolerated(what: str) -> Generator[None]:
+def tolerated(what: str) -> Generator[None]:
+    """Turn an `OSError` into a warning that begins with `what`."""
     try:
         yield
     except OSError as error:

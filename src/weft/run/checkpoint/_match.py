@@ -11,25 +11,27 @@ from weft.errors import CheckpointError, did_you_mean
 from weft.run.checkpoint._carry import is_of_plan
 from weft.run.checkpoint._peers import Peers
 from weft.run.checkpoint._read import StoredCheckpoint
-from weft.techniques.core import Piece
+from weft.techniques.core import CheckpointShard
 
 logger = logging.getLogger(__name__)
 
 _SHOWN = 3
 
 
-def match(stored: StoredCheckpoint, pieces: Sequence[Piece], peers: Peers) -> dict[str, list[Piece]]:
-    """Return the pieces by tensor, in the checkpoint's order of reading, without those that belong to a plan (see
+def match(
+    stored: StoredCheckpoint, shards: Sequence[CheckpointShard], peers: Peers
+) -> dict[str, list[CheckpointShard]]:
+    """Return the shards by tensor, in the checkpoint's order of reading, without those that belong to a plan (see
     `carry_over`).  Call on every rank.
 
     Raises:
         CheckpointError: on every rank, when a tensor is missing, has another shape, would lose precision, or is in the
             checkpoint but nowhere in the model.
     """
-    wanted: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        if not is_of_plan(piece.name):
-            wanted.setdefault(piece.name, []).append(piece)
+    wanted: dict[str, list[CheckpointShard]] = {}
+    for shard in shards:
+        if not is_of_plan(shard.name):
+            wanted.setdefault(shard.name, []).append(shard)
     problem = peers.first_problem(_problem_of(stored, wanted))
     if problem is None:
         problem = _unexpected(stored, wanted, peers)
@@ -41,7 +43,7 @@ def match(stored: StoredCheckpoint, pieces: Sequence[Piece], peers: Peers) -> di
     return dict(sorted(wanted.items()))
 
 
-def _problem_of(stored: StoredCheckpoint, wanted: dict[str, list[Piece]]) -> str | None:
+def _problem_of(stored: StoredCheckpoint, wanted: dict[str, list[CheckpointShard]]) -> str | None:
     missing = [name for name in wanted if name not in stored.runs]
     if missing:
         hint = did_you_mean(missing[0], stored.runs) if len(missing) < len(wanted) else ""
@@ -57,17 +59,17 @@ def _problem_of(stored: StoredCheckpoint, wanted: dict[str, list[Piece]]) -> str
     if shapes:
         return f"{len(shapes)} shapes differ: {_listed(shapes)}. Load it with the sizes of the recipe that saved it."
     narrowed = [
-        f"{name} is {_word(stored.dtype(name))} there and {_word(piece.tensor.dtype)} here"
+        f"{name} is {_word(stored.dtype(name))} there and {_word(shard.tensor.dtype)} here"
         for name, group in wanted.items()
-        for piece in group[:1]
-        if not _is_permitted(stored.dtype(name), piece.tensor.dtype)
+        for shard in group[:1]
+        if not _is_permitted(stored.dtype(name), shard.tensor.dtype)
     ]
     if narrowed:
         return f"{len(narrowed)} tensors would lose precision: {_listed(narrowed)}. Use the precision that saved it."
     return None
 
 
-def _unexpected(stored: StoredCheckpoint, wanted: dict[str, list[Piece]], peers: Peers) -> str | None:
+def _unexpected(stored: StoredCheckpoint, wanted: dict[str, list[CheckpointShard]], peers: Peers) -> str | None:
     """Name the checkpoint's tensors that no rank wants; each rank alone may want only its stage's."""
     names = [name for name in sorted(stored.runs) if not is_of_plan(name)]
     unwanted = peers.minimum([0 if name in wanted else 1 for name in names]) if names else []

@@ -16,7 +16,7 @@ from weft.run.checkpoint._files import verify_file, verify_header
 from weft.run.checkpoint._format import Manifest, StoredFile, StoredRun, read_index, read_manifest
 from weft.run.checkpoint._tensor_file import TensorFile
 from weft.run.checkpoint._write import runs_by_name
-from weft.techniques.core import Piece
+from weft.techniques.core import CheckpointShard
 
 _OPEN_FILES = 32
 
@@ -81,17 +81,17 @@ class StoredCheckpoint:
         parts = [[run for run in runs if run.split.index == index] for index in range(split.parts)]
         return split.join([self._local(part, shape) for part in parts])
 
-    def fill(self, name: str, pieces: list[Piece]) -> None:
-        """Copy into the pieces of one tensor.  A tensor cut otherwise than they are is joined first."""
+    def fill(self, name: str, shards: list[CheckpointShard]) -> None:
+        """Copy into the shards of one tensor.  A tensor cut otherwise than they are is joined first."""
         runs = self.runs[name]
         whole: Tensor | None = None
-        for piece in pieces:
-            if runs[0].split.form == piece.split.form:
-                self._copy_overlaps(runs, piece)
+        for shard in shards:
+            if runs[0].split.form == shard.split.form:
+                self._copy_overlaps(runs, shard)
                 continue
             whole = self.whole(name) if whole is None else whole
-            local = piece.split.slice(whole)
-            piece.tensor.copy_(local.reshape(-1)[piece.start : piece.start + piece.tensor.numel()])
+            local = shard.split.slice(whole)
+            shard.tensor.copy_(local.reshape(-1)[shard.start : shard.start + shard.tensor.numel()])
 
     def _local(self, runs: list[StoredRun], shape: torch.Size) -> Tensor:
         flat = torch.empty(shape.numel(), dtype=runs[0].dtype)
@@ -99,12 +99,12 @@ class StoredCheckpoint:
             self._open(run).read(run.key, 0, flat[run.start : run.start + run.length])
         return flat.view(shape)
 
-    def _copy_overlaps(self, runs: list[StoredRun], piece: Piece) -> None:
-        stop = piece.start + piece.tensor.numel()
+    def _copy_overlaps(self, runs: list[StoredRun], shard: CheckpointShard) -> None:
+        stop = shard.start + shard.tensor.numel()
         for run in runs:
-            first, last = max(run.start, piece.start), min(run.start + run.length, stop)
-            if run.split.index == piece.split.index and first < last:
-                into = piece.tensor[first - piece.start : last - piece.start]
+            first, last = max(run.start, shard.start), min(run.start + run.length, stop)
+            if run.split.index == shard.split.index and first < last:
+                into = shard.tensor[first - shard.start : last - shard.start]
                 self._open(run).read(run.key, first - run.start, into)
 
     def _open(self, run: StoredRun) -> TensorFile:

@@ -22,10 +22,10 @@ from weft.run.checkpoint._format import (
     index_name,
     parse_index,
 )
-from weft.techniques.core import Piece
+from weft.techniques.core import CheckpointShard
 
 
-def write_rank(folder: Path, rank: int, pieces: Sequence[Piece], file_bytes: int) -> None:
+def write_rank(folder: Path, rank: int, shards: Sequence[CheckpointShard], file_bytes: int) -> None:
     """Write the runs of this rank that count, in files of at most `file_bytes` of tensors, and their index.
 
     Raises:
@@ -33,13 +33,13 @@ def write_rank(folder: Path, rank: int, pieces: Sequence[Piece], file_bytes: int
     """
     files: list[StoredFile] = []
     runs: list[StoredRun] = []
-    for number, group in enumerate(grouped(_cut(pieces, file_bytes), lambda piece: piece.tensor.nbytes, file_bytes)):
+    for number, group in enumerate(grouped(_cut(shards, file_bytes), lambda shard: shard.tensor.nbytes, file_bytes)):
         name = f"rank-{rank:05d}-{number:04d}.safetensors"
         entries = list[Entry]()
-        for piece in group:
-            run = _run_of(piece, name, {entry.key for entry in entries})
+        for shard in group:
+            run = _run_of(shard, name, {entry.key for entry in entries})
             shape = run.local_shape if run.length == run.local_shape.numel() else (run.length,)
-            entries.append(Entry(run.key, shape, run.dtype, partial(_tensor_of, piece), piece.let_go))
+            entries.append(Entry(run.key, shape, run.dtype, partial(_tensor_of, shard), shard.let_go))
             runs.append(run)
         files.append(write_tensors(folder / name, entries, {"format": "pt", "written_by": "weft"}))
     write_text(folder / index_name(rank), RankIndex(files=tuple(files), runs=tuple(runs)).to_text())
@@ -100,7 +100,7 @@ def _check_cover(name: str, runs: list[StoredRun]) -> None:
             if run.start != reached:
                 what = "has a gap" if run.start > reached else "is written twice"
                 at = f"part {part} of {parts}, element {min(run.start, reached):,}"
-                raise CheckpointError(f"{where} {what} ({at}): its pieces do not count every element once.")
+                raise CheckpointError(f"{where} {what} ({at}): its shards do not count every element once.")
             reached += run.length
         if reached != size:
             missing = f"{size - reached:,} elements of part {part} of {parts}"
@@ -112,37 +112,37 @@ def _index_of(run: StoredRun) -> str:
     return f"{run.file[: len(index_name(0)) - len('.json')]}.json"
 
 
-def _cut(pieces: Iterable[Piece], file_bytes: int) -> Iterator[Piece]:
-    """Yield the pieces that count, cut so that each fits into a file."""
-    for piece in pieces:
-        if not piece.counts or (not piece.tensor.numel() and piece.shape.numel()):
+def _cut(shards: Iterable[CheckpointShard], file_bytes: int) -> Iterator[CheckpointShard]:
+    """Yield the shards that count, cut so that each fits into a file."""
+    for shard in shards:
+        if not shard.counts or (not shard.tensor.numel() and shard.shape.numel()):
             continue
-        if piece.tensor.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{piece.name} has dtype {piece.tensor.dtype}, which a checkpoint cannot hold.")
-        longest = max(1, file_bytes // piece.tensor.element_size())
-        if piece.tensor.numel() <= longest:
-            yield piece
+        if shard.tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{shard.name} has dtype {shard.tensor.dtype}, which a checkpoint cannot hold.")
+        longest = max(1, file_bytes // shard.tensor.element_size())
+        if shard.tensor.numel() <= longest:
+            yield shard
             continue
-        for offset in range(0, piece.tensor.numel(), longest):
-            yield replace(piece, tensor=piece.tensor[offset : offset + longest], start=piece.start + offset)
+        for offset in range(0, shard.tensor.numel(), longest):
+            yield replace(shard, tensor=shard.tensor[offset : offset + longest], start=shard.start + offset)
 
 
-def _tensor_of(piece: Piece) -> Tensor:
-    return piece.tensor
+def _tensor_of(shard: CheckpointShard) -> Tensor:
+    return shard.tensor
 
 
-def _run_of(piece: Piece, file: str, taken: set[str]) -> StoredRun:
-    key, number = piece.stored_name, 1
+def _run_of(shard: CheckpointShard, file: str, taken: set[str]) -> StoredRun:
+    key, number = shard.stored_name, 1
     while key in taken:
         number += 1
-        key = f"{piece.stored_name}#{number}"
+        key = f"{shard.stored_name}#{number}"
     return StoredRun(
-        name=piece.stored_name,
-        shape=piece.shape,
-        dtype=piece.tensor.dtype,
-        split=piece.split,
-        start=piece.start,
-        length=piece.tensor.numel(),
+        name=shard.stored_name,
+        shape=shard.shape,
+        dtype=shard.tensor.dtype,
+        split=shard.split,
+        start=shard.start,
+        length=shard.tensor.numel(),
         file=file,
         key=key,
     )

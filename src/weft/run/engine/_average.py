@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from weft.errors import RecipeError
-from weft.techniques.core import Piece, Shard, exchange_masters, present, shard_pieces
+from weft.techniques.core import CheckpointShard, Shard, checkpoint_shards_of, exchange_masters, present
 
 
 class WeightAverage:
@@ -43,10 +43,10 @@ class WeightAverage:
         assert not self._swapped, "the masters hold the average now"
         self._copy_masters()
 
-    def pieces(self) -> list[Piece]:
+    def checkpoint_shards(self) -> list[CheckpointShard]:
         """Return the averages for saving and loading, by the names `average/<parameter>`."""
         assert not self._swapped, "the averages hold the masters now"
-        return list(shard_pieces("average", self._shards, self._averages))
+        return list(checkpoint_shards_of("average", self._shards, self._averages))
 
     def state_bytes(self) -> int:
         """Return the bytes of the averages on this rank."""

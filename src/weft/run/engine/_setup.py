@@ -17,12 +17,12 @@ from weft.config.document import Json, JsonObject
 from weft.config.plan import Plan
 from weft.config.recipe import OptimizerGroup, Recipe, check_group_globs, group_parameters
 from weft.model.blueprint import Blueprint
-from weft.run.checkpoint import module_pieces
+from weft.run.checkpoint import module_shards
 from weft.run.engine._loss_scale import LossScale
 from weft.run.engine._step import Stepper
 from weft.run.engine.optimizers import ShardOptimizer, check_sparse_tables, create_optimizer
 from weft.techniques.build import ParallelModel, parallelize
-from weft.techniques.core import Piece, shard_pieces, sparse_tables
+from weft.techniques.core import CheckpointShard, checkpoint_shards_of, sparse_tables
 from weft.techniques.randomness.draws import Draws
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class TrainingState:
-    """What changes while a recipe trains, on one rank; `pieces` and `state` are all of it."""
+    """What changes while a recipe trains, on one rank; `checkpoint_shards` and `state` are all of it."""
 
     model: ParallelModel
     optimizer: ShardOptimizer
@@ -39,24 +39,24 @@ class TrainingState:
     loss_scale: LossScale | None
     stepper: Stepper
 
-    def pieces(self) -> list[Piece]:
+    def checkpoint_shards(self) -> list[CheckpointShard]:
         """Every tensor that a checkpoint holds: masters, frozen parameters and buffers, optimizer states, averages, and
         what belongs to a plan: what compression owes and has learnt, what replicas have for themselves."""
-        trained = master_pieces(self.model) + self.optimizer.pieces()
+        trained = trained_weight_shards(self.model) + self.optimizer.checkpoint_shards()
         for technique in self.model.techniques:
-            trained = technique.pieces(trained)
-        pieces = unchanged_pieces(self.model) + trained + self.model.stores.pieces()
+            trained = technique.checkpoint_shards(trained)
+        stored_shards = untrained_shards(self.model) + trained + self.model.stores.checkpoint_shards()
         if self.average is not None:
-            pieces += self.average.pieces()
-        return pieces
+            stored_shards += self.average.checkpoint_shards()
+        return stored_shards
 
-    def weights(self) -> list[Piece]:
+    def weights(self) -> list[CheckpointShard]:
         """The model alone, of replicas that step by themselves as they agreed on it last: what an export holds.  Call
         on every rank."""
-        trained = master_pieces(self.model)
+        trained = trained_weight_shards(self.model)
         for technique in self.model.techniques:
-            trained = technique.pieces(trained)
-        return unchanged_pieces(self.model) + [piece for piece in trained if piece.name.startswith("model/")]
+            trained = technique.checkpoint_shards(trained)
+        return untrained_shards(self.model) + [stored for stored in trained if stored.name.startswith("model/")]
 
     def state(self) -> dict[str, Json]:
         """What is no tensor.  Randomness needs no state: it is keyed by seed, step and sample."""
@@ -75,7 +75,7 @@ class TrainingState:
                 technique.check_state(state.object(technique.saved_as))
 
     def restored(self, state: Mapping[str, Json]) -> None:
-        """Take over a loaded checkpoint after its pieces have been filled.  Call on every rank."""
+        """Take over a loaded checkpoint after its checkpoint shards have been filled.  Call on every rank."""
         saved = state.get("loss_scale")
         if self.loss_scale is not None and isinstance(saved, Mapping):
             self.loss_scale.load_state(saved)  # pyright: ignore[reportArgumentType]
@@ -118,17 +118,17 @@ class TrainingState:
         self.model.mesh.watch(None)
 
 
-def master_pieces(model: ParallelModel) -> list[Piece]:
+def trained_weight_shards(model: ParallelModel) -> list[CheckpointShard]:
     """Return this rank's masters, for saving and loading."""
     shards = model.stores.shards
-    return list(shard_pieces("model", shards, [shard.master for shard in shards]))
+    return list(checkpoint_shards_of("model", shards, [shard.master for shard in shards]))
 
 
-def unchanged_pieces(model: ParallelModel) -> list[Piece]:
+def untrained_shards(model: ParallelModel) -> list[CheckpointShard]:
     """Return what no optimizer updates: parameters that are not trained, and buffers.  Call on every rank."""
     model.stores.release()
     trained = model.stores.names()
-    return [piece for part in model.parts for piece in module_pieces(part.module, part.layout, model.mesh, trained)]
+    return [stored for part in model.parts for stored in module_shards(part.module, part.layout, model.mesh, trained)]
 
 
 def begin_training(

@@ -112,7 +112,7 @@ class Trainer:
             saved_after[:] = [step]
 
         where = which if which is not None else "latest"
-        state = self._checkpointer.load(where, self._training.pieces(), check=check)
+        state = self._checkpointer.load(where, self._training.checkpoint_shards(), check=check)
         self._training.restored(state)
         saved = cast("Mapping[str, Json]", state["data"])
         self._first_step = self._data.step_of(saved)
@@ -281,7 +281,7 @@ class Trainer:
         problem = ""
         with self._reporter.phase("checkpoint") as seconds:
             try:
-                path = self._checkpointer.save(step, self._training.pieces(), state)
+                path = self._checkpointer.save(step, self._training.checkpoint_shards(), state)
                 self._saved_step = step
             except SaveError as error:
                 if not error.training_can_continue or step == self._recipe.run.steps:

@@ -38,7 +38,7 @@ class CellSource:
     source: str
 
 
-def pieces_of(function: Callable[..., Any]) -> list[CellSource]:
+def collect_sources(function: Callable[..., Any]) -> list[CellSource]:
     """Return the source of `function` and of what it needs, in an order in which it can be run.
 
     Raises:
@@ -51,17 +51,17 @@ def pieces_of(function: Callable[..., Any]) -> list[CellSource]:
             f"{function.__name__} is written inside another function, whose variables no rank would have. Write it at"
             " the left margin of a cell, and hand over what it needs by arguments=."
         )
-    collected = _Collected(function.__globals__)
+    collected = _SourceCollector(function.__globals__)
     collected.define(function.__name__, function)
-    return collected.pieces
+    return collected.sources
 
 
 @dataclass
-class _Collected:
+class _SourceCollector:
     """What was found so far among the names of a notebook or a script."""
 
     names: Mapping[str, Any]
-    pieces: list[CellSource] = field(default_factory=list[CellSource])
+    sources: list[CellSource] = field(default_factory=list[CellSource])
     _known: set[str] = field(default_factory=set[str])
 
     def define(self, name: str, value: Any, user: str = "") -> None:
@@ -73,21 +73,21 @@ class _Collected:
             self._add(f"import {value.__name__} as {name}")
             return
         if isinstance(value, type | FunctionType) and value.__module__ == _MAIN:
-            piece = _piece_of(value)
-            for needed in _names_in(piece.source):
+            source = _source_of(value)
+            for needed in _names_in(source.source):
                 if needed in self.names and needed != name:
                     self.define(needed, self.names[needed], value.__name__)
-            self.pieces.append(piece)
+            self.sources.append(source)
             if value.__name__ != name:
                 self._add(f"{name} = {value.__name__}")
             return
-        self._add(_imported(name, value) or _spelt(name, value, user))
+        self._add(_import_line(name, value) or _assignment_line(name, value, user))
 
     def _add(self, line: str) -> None:
-        self.pieces.append(CellSource("names", len(self.pieces) + 1, line))
+        self.sources.append(CellSource("names", len(self.sources) + 1, line))
 
 
-def _imported(name: str, value: Any) -> str:
+def _import_line(name: str, value: Any) -> str:
     """The line that imports an object from where it was defined; empty where there is none."""
     module, own = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if module == "typing" and own is None:
@@ -99,7 +99,7 @@ def _imported(name: str, value: Any) -> str:
     return f"from {module} import {own} as {name}" if shown is value else ""
 
 
-def _spelt(name: str, value: Any, user: str) -> str:
+def _assignment_line(name: str, value: Any, user: str) -> str:
     """The line that gives a name a plain value."""
     if isinstance(value, PurePath):
         return f"import pathlib; {name} = pathlib.Path({str(value)!r})"
@@ -126,9 +126,9 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, str, bytes)
 
 
-def _piece_of(value: type | FunctionType) -> CellSource:
+def _source_of(value: type | FunctionType) -> CellSource:
     """Where a function or class is written."""
-    for file, lines in _places(value):
+    for file, lines in _candidate_texts(value):
         found = _definition(value.__name__, "".join(lines))
         if found is not None:
             first = min((found.lineno, *(each.lineno for each in found.decorator_list)))
@@ -139,7 +139,7 @@ def _piece_of(value: type | FunctionType) -> CellSource:
     )
 
 
-def _places(value: type | FunctionType) -> Iterator[tuple[str, list[str]]]:
+def _candidate_texts(value: type | FunctionType) -> Iterator[tuple[str, list[str]]]:
     """Texts in which a definition may stand, the likeliest first."""
     functions = [value] if isinstance(value, FunctionType) else [*vars(value).values()]
     for each in functions:
@@ -193,13 +193,13 @@ def _names_in(source: str) -> list[str]:
     return list(found)
 
 
-def run_pieces(job: LaunchJob, folder: Path) -> Any:
-    """In a rank: make a module of the pieces, with their lines where they stood, and call a function of it."""
+def run_sources(job: LaunchJob, folder: Path) -> Any:
+    """In a rank: make a module of the sources, with their lines where they stood, and call a function of it."""
     assert isinstance(job.arguments, dict)
-    function, pieces, sys.argv = job.target, job.arguments["pieces"], [job.target]
+    function, sources, sys.argv = job.target, job.arguments["sources"], [job.target]
     module = ModuleType("weft_cells")
     sys.modules[module.__name__] = module
-    for number, (file, line, source) in enumerate(pieces):
+    for number, (file, line, source) in enumerate(sources):
         path = folder / str(number) / Path(str(file)).name
         path.parent.mkdir(parents=True)
         path.write_text("\n" * (int(line) - 1) + str(source), encoding="utf-8")
@@ -215,7 +215,7 @@ def run_pieces(job: LaunchJob, folder: Path) -> Any:
     return value
 
 
-def parameters_fit(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Refuse arguments that the function does not take, or that cannot be sent.
 
     Raises:

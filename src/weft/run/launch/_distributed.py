@@ -10,10 +10,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from weft.errors import CollectiveError, LaunchError
-from weft.run.launch._echoes import is_echo
 from weft.run.launch._failure_notice import FailureListener, RankFailure, listening_for_failures
 from weft.run.launch._rank_info import RankInfo
 from weft.run.launch._rendezvous import rendezvous_store
+from weft.run.launch._secondary_errors import is_secondary_error
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from weft.comm.device import BackendKind, DeviceKind
 
 
-_ECHO_SECONDS = 0.5
+_NOTICE_TIMEOUT_SECONDS = 0.5
 """How long the launcher's notice may come after the error that it explains."""
 
 
@@ -95,15 +95,15 @@ def initialise_distributed(
         pipe, rank_info.rank, lambda failure: release_groups(failure.rank, released)
     ) as listener:
         try:
-            _join(rank_info, own_device, timedelta(seconds=seconds), backend)
+            _init_process_group(rank_info, own_device, timedelta(seconds=seconds), backend)
             yield Distributed(rank_info, own_device, listener)
             if dist.is_initialized():
                 dist.barrier()  # nobody leaves while another still waits for its last message
         except (CollectiveError, RuntimeError) as error:
-            named = _named(error, listener)
-            if named is None:
+            better = _error_naming_rank(error, listener)
+            if better is None:
                 raise
-            raise named from error
+            raise better from error
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -117,18 +117,18 @@ def _rank_in_group() -> RankInfo:
     return RankInfo(dist.get_rank(), dist.get_world_size(), dist.get_rank(), 1)
 
 
-def _named(error: Exception, listener: FailureListener | None) -> CollectiveError | None:
+def _error_naming_rank(error: Exception, listener: FailureListener | None) -> CollectiveError | None:
     """Of a rank's error that only says that another is gone: the one that names it, and why."""
     text = str(error).strip()
-    if listener is None or not is_echo(text):
+    if listener is None or not is_secondary_error(text):
         return None
-    failure = listener.failure(_ECHO_SECONDS)
+    failure = listener.failure(_NOTICE_TIMEOUT_SECONDS)
     if failure is None:
         return None
     return CollectiveError(f"{failure}, so this one could not go on: {text.splitlines()[0]}", status=1)
 
 
-def _join(rank_info: RankInfo, device: torch.device, timeout: timedelta, requested: BackendKind) -> None:
+def _init_process_group(rank_info: RankInfo, device: torch.device, timeout: timedelta, requested: BackendKind) -> None:
     import torch.distributed as dist
 
     from weft.comm.device import backend_for, ranks_share_device

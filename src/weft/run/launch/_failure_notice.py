@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _REPEAT_SECONDS = 0.2
-"""Interval at which a listener calls `let_go` again: groups may have been in the making when the notice came."""
+"""Interval at which a listener calls `on_failure` again: groups may have been in the making when the notice came."""
 _MAX_CHARACTERS = 300
 """Length to which a notice is cut: a line must go into a FIFO in one piece."""
 _WAKE = b"\n"
@@ -50,7 +50,7 @@ def open_failure_pipes(folder: Path, num_processes: int) -> list[int]:
     return pipes
 
 
-def how_it_ended(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Say in words what an exit code other than 0 means; negative: the signal that killed the rank."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
 
@@ -75,22 +75,22 @@ def notify_other_ranks(folder: Path, num_processes: int, failure: RankFailure) -
 
 
 class FailureListener:
-    """Reads failure notices in a thread of its own, and calls `let_go` with the first rank that is named: again and
+    """Reads failure notices in a thread of its own, and calls `on_failure` with the first rank that is named: again and
     again, until it is closed, because groups may be in the making."""
 
-    def __init__(self, pipe: str, rank: int, let_go: Callable[[RankFailure], object]) -> None:
+    def __init__(self, pipe: str, rank: int, on_failure: Callable[[RankFailure], object]) -> None:
         self._rank = rank
-        self._let_go = let_go
+        self._on_failure = on_failure
         self._descriptor = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
         self._failure: RankFailure | None = None
-        self._has_heard = threading.Event()
+        self._is_notified = threading.Event()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="weft-supervisor", daemon=True)
         self._thread.start()
 
     def failure(self, timeout_seconds: float = 0.0) -> RankFailure | None:
         """The first other rank that failed, as far as it is known after some time."""
-        self._has_heard.wait(timeout_seconds)
+        self._is_notified.wait(timeout_seconds)
         return self._failure
 
     def close(self) -> None:
@@ -110,21 +110,21 @@ class FailureListener:
                 if rank == self._rank:
                     continue
                 self._failure = RankFailure(rank, how)
-                self._has_heard.set()
-                self._let_go(self._failure)
+                self._is_notified.set()
+                self._on_failure(self._failure)
                 while not self._is_over.wait(_REPEAT_SECONDS):
-                    self._let_go(self._failure)
+                    self._on_failure(self._failure)
 
 
 @contextmanager
 def listening_for_failures(
-    pipe: str | None, rank: int, let_go: Callable[[RankFailure], object]
+    pipe: str | None, rank: int, on_failure: Callable[[RankFailure], object]
 ) -> Generator[FailureListener | None]:
     """Listen inside; None where there is no launcher that could say something."""
     if pipe is None or not os.path.exists(pipe):
         yield None
         return
-    listener = FailureListener(pipe, rank, let_go)
+    listener = FailureListener(pipe, rank, on_failure)
     try:
         yield listener
     finally:

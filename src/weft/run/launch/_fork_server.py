@@ -15,7 +15,7 @@ from types import TracebackType
 from weft.errors import LaunchError
 from weft.run.launch._rank_info import RankInfo
 
-_GONE = (BrokenPipeError, ConnectionResetError)
+_CLOSED_ERRORS = (BrokenPipeError, ConnectionResetError)
 """What a socket says whose other end has died."""
 _TRAINING = ("weft.run.worker",)
 """What a command's ranks need: nearly as long to import as torch."""
@@ -61,7 +61,7 @@ class ForkServer:
         path = [os.path.abspath(entry) for entry in (sys.path if import_path is None else import_path)]
         imports = json.dumps({"import_path": path, "preload": list(preload)}).encode()
         self._jobs = 0
-        self._heard = b""
+        self._received = b""
         self._control, theirs = socket.socketpair()
         try:
             with theirs:
@@ -78,7 +78,7 @@ class ForkServer:
                 f"no process can be started for the ranks: {problem}. Free memory, or raise the limit on processes"
                 " (ulimit -u)."
             ) from problem
-        with suppress(*_GONE):  # `end` reports it for the first job
+        with suppress(*_CLOSED_ERRORS):  # `end` reports it for the first job
             self._control.sendall(len(imports).to_bytes(4, "little") + imports)
 
     def begin(self, folder: Path, commands: int, events: int) -> None:
@@ -93,7 +93,7 @@ class ForkServer:
                 " start another one."
             )
         self._jobs += 1
-        with suppress(*_GONE):  # `end` reports it
+        with suppress(*_CLOSED_ERRORS):  # `end` reports it
             socket.send_fds(self._control, [os.fsencode(folder)], [commands, events])
 
     def end(self, while_waiting: Callable[[], object] = lambda: None) -> int:
@@ -101,7 +101,7 @@ class ForkServer:
         `while_waiting` is called every second."""
         self._control.settimeout(1.0)
         while True:
-            line, newline, rest = self._heard.partition(b"\n")
+            line, newline, rest = self._received.partition(b"\n")
             if not newline:
                 try:
                     word = self._control.recv(256)
@@ -112,9 +112,9 @@ class ForkServer:
                     word = b""
                 if not word:
                     return self._process.wait()
-                self._heard += word
+                self._received += word
                 continue
-            self._heard = rest
+            self._received = rest
             number, status = map(int, line.split())
             if number == self._jobs:  # earlier numbers are of jobs whose launcher did not wait for their end
                 return status

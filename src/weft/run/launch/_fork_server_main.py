@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from weft.run.launch._job import LaunchJob
 
-END = 0
-"""An order: SIGTERM to all, then SIGKILL to those left after `END_SECONDS`.  Other orders are signal numbers."""
-END_SECONDS = 5.0
+TERMINATE = 0
+"""Command of the launcher: SIGTERM to all ranks, then SIGKILL to those that are left after
+`TERMINATE_TIMEOUT_SECONDS`.  Every other command is the number of a signal to send."""
+TERMINATE_TIMEOUT_SECONDS = 5.0
 
 
 def serve(control: socket.socket, preload: list[str]) -> int:
@@ -165,10 +166,10 @@ def _watch(ranks: dict[int, int], commands: int, events: int, wake: int, failure
             kill_at = None
         if commands in ready:
             for order in os.read(commands, 4096) or [signal.SIGKILL]:  # nothing to read: the launcher is gone
-                _signal_all(living, signal.SIGTERM if order == END else signal.Signals(order))
-                if order == END:
+                _signal_all(living, signal.SIGTERM if order == TERMINATE else signal.Signals(order))
+                if order == TERMINATE:
                     _signal_all(living, signal.SIGCONT)  # one that is stopped would not notice
-                    kill_at = time.monotonic() + END_SECONDS
+                    kill_at = time.monotonic() + TERMINATE_TIMEOUT_SECONDS
         _reap(living, events, failure_pipes)
 
 
@@ -177,7 +178,7 @@ def _wake(_number: int, _frame: FrameType | None) -> None:
 
 
 def _reap(living: dict[int, int], events: int, failure_pipes: list[int]) -> None:
-    from weft.run.launch._failure_notice import RankFailure, how_it_ended, notify
+    from weft.run.launch._failure_notice import RankFailure, describe_exit, notify
 
     while living:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -189,7 +190,7 @@ def _reap(living: dict[int, int], events: int, failure_pipes: list[int]) -> None
         rank = living.pop(pid)
         line = f"{rank} {code} {time.monotonic()}\n".encode()
         if code:
-            notify((failure_pipes[other] for other in living.values()), RankFailure(rank, how_it_ended(code)))
+            notify((failure_pipes[other] for other in living.values()), RankFailure(rank, describe_exit(code)))
         with contextlib.suppress(BrokenPipeError):  # the launcher is gone; its pipe of commands says so, too
             os.write(events, line)
 
@@ -208,7 +209,7 @@ def _signal_all(living: dict[int, int], number: signal.Signals) -> None:
         os.kill(pid, number)  # not reaped yet, so the number is still theirs
 
 
-def _receive(control: socket.socket) -> dict[str, list[str]]:
+def _receive_setup(control: socket.socket) -> dict[str, list[str]]:
     """Where to import from, and what, which the launcher says first: four bytes of length, then JSON."""
     length = int.from_bytes(control.recv(4, socket.MSG_WAITALL), "little")
     text = control.recv(length, socket.MSG_WAITALL) if length else b""
@@ -219,7 +220,7 @@ def _receive(control: socket.socket) -> dict[str, list[str]]:
 
 if __name__ == "__main__":
     CONTROL = socket.socket(fileno=int(sys.argv[1]))
-    TOLD = _receive(CONTROL)
-    sys.path[:] = TOLD["import_path"]
+    SETUP = _receive_setup(CONTROL)
+    sys.path[:] = SETUP["import_path"]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.exit(serve(CONTROL, TOLD["preload"]))
+    sys.exit(serve(CONTROL, SETUP["preload"]))

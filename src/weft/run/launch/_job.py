@@ -19,7 +19,7 @@ class LaunchJob:
     target: str
     """`package.module:function`, the path of a script, the name of a module, or of a function of the cells."""
     arguments: dict[str, Any] | list[str]
-    """Keyword arguments of the function, the script's command line, or `arguments` and `pieces` of cells."""
+    """Keyword arguments of the function, the script's command line, or `arguments` and `sources` of cells."""
     num_processes: int
     threads_per_rank: int
     threads_given: bool
@@ -53,9 +53,9 @@ class RankOutcome:
     message: str = ""
     trace: list[str] = dataclasses.field(default_factory=list[str])
     """Where it was raised: the innermost calls, outermost first."""
-    family: bool = False
+    is_weft_error: bool = False
     """Whether the error is one of `weft.errors`, whose message says everything."""
-    family_status: int = 2
+    weft_status: int = 2
     """The error's own `status`."""
     status: int = 0
     """Exit status."""

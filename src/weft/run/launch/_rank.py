@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import Any
 
 from weft.errors import WeftError
-from weft.run.launch._echoes import is_echo
 from weft.run.launch._failure_notice import RankFailure, failure_pipe_path, notify_other_ranks
 from weft.run.launch._job import LaunchJob, RankOutcome
 from weft.run.launch._rank_info import FAILURE_PIPE_VARIABLE, RankInfo
+from weft.run.launch._secondary_errors import is_secondary_error
 from weft.run.launch._threads import set_threads_of_job
 
 _TRACE_FRAMES = 4
@@ -51,7 +51,7 @@ def run_rank(job: LaunchJob, rank: int, folder: Path, port: int | None) -> int:
     except (TypeError, ValueError) as failure:  # the function returned what JSON cannot hold
         status, error = 1, failure
         _outcome(rank, None, error, status).write(folder)
-    if error is not None and not is_echo(str(error)):
+    if error is not None and not is_secondary_error(str(error)):
         first_line = next(iter(str(error).splitlines()), "")
         notify_other_ranks(
             folder, job.num_processes, RankFailure(rank, f"stopped with {type(error).__name__}: {first_line}")
@@ -69,24 +69,24 @@ def _run(job: LaunchJob, rank: int, folder: Path, port: int | None) -> Any:
         if job.kind == "function":
             value = _call(job, rank, folder)
         elif job.kind == "cells":
-            from weft.run.launch._cells import run_pieces  # other ranks need none of it
+            from weft.run.launch._cells import run_sources  # other ranks need none of it
 
-            _take_place(job, rank, folder, port)
-            value = run_pieces(job, folder / f"cells-{rank}")
+            _set_rank_environment(job, rank, folder, port)
+            value = run_sources(job, folder / f"cells-{rank}")
         else:
             _run_script(job, rank, folder, port)
     except BaseException as error:
-        _end_script(error)
+        _run_exit_hooks(error)
         raise
-    _end_script(None)
+    _run_exit_hooks(None)
     return value
 
 
-def _end_script(error: BaseException | None) -> None:
-    if "weft.run.launch.at_end" in sys.modules:  # whoever has opened something has loaded it
-        from weft.run.launch.at_end import end_script
+def _run_exit_hooks(error: BaseException | None) -> None:
+    if "weft.run.launch.exit_hooks" in sys.modules:  # whoever has opened something has loaded it
+        from weft.run.launch.exit_hooks import run_exit_hooks
 
-        end_script(error)
+        run_exit_hooks(error)
 
 
 def _redirect(job: LaunchJob, rank: int) -> None:
@@ -118,7 +118,7 @@ def _call(job: LaunchJob, rank: int, folder: Path) -> Any:
     return function(rank_info, **job.arguments)
 
 
-def _take_place(job: LaunchJob, rank: int, folder: Path, port: int | None) -> None:
+def _set_rank_environment(job: LaunchJob, rank: int, folder: Path, port: int | None) -> None:
     """Say in the standard variables where this rank stands, as torchrun does."""
     size = str(job.num_processes)
     os.environ.update(
@@ -132,7 +132,7 @@ def _take_place(job: LaunchJob, rank: int, folder: Path, port: int | None) -> No
 
 def _run_script(job: LaunchJob, rank: int, folder: Path, port: int | None) -> None:
     """Run a script that reads its place from the standard variables, as under torchrun."""
-    _take_place(job, rank, folder, port)
+    _set_rank_environment(job, rank, folder, port)
     sys.argv = [job.target, *job.arguments]
     if job.kind == "module":
         sys.path.insert(0, os.getcwd())
@@ -146,7 +146,7 @@ def _outcome(rank: int, value: Any, error: BaseException | None, status: int) ->
     if error is None:
         return RankOutcome(rank=rank, host=socket.gethostname(), when=time.monotonic(), value=value, status=status)
     message = f"exit status {status}" if isinstance(error, SystemExit) else str(error)
-    family = isinstance(error, WeftError)
+    is_weft_error = isinstance(error, WeftError)
     return RankOutcome(
         rank=rank,
         host=socket.gethostname(),
@@ -154,8 +154,8 @@ def _outcome(rank: int, value: Any, error: BaseException | None, status: int) ->
         error=type(error).__name__,
         message=message,
         trace=error.lines_of_user() if isinstance(error, WeftError) else _innermost(error.__traceback__),
-        family=family,
-        family_status=error.status if isinstance(error, WeftError) else 2,
+        is_weft_error=is_weft_error,
+        weft_status=error.status if isinstance(error, WeftError) else 2,
         status=status,
     )
 

@@ -54,7 +54,7 @@ class RankInfo:
         local_size = _number(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else world_size
         return cls(rank, world_size, local_rank, local_size, failure_pipe=environment.get(FAILURE_PIPE_VARIABLE))
 
-    def name_run_folder(self, run: Path) -> None:
+    def report_run_folder(self, run: Path) -> None:
         """Tell the launcher, where there is one, which folder the run's is: what only it learns, such as a rank that
         was killed, goes there, too.  Call on one rank."""
         if self.failure_pipe is None:

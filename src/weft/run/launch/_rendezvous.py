@@ -18,7 +18,7 @@ from weft.run.launch._rank_info import RankInfo
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_AGAIN_SECONDS = 0.05
+_RETRY_SECONDS = 0.05
 
 
 def rendezvous_store(rank_info: RankInfo, timeout: timedelta) -> Store:
@@ -40,7 +40,7 @@ def rendezvous_store(rank_info: RankInfo, timeout: timedelta) -> Store:
             if not _is_of_rank_0(rank_info) or rank_info.rank == 0 or time.monotonic() >= deadline:
                 raise
             del store
-            time.sleep(_AGAIN_SECONDS)
+            time.sleep(_RETRY_SECONDS)
 
 
 def _store_of_group(store: Store, rank_info: RankInfo, timeout: timedelta) -> Store:
@@ -52,9 +52,9 @@ def _store_of_group(store: Store, rank_info: RankInfo, timeout: timedelta) -> St
     if rank_info.world_size == 1:
         return store
     number = store.add(f"weft/joined/{rank_info.rank}", 1)
-    earlier = dist.PrefixStore(f"weft/meeting/{number - 1}", store) if number > 1 else None
+    earlier = dist.PrefixStore(f"weft/rendezvous/{number - 1}", store) if number > 1 else None
     rendezvous(
-        dist.PrefixStore(f"weft/meeting/{number}", store),
+        dist.PrefixStore(f"weft/rendezvous/{number}", store),
         rank=rank_info.rank,
         num_ranks=rank_info.world_size,
         seconds=timeout.total_seconds(),
@@ -86,6 +86,6 @@ def _store(rank_info: RankInfo, timeout: timedelta) -> Store:
         rank_info.world_size,
         is_master=is_host,
         timeout=timeout,
-        wait_for_workers=False,  # the roll call does, and names who is missing
+        wait_for_workers=False,  # the rendezvous does, and names the ranks that are missing
         multi_tenant=is_host,
     )

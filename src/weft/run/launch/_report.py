@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import weft.errors
-from weft.run.launch._echoes import is_echo
 from weft.run.launch._job import RankOutcome
+from weft.run.launch._secondary_errors import is_secondary_error
 
 MAX_LINES = 15
 _MAX_WIDTH = 300
 """Letters of a line of the trace."""
 _MOST_LETTERS = 2_000
 """Letters of a line of an error that is not Weft's."""
-_LATE = ("timed out", "Timed out", "timeout", "Timeout")
+_TIMEOUT_TEXTS = ("timed out", "Timed out", "timeout", "Timeout")
 """What torch says on a rank that has waited in vain."""
 
 
@@ -28,7 +28,7 @@ def first_cause(
     A rank that only lost a peer is passed over when there is another; so is one that the launcher ended by SIGTERM.
     """
     failed = [_ended(rank, code, ended_at[rank], outcomes.get(rank)) for rank, code in codes.items() if code != 0]
-    return min(failed, key=lambda outcome: (_is_echo(outcome), outcome.when), default=None)
+    return min(failed, key=lambda outcome: (_is_secondary(outcome), outcome.when), default=None)
 
 
 def report(cause: RankOutcome, world_size: int, logs: Path | None) -> str:
@@ -73,10 +73,12 @@ def _ended(rank: int, code: int, when: float, outcome: RankOutcome | None) -> Ra
     return RankOutcome(rank=rank, host=socket.gethostname(), when=when, error=name, message=text, status=128 - code)
 
 
-def _is_echo(outcome: RankOutcome) -> bool:
-    return outcome.error == "SIGTERM" or is_echo(outcome.message)
+def _is_secondary(outcome: RankOutcome) -> bool:
+    return outcome.error == "SIGTERM" or is_secondary_error(outcome.message)
 
 
-def is_late(outcome: RankOutcome) -> bool:
+def is_secondary_or_timeout(outcome: RankOutcome) -> bool:
     """Whether an error says no more than that another rank did not come in time, or is gone."""
-    return _is_echo(outcome) or outcome.error == "CollectiveError" or any(word in outcome.message for word in _LATE)
+    if _is_secondary(outcome) or outcome.error == "CollectiveError":
+        return True
+    return any(text in outcome.message for text in _TIMEOUT_TEXTS)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from weft.process import children_of, is_stopped
 
-LOOK_SECONDS = 0.5
-_TELL_SECONDS = 1.0
+POLL_SECONDS = 0.5
+_WARN_AFTER_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class _Stopped:
     pid: int
     rank: int
     since: float
-    told: bool = False
+    is_reported: bool = False
 
     @property
     def seconds(self) -> float:
@@ -56,24 +56,24 @@ class StoppedProcesses:
         """Forget a rank."""
         self.ranks.pop(rank, None)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Ask the system, and say what is new."""
-        self.continue_helpers(say=True)
-        stopped_now = {one.pid: one for one in self._look()}
+        self.continue_parents(say=True)
+        stopped_now = {one.pid: one for one in self._stopped_now()}
         for pid, before in self._stopped.items():
-            if pid not in stopped_now and before.told and os.path.exists(f"/proc/{pid}"):
+            if pid not in stopped_now and before.is_reported and os.path.exists(f"/proc/{pid}"):
                 self.warn(f"{before} goes on after {before.seconds:.1f} s.")
         self._stopped = {pid: self._stopped.get(pid, one) for pid, one in stopped_now.items()}
         for one in self._stopped.values():
-            if not one.told and one.seconds >= _TELL_SECONDS:
-                one.told = True
+            if not one.is_reported and one.seconds >= _WARN_AFTER_SECONDS:
+                one.is_reported = True
                 left = max(0.0, self.stopped_timeout_seconds - one.seconds)
                 self.warn(
                     f"{one} was stopped by a signal (SIGSTOP), and the others wait for it. Continue it with: kill -CONT"
                     f" {one.pid}. Otherwise the run ends in {left:.0f} s (compute.collective_timeout_seconds)."
                 )
 
-    def continue_helpers(self, *, say: bool = False) -> None:
+    def continue_parents(self, *, say: bool = False) -> None:
         """Let what only serves the run go on: without it nobody would learn how ranks end."""
         for pid in (self.fork_server, *children_of(self.fork_server)) if self.fork_server else ():
             if is_stopped(pid):
@@ -85,7 +85,7 @@ class StoppedProcesses:
 
     def cause(self) -> str | None:
         """What to say of the run's end if it failed now for want of a process; None where none is stopped."""
-        now = {one.pid: one for one in self._look()}
+        now = {one.pid: one for one in self._stopped_now()}
         first = min(now.values(), key=lambda one: self._stopped.get(one.pid, one).since, default=None)
         if first is None:
             return None
@@ -98,14 +98,14 @@ class StoppedProcesses:
 
     def rank_of_cause(self) -> int:
         """The rank that is stopped, or whose child is."""
-        return next((one.rank for one in self._look()), 0)
+        return next((one.rank for one in self._stopped_now()), 0)
 
     @property
-    def has_waited_enough(self) -> bool:
+    def is_timed_out(self) -> bool:
         """Whether one has been stopped for longer than collectives wait."""
         return any(one.seconds > self.stopped_timeout_seconds for one in self._stopped.values())
 
-    def _look(self) -> Iterator[_Stopped]:
+    def _stopped_now(self) -> Iterator[_Stopped]:
         now = time.monotonic()
         for rank, pid in self.ranks.items():
             if is_stopped(pid):

@@ -1,37 +1,31 @@
-"""Start ranks on this machine from a warm parent, pass signals on, and report how they ended."""
+"""Starts ranks on this machine from a fork server, and reports how they ended."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import shutil
 import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import weft.errors
 from weft.config.plan import COLLECTIVE_TIMEOUT_SECONDS
 from weft.errors import LaunchError, WeftError
 from weft.events import FailureEvent, LogSink, MetricsSink, Run, RunFolder, Sink, WarningEvent, WarningSink
-from weft.run.launch._cells import parameters_fit, pieces_of
+from weft.run.launch._cells import check_arguments, collect_sources
 from weft.run.launch._fork_server import ForkServer as ForkServer
 from weft.run.launch._fork_server import open_fork_server as open_fork_server
-from weft.run.launch._fork_server_main import END
 from weft.run.launch._job import LaunchJob, RankOutcome
 from weft.run.launch._rank_info import run_folder_note
-from weft.run.launch._report import first_cause, is_late, report
-from weft.run.launch._stopped import LOOK_SECONDS, StoppedProcesses
-
-_ECHO_SECONDS = 1.0
-"""How long the others may take to notice by themselves that one has failed, before they are told to end."""
+from weft.run.launch._report import first_cause, is_secondary_or_timeout, report
+from weft.run.launch._stopped import StoppedProcesses
+from weft.run.launch._watch_ranks import RunningJob, forwarding_signals, watch_ranks
 
 
 class RankError(LaunchError):
@@ -43,47 +37,6 @@ class RankError(LaunchError):
         self.host = host
         self.kind = kind
         """Type of the rank's exception, or how it died."""
-
-
-@dataclass(slots=True)
-class _Watch:
-    """What the launcher knows of a running job."""
-
-    commands: BinaryIO
-    num_processes: int
-    stopped: StoppedProcesses
-    codes: dict[int, int] = field(default_factory=dict[int, int])
-    """Rank → exit code; negative: the signal that killed it."""
-    ended_at: dict[int, float] = field(default_factory=dict[int, float])
-    signals: list[signal.Signals] = field(default_factory=list[signal.Signals])
-    stopped_cause: str | None = None
-    """Report of what was stopped when the first rank failed, or for too long."""
-    stopped_rank: int = 0
-
-    def hear(self, line: bytes) -> None:
-        """Take up what the ranks' parent says: a process that is there, or a rank that has ended."""
-        rank, *rest = line.split()
-        if len(rest) == 1:
-            self.stopped.started(int(rank), int(rest[0]))
-            return
-        self.stopped.ended(int(rank))
-        self.codes[int(rank)], self.ended_at[int(rank)] = int(rest[0]), float(rest[1])
-
-    def note_cause(self) -> None:
-        """Remember what is stopped now, at the first failure."""
-        if self.stopped_cause is None and (cause := self.stopped.cause()) is not None:
-            self.stopped_cause, self.stopped_rank = cause, self.stopped.rank_of_cause()
-
-    def pass_on(self, number: int, _frame: object = None) -> None:
-        """Pass a signal to every rank; the second one kills."""
-        self.signals.append(signal.Signals(number))
-        self.order(number if len(self.signals) == 1 else signal.SIGKILL)
-        self.order(signal.SIGCONT)  # a rank that is stopped would not notice
-
-    def order(self, number: int) -> None:
-        if not self.commands.closed:
-            with contextlib.suppress(BrokenPipeError):  # the ranks' parent has just ended: nobody is left to be told
-                self.commands.write(bytes([number]))
 
 
 def launch_function(
@@ -145,12 +98,12 @@ def launch_cells(
         LaunchError: the function needs an object that lives in this process alone.
         WeftError, RankError, KeyboardInterrupt: as from `launch_function`.
     """
-    pieces = [[piece.file, piece.line, piece.source] for piece in pieces_of(function)]
-    parameters_fit(function, arguments)
-    told = {"pieces": pieces, "arguments": dict(arguments)}
+    sources = [[source.file, source.line, source.source] for source in collect_sources(function)]
+    check_arguments(function, arguments)
+    payload = {"sources": sources, "arguments": dict(arguments)}
     preload = ("weft.api",)
-    job = _job("cells", function.__name__, told, num_processes, threads_per_rank, None, None, preload)
-    return _results(job, fork_server, stopped_timeout_seconds, is_users=True)
+    job = _job("cells", function.__name__, payload, num_processes, threads_per_rank, None, None, preload)
+    return _results(job, fork_server, stopped_timeout_seconds, is_user_function=True)
 
 
 def _results(
@@ -159,18 +112,20 @@ def _results(
     stopped_timeout_seconds: float,
     meanwhile: Callable[[], object] | None = None,
     *,
-    is_users: bool = False,
+    is_user_function: bool = False,
 ) -> list[Any]:
-    """Run a job, and return what each rank's function returned.  `is_users`: the function is of the user's own, whose
-    lines are shown with every error."""
+    """Run a job, and return what each rank's function returned.
+
+    `is_user_function`: the function is the user's own, so every error is shown with the line that raised it.
+    """
     num_processes = job.num_processes
     with _private_folder() as folder, _LauncherRun(folder, WarningSink()) as run:
-        watch = _run(job, folder, fork_server, stopped_timeout_seconds, run, meanwhile)
+        running = _run(job, folder, fork_server, stopped_timeout_seconds, run, meanwhile)
         outcomes = {rank: RankOutcome.read(folder, rank) for rank in range(num_processes)}
-        cause = _cause(watch, outcomes)
-        if cause is not None and not watch.signals:
+        cause = _cause(running, outcomes)
+        if cause is not None and not running.signals:
             run.fail_with(cause, num_processes, None)
-    _raise_cause(watch, cause, outcomes, is_users=is_users)
+    _raise_cause(running, cause, outcomes, is_user_function=is_user_function)
     return [outcome.value for rank in range(num_processes) if (outcome := outcomes[rank]) is not None]
 
 
@@ -202,11 +157,11 @@ def launch_script(
     words = [*(["-m"] if under and module else []), *([script] if under else []), *arguments]
     job = _job(kind, under or script, words, num_processes, threads_per_rank, logs, None)
     with _private_folder() as folder, _LauncherRun(folder, WarningSink(failures=True)) as run:
-        watch = _run(job, folder, None, COLLECTIVE_TIMEOUT_SECONDS, run)
-        if watch.signals and any(watch.codes.values()):
-            return 128 + watch.signals[0]
+        running = _run(job, folder, None, COLLECTIVE_TIMEOUT_SECONDS, run)
+        if running.signals and any(running.codes.values()):
+            return 128 + running.signals[0]
         outcomes = {rank: RankOutcome.read(folder, rank) for rank in range(num_processes)}
-        cause = _cause(watch, outcomes)
+        cause = _cause(running, outcomes)
         if cause is None:
             return 0
         run.fail_with(cause, num_processes, logs)
@@ -294,7 +249,7 @@ def _run(
     stopped_timeout_seconds: float,
     run: _LauncherRun,
     meanwhile: Callable[[], object] | None = None,
-) -> _Watch:
+) -> RunningJob:
     """Run the job to the end of its last rank."""
     job.write(folder)
     with contextlib.ExitStack() as stack:
@@ -302,117 +257,77 @@ def _run(
             stack.enter_context(os.fdopen(end, mode, buffering=0))
             for end, mode in zip((*os.pipe(), *os.pipe()), ("rb", "wb", "rb", "wb"), strict=True)
         )
-        watch = _Watch(commands, job.num_processes, StoppedProcesses(stopped_timeout_seconds, run.warn))
+        running = RunningJob(commands, job.num_processes, StoppedProcesses(stopped_timeout_seconds, run.warn))
         if meanwhile is None:
-            stack.enter_context(_signals_passed_on(watch))
+            stack.enter_context(forwarding_signals(running))
         if fork_server is None:
             new = ForkServer(threads_per_rank=job.threads_per_rank, import_path=job.import_path)
             fork_server = stack.enter_context(new)
-        watch.stopped.fork_server = fork_server.pid
+        running.stopped.fork_server = fork_server.pid
         fork_server.begin(folder, theirs.fileno(), reports.fileno())
         theirs.close()
         reports.close()
         try:
             if meanwhile is not None:
                 meanwhile()  # Ctrl-C interrupts it as it would without ranks, and these end below
-                stack.enter_context(_signals_passed_on(watch))
-            _follow(watch, events.fileno())
+                stack.enter_context(forwarding_signals(running))
+            watch_ranks(running, events.fileno())
         finally:
             commands.close()  # whatever happened here: the ranks' parent kills what is left, and ends
-            status = fork_server.end(while_waiting=watch.stopped.continue_helpers)
-    if len(watch.codes) < job.num_processes:
+            status = fork_server.end(while_waiting=running.stopped.continue_parents)
+    if len(running.codes) < job.num_processes:
         raise LaunchError(
             f"the process that started the ranks ended with status {status} before they did; they ended with it. "
             f"When nobody killed it, the machine was short of memory: start fewer than {job.num_processes} processes."
         )
-    return watch
+    return running
 
 
-@contextlib.contextmanager
-def _signals_passed_on(watch: _Watch) -> Generator[None]:
-    """Pass SIGINT and SIGTERM on while ranks run; outside the main thread Python allows no handlers."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, watch.pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _follow(watch: _Watch, events: int) -> None:
-    """Read which rank ended how, until all have or the fork server is gone; after a failure, end the others."""
-    deadline: float | None = None
-    told_to_end = False
-    rest = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(events, selectors.EVENT_READ)
-        while len(watch.codes) < watch.num_processes:
-            # The pipe wakes this process at once when a rank ends; between times it looks for ranks that are stopped.
-            wait = LOOK_SECONDS if deadline is None else max(0.0, min(LOOK_SECONDS, deadline - time.monotonic()))
-            if selector.select(wait):
-                data = os.read(events, 65536)
-                if not data:
-                    return
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    watch.hear(line)
-            elif deadline is not None and time.monotonic() >= deadline:
-                watch.order(END)
-                deadline, told_to_end = None, True
-            elif not told_to_end:
-                watch.stopped.look()
-            has_failed = any(watch.codes.values())
-            # The other ranks get a moment: a rank that fails by itself may still be the first cause, and says more than
-            # one that was ended.
-            if deadline is None and not told_to_end and (has_failed or watch.stopped.has_waited_enough):
-                watch.note_cause()
-                deadline = time.monotonic() + (_ECHO_SECONDS if has_failed else 0.0)
-
-
-def _cause(watch: _Watch, outcomes: Mapping[int, RankOutcome | None]) -> RankOutcome | None:
+def _cause(running: RunningJob, outcomes: Mapping[int, RankOutcome | None]) -> RankOutcome | None:
     """Why the job has failed: the rank that did first, or what was stopped while the others waited for it."""
-    cause = first_cause(watch.codes, watch.ended_at, outcomes)
-    if watch.stopped_cause is None or watch.signals or not (cause is None or is_late(cause)):
+    cause = first_cause(running.codes, running.ended_at, outcomes)
+    if running.stopped_cause is None or running.signals or not (cause is None or is_secondary_or_timeout(cause)):
         return cause
     return RankOutcome(
-        rank=watch.stopped_rank,
+        rank=running.stopped_rank,
         host=socket.gethostname(),
         when=time.monotonic(),
         error=signal.SIGSTOP.name,
-        message=watch.stopped_cause,
+        message=running.stopped_cause,
         status=1 if cause is None else cause.status,
     )
 
 
 def _raise_cause(
-    watch: _Watch, cause: RankOutcome | None, outcomes: Mapping[int, RankOutcome | None], *, is_users: bool
+    running: RunningJob,
+    cause: RankOutcome | None,
+    outcomes: Mapping[int, RankOutcome | None],
+    *,
+    is_user_function: bool,
 ) -> None:
-    if signal.SIGINT in watch.signals and any(watch.codes.values()):
+    if signal.SIGINT in running.signals and any(running.codes.values()):
         raise KeyboardInterrupt
     if cause is None:
         return
     if cause.error == signal.SIGSTOP.name:
         raise RankError(cause.message, rank=cause.rank, host=cause.host, kind=cause.error)
-    if watch.signals:
+    if running.signals:
         raise RankError(
-            f"stopped by {watch.signals[0].name} before a step could be finished and saved.",
+            f"stopped by {running.signals[0].name} before a step could be finished and saved.",
             rank=cause.rank,
             host=cause.host,
-            kind=watch.signals[0].name,
-            status=128 + watch.signals[0],
+            kind=running.signals[0].name,
+            status=128 + running.signals[0],
         )
-    if is_users or not cause.family:
+    if is_user_function or not cause.is_weft_error:
         raise RankError(
-            report(cause, watch.num_processes, None),
+            report(cause, running.num_processes, None),
             rank=cause.rank,
             host=cause.host,
             kind=cause.error or "died",
-            status=cause.family_status if cause.family else 1,
+            status=cause.weft_status if cause.is_weft_error else 1,
         )
     kind = getattr(weft.errors, cause.error or "", WeftError)
     everywhere = all(outcome is not None and outcome.message == cause.message for outcome in outcomes.values())
     message = cause.message if everywhere else f"rank {cause.rank} on host {cause.host}: {cause.message}"
-    raise kind(message, status=cause.family_status)
+    raise kind(message, status=cause.weft_status)

@@ -110,7 +110,7 @@ def train_rank(
         )
         distributed = stack.enter_context(joining)
         if distributed.rank == 0:
-            distributed.rank_info.name_run_folder(run.path)
+            distributed.rank_info.report_run_folder(run.path)
         events = stack.enter_context(_events_of(run, recipe, distributed.rank, quiet))
         if token is not None and distributed.rank == 0:
             events.attach(OwnerSink(token))

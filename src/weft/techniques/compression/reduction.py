@@ -10,7 +10,7 @@ from weft.comm.mesh import GroupView, Mesh
 from weft.techniques.buckets.bucket_state import Bucket, BucketMember, LiveBucket
 from weft.techniques.compression.codecs import CodecSpec, CompressedReduction, Frame, KeptTensor, ParameterSpan
 from weft.techniques.core._layout import ParameterLayout
-from weft.techniques.core._shard import Piece
+from weft.techniques.core._shard import CheckpointShard
 
 
 def compressible(compression: CodecSpec, mesh: Mesh) -> Callable[[BucketMember], bool]:
@@ -40,41 +40,41 @@ def frame_of(bucket: Bucket, *, sharded: bool) -> Frame:
     )
 
 
-def pieces_of(
+def reduction_shards(
     reduction: CompressedReduction,
     layouts: Mapping[str, ParameterLayout],
     view: GroupView,
     *,
     starts: Mapping[str, int] | None = None,
     shard: tuple[int, int] = (0, 1),
-) -> list[Piece]:
-    """Return what a reduction over `view` must keep, as pieces of a checkpoint.
+) -> list[CheckpointShard]:
+    """Return what a reduction over `view` must keep, as checkpoint shards.
 
     `starts` gives the first element of parameters of which this rank holds a run only, and `shard` its place (index,
     number) among the ranks that hold the other runs.
     """
-    pieces: list[Piece] = []
+    stored_shards: list[CheckpointShard] = []
     for kept in reduction.kept():
         layout = layouts[kept.name]
         if kept.is_own:
-            pieces.append(_residual(kept, layout, view, (starts or {}).get(kept.name, 0)))
+            stored_shards.append(_residual(kept, layout, view, (starts or {}).get(kept.name, 0)))
         else:
-            pieces.append(_shared(kept, layout, view, shard))
-    return pieces
+            stored_shards.append(_shared(kept, layout, view, shard))
+    return stored_shards
 
 
-def pieces_of_buckets(buckets: Sequence[LiveBucket]) -> list[Piece]:
+def residual_shards(buckets: Sequence[LiveBucket]) -> list[CheckpointShard]:
     """Return what the reductions of buckets must keep."""
-    found: list[Piece] = []
+    found: list[CheckpointShard] = []
     for live in buckets:
         if live.reduction is not None:
             layouts = {member.layout.name: member.layout for member in live.bucket.members}
-            found += pieces_of(live.reduction, layouts, live.bucket.key.reducing)
+            found += reduction_shards(live.reduction, layouts, live.bucket.key.reducing)
     return found
 
 
-def _residual(kept: KeptTensor, layout: ParameterLayout, view: GroupView, start: int) -> Piece:
-    return Piece(
+def _residual(kept: KeptTensor, layout: ParameterLayout, view: GroupView, start: int) -> CheckpointShard:
+    return CheckpointShard(
         name=f"compression/{kept.kind}/{layout.name}",
         shape=layout.shape,
         tensor=kept.tensor,
@@ -84,12 +84,12 @@ def _residual(kept: KeptTensor, layout: ParameterLayout, view: GroupView, start:
     )
 
 
-def _shared(kept: KeptTensor, layout: ParameterLayout, view: GroupView, shard: tuple[int, int]) -> Piece:
+def _shared(kept: KeptTensor, layout: ParameterLayout, view: GroupView, shard: tuple[int, int]) -> CheckpointShard:
     """What all members hold alike belongs to the matrix that this rank sees; of one cut otherwise it says nothing, and
     none is loaded."""
     cut = f"/tensor-{layout.split.index}-of-{layout.split.parts}" if layout.split else ""
     cut += "" if shard[1] == 1 else f"/shard-{shard[0]}-of-{shard[1]}"
-    return Piece(
+    return CheckpointShard(
         name=f"compression/{kept.kind}{cut}/{layout.name}",
         shape=torch.Size(kept.tensor.shape),
         tensor=kept.tensor.view(-1),

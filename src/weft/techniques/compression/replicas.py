@@ -20,10 +20,10 @@ from torch import Tensor
 from weft.comm.mesh import GroupView, Mesh
 from weft.comm.reduce import Wait, start_all_reduce
 from weft.techniques.compression.codecs import CodecSpec, CompressedReduction, Frame, ParameterSpan, ReductionUnderWay
-from weft.techniques.compression.reduction import pieces_of
+from weft.techniques.compression.reduction import reduction_shards
 from weft.techniques.compression.wire import storages_of
 from weft.techniques.core._layout import ParameterLayout
-from weft.techniques.core._shard import Piece, Shard
+from weft.techniques.core._shard import CheckpointShard, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +124,15 @@ class ReplicaSums:
             if storage.reduction is not None:
                 storage.reduction.keep(skipped)
 
-    def pieces(self) -> list[Piece]:
+    def checkpoint_shards(self) -> list[CheckpointShard]:
         """Return what compression must keep over a restart."""
-        found: list[Piece] = []
+        found: list[CheckpointShard] = []
         for storage in self._storages:
             if storage.reduction is not None:
                 layouts = {entry.layout.name: entry.layout for entry in storage.entries}
                 starts = {entry.layout.name: entry.shard.segments[0].start for entry in storage.entries}
                 shard = (self._shard.index, self._shard.size)
-                found += pieces_of(storage.reduction, layouts, self._replicate, starts=starts, shard=shard)
+                found += reduction_shards(storage.reduction, layouts, self._replicate, starts=starts, shard=shard)
         return found
 
     def state_bytes(self) -> int:

@@ -26,12 +26,12 @@ from weft.techniques.core._runner import microbatch_state as microbatch_state
 from weft.techniques.core._runner import model_inputs as model_inputs
 from weft.techniques.core._runner import move_batch as move_batch
 from weft.techniques.core._runner import take_microbatch as take_microbatch
-from weft.techniques.core._shard import Piece as Piece
+from weft.techniques.core._shard import CheckpointShard as CheckpointShard
 from weft.techniques.core._shard import Segment as Segment
 from weft.techniques.core._shard import Shard as Shard
+from weft.techniques.core._shard import checkpoint_shards_of as checkpoint_shards_of
 from weft.techniques.core._shard import exchange_masters as exchange_masters
 from weft.techniques.core._shard import first_element as first_element
 from weft.techniques.core._shard import present as present
-from weft.techniques.core._shard import shard_pieces as shard_pieces
 from weft.techniques.core._sparse_tables import sparse_tables as sparse_tables
 from weft.techniques.core.materialise import materialise as materialise

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from weft.techniques.core._shard import Piece, Shard
+from weft.techniques.core._shard import CheckpointShard, Shard
 
 
 class GradientReducer(Protocol):
@@ -58,7 +58,7 @@ class GradientReducer(Protocol):
         whose gradients were not finite: then nothing that compression learnt or owes may change."""
         ...
 
-    def pieces(self) -> list[Piece]:
+    def checkpoint_shards(self) -> list[CheckpointShard]:
         """What of the reductions themselves must outlive a restart: what compression owes and has learnt."""
         ...
 
@@ -141,8 +141,8 @@ class ReducerSet:
         for store in self.stores:
             store.on_applied(skipped)
 
-    def pieces(self) -> list[Piece]:
-        return [piece for store in self.stores for piece in store.pieces()]
+    def checkpoint_shards(self) -> list[CheckpointShard]:
+        return [stored for store in self.stores for stored in store.checkpoint_shards()]
 
     def publish(self) -> None:
         """Bring the masters back into the parameters, to the end."""

@@ -150,7 +150,7 @@ def first_element(shape: torch.Size, sharding: GroupView) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class CheckpointShard:
     """A run of a named, layout-free tensor that lives on this rank: the unit of saving and loading."""
 
     name: str
@@ -180,12 +180,13 @@ class Piece:
         return self.name if self.addend is None else f"{self.name}@{self.addend[0]}-of-{self.addend[1]}"
 
 
-def shard_pieces(prefix: str, shards: Sequence[Shard], states: Sequence[Tensor]) -> Iterator[Piece]:
-    """Yield the pieces `<prefix>/<parameter>` of states (or averages) that lie element by element as the masters do."""
+def checkpoint_shards_of(prefix: str, shards: Sequence[Shard], states: Sequence[Tensor]) -> Iterator[CheckpointShard]:
+    """Yield the checkpoint shards `<prefix>/<parameter>` of states (or averages) that are laid out element by element
+    as the masters are."""
     for shard, held in zip(shards, states, strict=True):
         state = shard.at_rest(held)
         for segment in shard.segments:
-            yield Piece(
+            yield CheckpointShard(
                 name=f"{prefix}/{segment.layout.name}",
                 shape=segment.layout.shape,
                 tensor=state[segment.offset : segment.offset + segment.length],

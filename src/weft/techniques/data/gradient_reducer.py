@@ -45,7 +45,7 @@ from weft.techniques.buckets.bucket_state import (
     compose_buckets,
 )
 from weft.techniques.buckets.settings import BucketSettings
-from weft.techniques.core._shard import Piece, Shard
+from weft.techniques.core._shard import CheckpointShard, Shard
 from weft.techniques.core.precision import NARROW, real_of
 from weft.techniques.data._ahead import await_all
 
@@ -427,12 +427,12 @@ class BucketReducer:
             if live.reduction is not None:
                 live.reduction.keep(skipped)
 
-    def pieces(self) -> list[Piece]:
+    def checkpoint_shards(self) -> list[CheckpointShard]:
         if self._compression is None:
             return []
-        from weft.techniques.compression.reduction import pieces_of_buckets
+        from weft.techniques.compression.reduction import residual_shards
 
-        return pieces_of_buckets(self._live)
+        return residual_shards(self._live)
 
     def publish(self) -> None:
         self.settle()

@@ -19,7 +19,7 @@ from weft.comm.mesh import GroupView
 from weft.errors import RecipeError
 from weft.techniques.buckets.bucket_state import BucketMember
 from weft.techniques.core._rows import SparseRows
-from weft.techniques.core._shard import Piece, Segment, Shard
+from weft.techniques.core._shard import CheckpointShard, Segment, Shard
 
 
 @dataclass(slots=True)
@@ -151,7 +151,7 @@ class SparseReducer:
     def on_applied(self, skipped: Collection[str]) -> None:
         """Nothing to do: rows travel as they are."""
 
-    def pieces(self) -> list[Piece]:
+    def checkpoint_shards(self) -> list[CheckpointShard]:
         """Return nothing."""
         return []
 

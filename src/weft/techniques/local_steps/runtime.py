@@ -30,7 +30,7 @@ from weft.comm.mesh import GroupView, Mesh
 from weft.comm.reduce import Wait, nothing_to_wait_for, start_all_reduce
 from weft.config.document import Json, JsonObject
 from weft.figures import spell_bytes
-from weft.techniques.core import Piece, Shard, exchange_masters, present, shard_pieces
+from weft.techniques.core import CheckpointShard, Shard, checkpoint_shards_of, exchange_masters, present
 from weft.techniques.local_steps.contract import LocalSteps
 from weft.techniques.local_steps.settings import LocalStepsSettings
 from weft.techniques.runtime import Build, TechniqueRuntime
@@ -158,7 +158,7 @@ class LocalRounds(TechniqueRuntime):
             f" numbers: {spell_bytes(size / steps)} per step in the mean"
         ]
 
-    def pieces(self, pieces: list[Piece]) -> list[Piece]:
+    def checkpoint_shards(self, stored_shards: list[CheckpointShard]) -> list[CheckpointShard]:
         """Return weights, outer momentum and optimizer states for saving and loading.
 
         What any plan can load bears the usual names: the weights that replicas agreed on last, and the optimizer
@@ -166,28 +166,28 @@ class LocalRounds(TechniqueRuntime):
         optimizer states, and in the middle of a round its weights.  A replica that finds none of its own starts from
         the usual ones, so they are listed for it as well, and fill what is then filled again.
         """
-        masters = [piece for piece in pieces if piece.name.startswith("model/")]
-        optimizer = [piece for piece in pieces if not piece.name.startswith("model/")]
-        anchors = shard_pieces("model", self._shards, self._anchors)
-        found = [self._shared(piece) for piece in anchors]
-        found += [replace(piece, counts=False) for piece in masters]
-        found += [self._shared(piece) for piece in optimizer]
+        masters = [stored for stored in stored_shards if stored.name.startswith("model/")]
+        optimizer = [stored for stored in stored_shards if not stored.name.startswith("model/")]
+        anchors = checkpoint_shards_of("model", self._shards, self._anchors)
+        found = [self._shared(stored) for stored in anchors]
+        found += [replace(stored, counts=False) for stored in masters]
+        found += [self._shared(stored) for stored in optimizer]
         if self._velocities:
-            velocities = shard_pieces("local/momentum", self._shards, self._velocities)
-            found += [self._shared(piece) for piece in velocities]
+            velocities = checkpoint_shards_of("local/momentum", self._shards, self._velocities)
+            found += [self._shared(stored) for stored in velocities]
         found += self._own(masters, counts=self.is_open)
         if self._replicas.index:
             found += self._own(optimizer, counts=True)
         return found
 
-    def _shared(self, piece: Piece) -> Piece:
+    def _shared(self, stored: CheckpointShard) -> CheckpointShard:
         """Written by the first replica."""
-        return replace(piece, counts=piece.counts and self._replicas.index == 0)
+        return replace(stored, counts=stored.counts and self._replicas.index == 0)
 
-    def _own(self, pieces: Sequence[Piece], *, counts: bool) -> Iterator[Piece]:
+    def _own(self, stored_shards: Sequence[CheckpointShard], *, counts: bool) -> Iterator[CheckpointShard]:
         prefix = f"local/{self._replicas.index}-of-{self._replicas.size}"
-        for piece in pieces:
-            yield replace(piece, name=f"{prefix}/{piece.name}", counts=piece.counts and counts)
+        for stored in stored_shards:
+            yield replace(stored, name=f"{prefix}/{stored.name}", counts=stored.counts and counts)
 
     def state(self) -> dict[str, Json]:
         """Return what is no tensor: how much each replica has counted in the round under way."""
@@ -201,8 +201,8 @@ class LocalRounds(TechniqueRuntime):
                 raise state.fail("counts", "a list of numbers from 0")
 
     def load_state(self, state: Mapping[str, Json]) -> None:
-        """Take over what `state` returned, after the pieces have been filled.  Where other replicas saved it, or none,
-        all start a round from the weights that were agreed on last."""
+        """Take over what `state` returned, after the checkpoint shards have been filled.  Where other replicas saved
+        it, or none, all start a round from the weights that were agreed on last."""
         counts = state.get("counts")
         mine = [float(count) for count in counts if isinstance(count, int | float)] if isinstance(counts, list) else []
         self._counts = mine if len(mine) == self._replicas.size else [0.0] * self._replicas.size

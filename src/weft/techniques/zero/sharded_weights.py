@@ -44,7 +44,7 @@ from weft.techniques.buckets.bucket_state import BucketMember
 from weft.techniques.buckets.settings import BucketSettings
 from weft.techniques.core._layout import NestedSplit, ParameterLayout, Split
 from weft.techniques.core._part import ModelPart
-from weft.techniques.core._shard import Piece, Segment, Shard, first_element
+from weft.techniques.core._shard import CheckpointShard, Segment, Shard, first_element
 from weft.techniques.core.block_paths import note_gathers
 from weft.techniques.core.materialise import by_owner, draw
 from weft.techniques.core.stored import InMemory, read_local
@@ -419,8 +419,8 @@ class FullyShardedReducer:
         if self._replicas is not None:
             self._replicas.on_applied(skipped)
 
-    def pieces(self) -> list[Piece]:
-        return self._replicas.pieces() if self._replicas is not None else []
+    def checkpoint_shards(self) -> list[CheckpointShard]:
+        return self._replicas.checkpoint_shards() if self._replicas is not None else []
 
     def publish(self) -> None:
         """Nothing to gather: the masters are the sharded parameters, which the next gather reads."""

@@ -271,7 +271,7 @@ def _state_bytes(training: TrainingState) -> StateBytes:
     masters = _bytes_of((shard.master for shard in shards), seen)
     gradients = _bytes_of(_gradients(parameters), seen)
     gradients += _bytes_of((shard.gradient for shard in shards if shard.gradient is not None), seen)
-    optimizer = _bytes_of((piece.tensor for piece in training.optimizer.pieces()), seen)
+    optimizer = _bytes_of((stored.tensor for stored in training.optimizer.checkpoint_shards()), seen)
     buffers = _bytes_of((buffer for part in parts for buffer in part.module.buffers()), seen)
     return StateBytes(
         weights=weights,

@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.config.plan import Plan, axis_coordinates
 from weft.figures import spell_figure
 from weft.model.blueprint import Blueprint
-from weft.techniques.core import Piece
+from weft.techniques.core import CheckpointShard
 from weft.verify.numerics._comparison import Comparison, Mismatch, TrialResult
 from weft.verify.numerics._reference import Contributions
 from weft.verify.numerics._trial import Trial
@@ -194,17 +194,17 @@ def _gradient(evidence: Evidence) -> str:
 
 
 def _own_samples_only(evidence: Evidence) -> str | None:
-    """Every piece is the gradient of some data ranks' samples only."""
+    """Every shard is the gradient of some data ranks' samples only."""
     parts = evidence.contributions.of_data_rank
     if len(parts) < 2:
         return None
     name = evidence.first.name
     seen: list[tuple[int, tuple[int, ...]]] = []
-    for rank, piece in _pieces(evidence, "gradients", f"gradient/{name}"):
-        wholes = [_slice(part[name], piece) for part in parts]
-        if not piece.tensor.numel():
+    for rank, shard in _shards(evidence, "gradients", f"gradient/{name}"):
+        wholes = [_slice(part[name], shard) for part in parts]
+        if not shard.tensor.numel():
             continue
-        subset = _subset(wholes, piece.tensor.double())
+        subset = _subset(wholes, shard.tensor.double())
         if subset is None:
             return None
         seen.append((_data_index(evidence.plan, rank), subset))
@@ -216,14 +216,14 @@ def _own_samples_only(evidence: Evidence) -> str | None:
     return f"{name} lacks some data ranks' samples: {shown}"
 
 
-def _subset(parts: Sequence[Tensor], piece: Tensor) -> tuple[int, ...] | None:
-    """Which of the parts add up to the piece; all of them before some."""
+def _subset(parts: Sequence[Tensor], shard: Tensor) -> tuple[int, ...] | None:
+    """Which of the parts add up to the shard; all of them before some."""
     scale = max(float(part.norm()) for part in parts)
     # All parts before some: a parameter that no sample touches (zero gradient) belongs to every subset.
     for size in range(len(parts), 0, -1):
         for chosen in itertools.combinations(range(len(parts)), size):
             total = torch.stack([parts[index] for index in chosen]).sum(0)
-            if float((total - piece).norm()) <= _CLOSE * scale:
+            if float((total - shard).norm()) <= _CLOSE * scale:
                 return chosen
     return None
 
@@ -275,7 +275,7 @@ def _kind_clause(evidence: Evidence, names: Sequence[str]) -> str:
 
 
 def _zeros(evidence: Evidence) -> str | None:
-    """Elements that are zero and should not be, whole pieces of ranks at a time."""
+    """Elements that are zero and should not be, whole shards of ranks at a time."""
     key = f"gradient/{evidence.first.name}"
     reference, candidate = evidence.reference.gradients.get(key), evidence.candidate.gradients.get(key)
     if reference is None or candidate is None or reference.shape != candidate.shape:
@@ -287,8 +287,8 @@ def _zeros(evidence: Evidence) -> str | None:
         return None
     ranks = [
         rank
-        for rank, piece in _pieces(evidence, "gradients", key)
-        if piece.tensor.numel() and not bool(piece.tensor.any()) and bool(_slice(reference, piece).any())
+        for rank, shard in _shards(evidence, "gradients", key)
+        if shard.tensor.numel() and not bool(shard.tensor.any()) and bool(_slice(reference, shard).any())
     ]
     where = f", the whole part of rank{'s' if len(ranks) > 1 else ''} {_list([str(r) for r in ranks])}" if ranks else ""
     return f"{int(lost.sum())} of {lost.numel()} elements are zero{where}: a reduction or a gather never fills them"
@@ -306,16 +306,16 @@ def _shuffled(evidence: Evidence) -> str | None:
 def _permutation(evidence: Evidence, key: str, reference: Tensor, candidate: Tensor) -> str | None:
     """The order of the tensor ranks' parts in `candidate`, when it is `reference` in another order."""
     splits = [
-        piece.split.cuts[0]
+        shard.split.cuts[0]
         for kind in ("initial", "gradients")
-        for _, piece in _pieces(evidence, kind, key)
-        if piece.split
+        for _, shard in _shards(evidence, kind, key)
+        if shard.split
     ]
     if not splits or reference.shape != candidate.shape:
         return None
     split, scale = splits[0], _CLOSE * float(reference.norm())
-    pieces = split.parts * split.blocks
-    mine, theirs = reference.chunk(pieces, split.dim), candidate.chunk(pieces, split.dim)
+    shards = split.parts * split.blocks
+    mine, theirs = reference.chunk(shards, split.dim), candidate.chunk(shards, split.dim)
     order = [
         next(
             (index for index, part in enumerate(mine) if part.shape == p.shape and float((part - p).norm()) <= scale),
@@ -323,7 +323,7 @@ def _permutation(evidence: Evidence, key: str, reference: Tensor, candidate: Ten
         )
         for p in theirs
     ]
-    return str(order) if sorted(order) == list(range(pieces)) and order != sorted(order) else None
+    return str(order) if sorted(order) == list(range(shards)) and order != sorted(order) else None
 
 
 def _disagreement(evidence: Evidence) -> str | None:
@@ -340,7 +340,7 @@ def _not_finite(evidence: Evidence) -> str | None:
         return f"no rank holds a gradient of {evidence.first.name}"
     if bool(candidate.isfinite().all()):
         return None
-    bad = [rank for rank, piece in _pieces(evidence, "gradients", key) if not bool(piece.tensor.isfinite().all())]
+    bad = [rank for rank, shard in _shards(evidence, "gradients", key) if not bool(shard.tensor.isfinite().all())]
     if bad:
         return f"the gradient of {evidence.first.name} is not finite on rank {bad[0]}"
     return f"part of the gradient of {evidence.first.name} is held by no rank"
@@ -390,7 +390,7 @@ def _gradient_scale(evidence: Evidence) -> float:
 
 def _countable(evidence: Evidence) -> Mapping[str, float]:
     """Sums of squares of gradients that may be counted too often, by who they are."""
-    cut = {piece.name for trial in evidence.trials for piece in trial.gradients if piece.split}
+    cut = {shard.name for trial in evidence.trials for shard in trial.gradients if shard.split}
     squares = {name: float(t.double().square().sum()) for name, t in evidence.reference.gradients.items()}
     tied = {f"gradient/{name}" for name in evidence.tied()}
     return {
@@ -430,19 +430,19 @@ def _unchanged(evidence: Evidence, name: str) -> bool:
     return before is not None and after is not None and reference is not None and torch.equal(before, after)
 
 
-# ── pieces ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── shards ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _pieces(evidence: Evidence, kind: str, key: str) -> Iterator[tuple[int, Piece]]:
-    """(rank, piece) of one tensor."""
+def _shards(evidence: Evidence, kind: str, key: str) -> Iterator[tuple[int, CheckpointShard]]:
+    """(rank, shard) of one tensor."""
     for rank, trial in enumerate(evidence.trials):
-        pieces: Sequence[Piece] = getattr(trial, kind)
-        yield from ((rank, piece) for piece in pieces if piece.name == key)
+        shards: Sequence[CheckpointShard] = getattr(trial, kind)
+        yield from ((rank, shard) for shard in shards if shard.name == key)
 
 
-def _slice(whole: Tensor, piece: Piece) -> Tensor:
-    """What the piece of a rank should hold of a whole tensor, flat."""
-    return piece.split.slice(whole).double().flatten()[piece.start : piece.start + piece.tensor.numel()]
+def _slice(whole: Tensor, shard: CheckpointShard) -> Tensor:
+    """What the shard of a rank should hold of a whole tensor, flat."""
+    return shard.split.slice(whole).double().flatten()[shard.start : shard.start + shard.tensor.numel()]
 
 
 def _data_index(plan: Plan, rank: int) -> int:
@@ -452,10 +452,10 @@ def _data_index(plan: Plan, rank: int) -> int:
 
 def _axis_of_disagreement(evidence: Evidence, kind: str, key: str) -> str | None:
     """The axis along which two ranks hold different values of the same elements."""
-    copies = list(_pieces(evidence, kind, key))
-    for (rank, piece), (other_rank, other) in itertools.combinations(copies, 2):
-        same = (piece.split, piece.start, piece.tensor.shape) == (other.split, other.start, other.tensor.shape)
-        if not same or torch.allclose(piece.tensor, other.tensor, rtol=_CLOSE, atol=0.0, equal_nan=True):
+    copies = list(_shards(evidence, kind, key))
+    for (rank, shard), (other_rank, other) in itertools.combinations(copies, 2):
+        same = (shard.split, shard.start, shard.tensor.shape) == (other.split, other.start, other.tensor.shape)
+        if not same or torch.allclose(shard.tensor, other.tensor, rtol=_CLOSE, atol=0.0, equal_nan=True):
             continue
         mine, theirs = axis_coordinates(evidence.plan.mesh, rank), axis_coordinates(evidence.plan.mesh, other_rank)
         apart = [axis for axis in _AXES if mine[axis] != theirs[axis]]

@@ -76,7 +76,7 @@ class Comparison:
 
 
 def join_trials(trials: Sequence[Trial], plan: Plan) -> TrialResult:
-    """Put the ranks' pieces together.  Ranks that disagree about a loss or a norm give nan, which equals nothing."""
+    """Put the ranks' shards together.  Ranks that disagree about a loss or a norm give nan, which equals nothing."""
 
     def agreed(lists: list[list[float]]) -> list[float]:
         return [values[0] if len(set(values)) == 1 else math.nan for values in zip(*lists, strict=True)]

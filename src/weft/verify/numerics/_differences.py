@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.techniques.core import Piece
+from weft.techniques.core import CheckpointShard
 
 TOLERANCES: Mapping[str, float] = {"fp64": 1e-10, "fp32": 1e-5}
 """Largest ‖Δ‖ / max(‖g‖, 1e-6·‖G‖) of a tensor that counts as equal."""
@@ -27,23 +27,23 @@ class Difference:
         return f"{self.name} differs by {self.relative:.1e}"
 
 
-def assemble(ranks: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
-    """Put the pieces of all ranks together to whole tensors.
+def assemble(ranks: Sequence[Sequence[CheckpointShard]]) -> dict[str, Tensor]:
+    """Put the shards of all ranks together to whole tensors.
 
     Every rank's copy is looked at, not only those that count: replicas that disagree give nan, and so does an element
     that no rank holds.
     """
     locals_: dict[str, dict[int, Tensor]] = {}
-    shapes: dict[str, Piece] = {}
-    for pieces in ranks:
-        for piece in pieces:
-            shapes[piece.name] = piece
-            index, shape = piece.split.index, piece.split.local_shape(piece.shape)
-            parts_by_index = locals_.setdefault(piece.name, {})
+    shapes: dict[str, CheckpointShard] = {}
+    for shards in ranks:
+        for shard in shards:
+            shapes[shard.name] = shard
+            index, shape = shard.split.index, shard.split.local_shape(shard.shape)
+            parts_by_index = locals_.setdefault(shard.name, {})
             if index not in parts_by_index:
                 parts_by_index[index] = torch.full((shape.numel(),), torch.nan, dtype=torch.float64)
-            run = parts_by_index[index][piece.start : piece.start + piece.tensor.numel()]
-            new = piece.tensor.detach().to("cpu", torch.float64)
+            run = parts_by_index[index][shard.start : shard.start + shard.tensor.numel()]
+            new = shard.tensor.detach().to("cpu", torch.float64)
             missing = run.isnan()
             scale = float(new.norm())
             disagree = (~missing) & ((run - new).abs() > 1e-5 * scale)
@@ -51,13 +51,13 @@ def assemble(ranks: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
     return {name: _join(shapes[name], parts_by_index) for name, parts_by_index in locals_.items()}
 
 
-def _join(piece: Piece, parts_by_index: Mapping[int, Tensor]) -> Tensor:
-    shape = piece.split.local_shape(piece.shape)
+def _join(shard: CheckpointShard, parts_by_index: Mapping[int, Tensor]) -> Tensor:
+    shape = shard.split.local_shape(shard.shape)
     absent = torch.full(shape, torch.nan, dtype=torch.float64)
     parts = [
-        parts_by_index[index].view(shape) if index in parts_by_index else absent for index in range(piece.split.parts)
+        parts_by_index[index].view(shape) if index in parts_by_index else absent for index in range(shard.split.parts)
     ]
-    return piece.split.join(parts)
+    return shard.split.join(parts)
 
 
 def compare(reference: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> list[Difference]:

@@ -49,9 +49,9 @@ def contributions(
         totals.append([])
         for microbatch in data.microbatches(0):
             with KeptWide():
-                pieces, total = first_gradients(training, recipe, [microbatch])
+                shards, total = first_gradients(training, recipe, [microbatch])
             totals[-1].append((float(total.sum), float(total.count)))
-            gradients = {name.partition("/")[2]: tensor for name, tensor in assemble([pieces]).items()}
+            gradients = {name.partition("/")[2]: tensor for name, tensor in assemble([shards]).items()}
             parts[-1] = {name: parts[-1].get(name, 0.0) + gradient for name, gradient in gradients.items()}
     return Contributions(order=tuple(order), of_data_rank=parts, totals=totals)
 

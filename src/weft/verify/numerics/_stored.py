@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from weft.techniques.core import NestedSplit, Piece
+from weft.techniques.core import CheckpointShard, NestedSplit
 from weft.verify.numerics._trial import Trial
 
 _LISTS = ("initial", "gradients", "state")
@@ -32,9 +32,9 @@ def write_trial(path: Path, trial: Trial) -> None:
         "narrowed": dict(trial.narrowed),
     }
     for kind in _LISTS:
-        pieces: Sequence[Piece] = getattr(trial, kind)
-        header[kind] = [_description(piece) for piece in pieces]
-        tensors |= {f"{kind}.{index}": piece.tensor.contiguous() for index, piece in enumerate(pieces)}
+        shards: Sequence[CheckpointShard] = getattr(trial, kind)
+        header[kind] = [_description(shard) for shard in shards]
+        tensors |= {f"{kind}.{index}": shard.tensor.contiguous() for index, shard in enumerate(shards)}
     tensors["empty"] = torch.zeros(0)  # the format wants one tensor at least
     save_file(tensors, path, metadata={"trial": json.dumps(header)})
 
@@ -43,17 +43,17 @@ def read_trial(path: Path) -> Trial:
     """Read what `write_trial` wrote."""
     with safe_open(path, framework="pt") as file:
         header: dict[str, Any] = json.loads(file.metadata()["trial"])
-        pieces = {
+        shards = {
             kind: [
-                _piece(description, file.get_tensor(f"{kind}.{index}"))
+                _shard(description, file.get_tensor(f"{kind}.{index}"))
                 for index, description in enumerate(header[kind])
             ]
             for kind in _LISTS
         }
     return Trial(
-        initial=pieces["initial"],
-        gradients=pieces["gradients"],
-        state=pieces["state"],
+        initial=shards["initial"],
+        gradients=shards["gradients"],
+        state=shards["state"],
         losses=header["losses"],
         gradient_norms=header["gradient_norms"],
         validation=header["validation"],
@@ -64,18 +64,18 @@ def read_trial(path: Path) -> Trial:
     )
 
 
-def _description(piece: Piece) -> dict[str, Any]:
+def _description(shard: CheckpointShard) -> dict[str, Any]:
     return {
-        "name": piece.name,
-        "shape": list(piece.shape),
-        "split": piece.split.numbers,
-        "start": piece.start,
-        "counts": piece.counts,
+        "name": shard.name,
+        "shape": list(shard.shape),
+        "split": shard.split.numbers,
+        "start": shard.start,
+        "counts": shard.counts,
     }
 
 
-def _piece(description: dict[str, Any], tensor: Tensor) -> Piece:
-    return Piece(
+def _shard(description: dict[str, Any], tensor: Tensor) -> CheckpointShard:
+    return CheckpointShard(
         name=description["name"],
         shape=torch.Size(description["shape"]),
         tensor=tensor,

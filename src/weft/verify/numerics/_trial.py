@@ -18,7 +18,7 @@ from weft.events import StepEvent
 from weft.model.blueprint import Batch, Blueprint
 from weft.run.engine import TrainingState, create_training
 from weft.run.worker._trial_data import TrialData
-from weft.techniques.core import LossTotals, Piece, shard_pieces
+from weft.techniques.core import CheckpointShard, LossTotals, checkpoint_shards_of
 from weft.techniques.registry import TECHNIQUES
 from weft.verify.numerics._wide import KeptWide
 
@@ -27,16 +27,16 @@ from weft.verify.numerics._wide import KeptWide
 class Trial:
     """What one rank saw.  Pieces are copies, named `gradient/<parameter>` and as in a checkpoint."""
 
-    initial: list[Piece]
+    initial: list[CheckpointShard]
     """Masters, frozen parameters and buffers before the first step."""
-    gradients: list[Piece]
+    gradients: list[CheckpointShard]
     """Gradients of the first step: of loss sum × scale, before clipping."""
     losses: list[float]
     """Global mean loss of every step."""
     gradient_norms: list[float]
     validation: float
     """Loss sum over the first batch in evaluation mode, after the steps; the same on all ranks of the last stage."""
-    state: list[Piece]
+    state: list[CheckpointShard]
     """Masters, frozen parameters and buffers after the last step."""
     launched: list[Counter[tuple[str, str, int]]]
     """How often each (axis, operation, bytes) was launched: for the gradients of the first step, then by each step."""
@@ -122,22 +122,22 @@ def run_trial(
     )
 
 
-def _model_state(training: TrainingState) -> list[Piece]:
-    return [_copy(piece) for piece in training.pieces() if piece.name.startswith(("model/", "buffer/"))]
+def _model_state(training: TrainingState) -> list[CheckpointShard]:
+    return [_copy(shard) for shard in training.checkpoint_shards() if shard.name.startswith(("model/", "buffer/"))]
 
 
-def _first_gradients(training: TrainingState, recipe: Recipe, microbatches: Sequence[Batch]) -> list[Piece]:
+def _first_gradients(training: TrainingState, recipe: Recipe, microbatches: Sequence[Batch]) -> list[CheckpointShard]:
     """Gradients of the first step's loss, with buffers (running statistics) put back as they were."""
     buffers = [(buffer, buffer.clone()) for part in training.model.parts for buffer in part.module.buffers()]
-    pieces, _ = first_gradients(training, recipe, microbatches)
+    shards, _ = first_gradients(training, recipe, microbatches)
     for buffer, before in buffers:
         buffer.copy_(before)
-    return pieces
+    return shards
 
 
 def first_gradients(
     training: TrainingState, recipe: Recipe, microbatches: Sequence[Batch]
-) -> tuple[list[Piece], LossTotals]:
+) -> tuple[list[CheckpointShard], LossTotals]:
     """Return copies of this rank's gradients of the first step, of loss sum × scale before clipping, and the loss."""
     stores = training.model.stores
     stores.begin_step()
@@ -146,8 +146,8 @@ def first_gradients(
     )
     stores.finish()
     gradients = [shard.dense_gradient() for shard in stores.shards]
-    return [_copy(piece) for piece in shard_pieces("gradient", stores.shards, gradients)], totals
+    return [_copy(shard) for shard in checkpoint_shards_of("gradient", stores.shards, gradients)], totals
 
 
-def _copy(piece: Piece) -> Piece:
-    return replace(piece, tensor=piece.tensor.detach().clone(), let_go=None)
+def _copy(shard: CheckpointShard) -> CheckpointShard:
+    return replace(shard, tensor=shard.tensor.detach().clone(), let_go=None)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.config.recipe import GroupSettings, OptimizerGroup
 from weft.run.engine.optimizers._runs import StepCounts
-from weft.techniques.core import Piece, Shard, shard_pieces
+from weft.techniques.core import CheckpointShard, Shard, checkpoint_shards_of
 
 
 class ShardOptimizer(ABC):
@@ -43,19 +43,19 @@ class ShardOptimizer(ABC):
         What `shard.gradient` holds afterwards is undefined: optimizers use it as their working memory.
         """
 
-    def pieces(self) -> list[Piece]:
+    def checkpoint_shards(self) -> list[CheckpointShard]:
         """Return all states for saving and loading, by the names `optimizer/<state>/<parameter>`."""
-        return list(self._iterate_pieces())
+        return list(self._iterate_shards())
 
     def state_bytes(self) -> int:
         """Return the bytes of optimizer states on this rank, without the masters."""
         return sum(t.numel() * t.element_size() for states in self._states.values() for t in states)
 
-    def _iterate_pieces(self) -> Iterator[Piece]:
+    def _iterate_shards(self) -> Iterator[CheckpointShard]:
         for name, states in self._states.items():
-            yield from shard_pieces(f"optimizer/{name}", self._shards, states)
+            yield from checkpoint_shards_of(f"optimizer/{name}", self._shards, states)
         if self.counts_steps:
-            yield from self._counts.pieces()
+            yield from self._counts.checkpoint_shards()
 
     def _add_state(self, name: str) -> list[Tensor]:
         """Create a state, zero at first, with one element for every element of the masters."""

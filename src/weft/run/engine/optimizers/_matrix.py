@@ -13,7 +13,7 @@ from weft.comm.mesh import GroupView, Mesh
 from weft.config.plan import AXES, Axis
 from weft.errors import PlanError
 from weft.run.engine.optimizers._sums import cutting_groups, is_cut_over
-from weft.techniques.core import Piece, Segment, Shard
+from weft.techniques.core import CheckpointShard, Segment, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class MatrixRun:
         """View this run of a flat shard in its shape."""
         return flat[self.segment.offset : self.segment.offset + self.segment.length].view(self.shape)
 
-    def row_piece(self, state: Tensor, shard_counts: bool) -> Piece:
-        """The piece of a state (..., R): one number for each row."""
+    def row_shard(self, state: Tensor, shard_counts: bool) -> CheckpointShard:
+        """The checkpoint shard of a state (..., R): one number for each row."""
         layout = self.segment.layout
-        return Piece(
+        return CheckpointShard(
             name=f"optimizer/row/{layout.name}",
             shape=layout.shape[:-1],
             tensor=state.view(-1),
@@ -57,11 +57,11 @@ class MatrixRun:
             counts=shard_counts and layout.split.is_first_along(self.ndim - 1),
         )
 
-    def column_piece(self, state: Tensor, shard_counts: bool) -> Piece:
-        """The piece of a state (..., C): one number for each column."""
+    def column_shard(self, state: Tensor, shard_counts: bool) -> CheckpointShard:
+        """The checkpoint shard of a state (..., C): one number for each column."""
         layout = self.segment.layout
         first = self.ndim > 2 or self.segment.start == 0
-        return Piece(
+        return CheckpointShard(
             name=f"optimizer/column/{layout.name}",
             shape=layout.shape[:-2] + layout.shape[-1:],
             tensor=state.view(-1),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.techniques.core import Piece, Segment, Shard
+from weft.techniques.core import CheckpointShard, Segment, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,13 @@ class StepCounts:
         if current is not None:
             yield current
 
-    def pieces(self) -> Iterator[Piece]:
-        """Yield each parameter's count as a piece of one element, written by the rank that has its first element."""
+    def checkpoint_shards(self) -> Iterator[CheckpointShard]:
+        """Yield each parameter's count as a checkpoint shard of one element; the rank that has the parameter's first
+        element writes it."""
         for position, index, segment in self.places():
             layout = segment.layout
             first = segment.start == 0 and layout.split.index == 0
-            yield Piece(
+            yield CheckpointShard(
                 name=f"optimizer/step/{layout.name}",
                 shape=torch.Size(),
                 tensor=self.counts[position : position + 1],

@@ -12,7 +12,7 @@ from weft.errors import PlanError
 from weft.run.engine.optimizers._base import ShardOptimizer
 from weft.run.engine.optimizers._runs import ShardRun
 from weft.run.engine.optimizers._sparse import SparseRule, SparseState, sparse_step
-from weft.techniques.core import Piece, Shard
+from weft.techniques.core import CheckpointShard, Shard
 
 
 @final
@@ -88,6 +88,6 @@ class JoinedOptimizers(ShardOptimizer):
     def state_bytes(self) -> int:
         return sum(member.state_bytes() for member in self._members)
 
-    def _iterate_pieces(self) -> Iterator[Piece]:
+    def _iterate_shards(self) -> Iterator[CheckpointShard]:
         for member in self._members:
-            yield from member.pieces()
+            yield from member.checkpoint_shards()

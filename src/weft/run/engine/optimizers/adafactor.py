@@ -14,7 +14,7 @@ from weft.config.recipe import OptimizerGroup
 from weft.run.engine.optimizers._base import ShardOptimizer, whole_names
 from weft.run.engine.optimizers._matrix import MatrixRun, MatrixSums, matrix_run
 from weft.run.engine.optimizers._sums import ParameterSums, squared_sum
-from weft.techniques.core import Piece, Segment, Shard, present
+from weft.techniques.core import CheckpointShard, Segment, Shard, present
 
 _CLIP = 1.0
 """Largest RMS of an update (d in the paper)."""
@@ -168,15 +168,15 @@ class Adafactor(ShardOptimizer):
         states = (*self._rows.values(), *self._columns.values(), *self._variances.values())
         return sum(state.numel() * state.element_size() for state in states)
 
-    def _iterate_pieces(self) -> Iterator[Piece]:
+    def _iterate_shards(self) -> Iterator[CheckpointShard]:
         for position, index, segment in self._places:
             shard = self._shards[index]
             if position in self._runs:
                 run = self._runs[position]
-                yield run.row_piece(self._rows[position], shard.counts)
-                yield run.column_piece(self._columns[position], shard.counts)
+                yield run.row_shard(self._rows[position], shard.counts)
+                yield run.column_shard(self._columns[position], shard.counts)
             else:
-                yield Piece(
+                yield CheckpointShard(
                     name=f"optimizer/variance/{segment.layout.name}",
                     shape=segment.layout.shape,
                     tensor=self._variances[position],
@@ -184,4 +184,4 @@ class Adafactor(ShardOptimizer):
                     start=segment.start,
                     counts=shard.counts,
                 )
-        yield from self._counts.pieces()
+        yield from self._counts.checkpoint_shards()

@@ -1,6 +1,6 @@
 """Compare what ranks computed with what plain PyTorch did, which rank 0 alone knows.
 
-Rank 0 hands its tensors round, one after another; each rank holds its own pieces against them.  So no rank but the
+Rank 0 hands its tensors round, one after another; each rank holds its own shards against them.  So no rank but the
 first ever has a second copy of the model, and what is asked of all are a few sums.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from weft.comm.mesh import Mesh
 from weft.run.engine.proof._plain import Outcome, distance_of
 from weft.run.engine.proof._planned import StepsOfRank
-from weft.techniques.core import Piece
+from weft.techniques.core import CheckpointShard
 
 _FLOOR = 1e-6
 _LAWS = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 5e-2}
@@ -75,20 +75,20 @@ class _Known:
 def compare_ranks(outcome: Outcome | None, mine: StepsOfRank, mesh: Mesh, precision: str) -> Verdict:
     """Return what differs; rank 0 gives the `outcome`.  Call on every rank."""
     known, losses, noise_of_losses = _handed_round(outcome, mesh)
-    pieces: dict[str, list[Piece]] = {}
-    for piece in mine.pieces:
-        pieces.setdefault(piece.name, []).append(piece)
+    shards: dict[str, list[CheckpointShard]] = {}
+    for shard in mine.shards:
+        shards.setdefault(shard.name, []).append(shard)
     # By tensor: squared distance of what counts, number of its elements; largest distance of a copy, and other dtypes.
     counted = torch.zeros(len(known), 2, dtype=torch.float64)
     worst = torch.zeros(len(known), 2, dtype=torch.float64)
     for index, one in enumerate(known):
         whole = _tensor_of_rank_0(one, outcome, mesh)
-        for piece in pieces.get(one.name, ()):
-            distance = _squared_distance(whole, piece)
+        for shard in shards.get(one.name, ()):
+            distance = _squared_distance(whole, shard)
             worst[index, 0] = max(float(worst[index, 0]), distance)
-            worst[index, 1] = max(float(worst[index, 1]), float(not _is_of_dtype(piece.tensor, whole)))
-            if piece.counts:
-                counted[index] += torch.tensor([distance, float(piece.tensor.numel())], dtype=torch.float64)
+            worst[index, 1] = max(float(worst[index, 1]), float(not _is_of_dtype(shard.tensor, whole)))
+            if shard.counts:
+                counted[index] += torch.tensor([distance, float(shard.tensor.numel())], dtype=torch.float64)
     found = _loss_distances(mine.losses, losses)
     worst, counted, found, repeats = _joined(worst, counted, found, mine.repeated, mesh)
     limits = _Limits(known, losses, noise_of_losses, precision)
@@ -159,20 +159,20 @@ def _loss_distances(mine: Sequence[float], losses: Sequence[float]) -> Tensor:
     return torch.tensor([value if math.isfinite(value) else math.inf for value in distances], dtype=torch.float64)
 
 
-def _squared_distance(whole: Tensor, piece: Piece) -> float:
-    """Squared distance of a rank's piece from plain PyTorch's; without bound where its place is another."""
-    if whole.is_complex() and not piece.tensor.is_complex():
+def _squared_distance(whole: Tensor, shard: CheckpointShard) -> float:
+    """Squared distance of a rank's shard from plain PyTorch's; without bound where its place is another."""
+    if whole.is_complex() and not shard.tensor.is_complex():
         whole = torch.view_as_real(whole)  # as stores keep complex parameters
-    if tuple(piece.shape) != tuple(whole.shape):
+    if tuple(shard.shape) != tuple(whole.shape):
         return math.inf
-    own = piece.split.slice(whole).reshape(-1)[piece.start : piece.start + piece.tensor.numel()].to(piece.tensor)
-    own = torch.where(own.isnan(), piece.tensor, own)  # blurred; plain steps in which something is no number end early
-    squared = distance_of(own, piece.tensor) ** 2
+    own = shard.split.slice(whole).reshape(-1)[shard.start : shard.start + shard.tensor.numel()].to(shard.tensor)
+    own = torch.where(own.isnan(), shard.tensor, own)  # blurred; plain steps in which something is no number end early
+    squared = distance_of(own, shard.tensor) ** 2
     return squared if math.isfinite(squared) else math.inf
 
 
 def _is_of_dtype(own: Tensor, whole: Tensor) -> bool:
-    """Whether a rank's piece has the dtype of the whole tensor, or of its parts where stores keep complex ones so."""
+    """Whether a rank's shard has the dtype of the whole tensor, or of its parts where stores keep complex ones so."""
     known = whole.dtype if own.is_complex() or not whole.is_complex() else whole.dtype.to_real()
     return own.dtype == known
 

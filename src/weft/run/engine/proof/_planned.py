@@ -14,7 +14,7 @@ from weft.model.blueprint import Batch
 from weft.run.engine import TrainingState
 from weft.run.engine.proof._plain import STEPS, generators_kept, gradients_of_loss, held_tensors, unheard
 from weft.run.engine.proof._snapshot import Snapshot
-from weft.techniques.core import Piece, shard_pieces
+from weft.techniques.core import CheckpointShard, checkpoint_shards_of
 from weft.techniques.randomness.quiet import DrawLedger, quiet
 
 
@@ -24,7 +24,7 @@ class StepsOfRank:
 
     losses: list[float] = field(default_factory=list[float])
     norms: list[float] = field(default_factory=list[float])
-    pieces: list[Piece] = field(default_factory=list[Piece])
+    shards: list[CheckpointShard] = field(default_factory=list[CheckpointShard])
     """Copies, named as the tensors of an `Outcome`."""
     repeated: frozenset[str] = frozenset()
     """Keys that two draws of one forward have had."""
@@ -56,7 +56,7 @@ def planned_steps(
     model, device = training.model, training.model.mesh.device
     parts = [("model", part.module) for part in model.parts]
     snapshot = Snapshot(*parts, ("loss", loss), ("optimizer", optimizer), except_weights_of=[m for _, m in parts])
-    before = [(piece, piece.tensor.clone()) for piece in training.pieces()]
+    before = [(shard, shard.tensor.clone()) for shard in training.checkpoint_shards()]
     state, skipped = training.state(), training.stepper.num_skipped
     outcome, ledgers = StepsOfRank(), list[DrawLedger]()
     with ExitStack() as stack:
@@ -72,16 +72,16 @@ def planned_steps(
             event = training.stepper(fresh, step=step, learning_rate=rate(step))
             ends(event)
             if step == 0:
-                outcome.pieces += [_whole(name, value) for name, value in gradients_of_loss(loss).items()]
+                outcome.shards += [_whole(name, value) for name, value in gradients_of_loss(loss).items()]
             outcome.losses.append(event.loss)
             outcome.norms.append(event.gradient_norm)
         training.model.stores.settle()
-    outcome.pieces += _state_now(training, snapshot)
+    outcome.shards += _state_now(training, snapshot)
     outcome.repeated = frozenset(key for ledger in ledgers for key in ledger.repeated)
     snapshot.put_back()
     with torch.no_grad():
-        for piece, kept in before:
-            piece.tensor.copy_(kept)
+        for shard, kept in before:
+            shard.tensor.copy_(kept)
     training.restored(state)
     training.stepper.num_skipped = skipped
     return outcome
@@ -93,22 +93,22 @@ def _keep_gradients(outcome: StepsOfRank, training: TrainingState, factor: float
         return
     stores = training.model.stores
     gradients = [shard.dense_gradient() for shard in stores.shards]
-    for piece in shard_pieces("gradient", stores.shards, gradients):
-        outcome.pieces.append(replace(piece, tensor=piece.tensor.detach().clone() * factor, let_go=None))
+    for shard in checkpoint_shards_of("gradient", stores.shards, gradients):
+        outcome.shards.append(replace(shard, tensor=shard.tensor.detach().clone() * factor, let_go=None))
 
 
-def _state_now(training: TrainingState, snapshot: Snapshot) -> list[Piece]:
-    pieces: list[Piece] = []
-    for piece in training.pieces():
-        kind, _, name = piece.name.partition("/")
+def _state_now(training: TrainingState, snapshot: Snapshot) -> list[CheckpointShard]:
+    shards: list[CheckpointShard] = []
+    for shard in training.checkpoint_shards():
+        kind, _, name = shard.name.partition("/")
         if kind in ("model", "buffer"):
             own = f"{'weight' if kind == 'model' else kind}/{name}"
-            pieces.append(replace(piece, name=own, tensor=piece.tensor.detach().clone(), let_go=None))
+            shards.append(replace(shard, name=own, tensor=shard.tensor.detach().clone(), let_go=None))
     held: dict[str, Tensor] = {}
     for part in training.model.parts:
         held |= held_tensors(part.module, snapshot)
-    return pieces + [_whole(name, value) for name, value in held.items()]
+    return shards + [_whole(name, value) for name, value in held.items()]
 
 
-def _whole(name: str, tensor: Tensor) -> Piece:
-    return Piece(name=name, shape=tensor.shape, tensor=tensor.reshape(-1))
+def _whole(name: str, tensor: Tensor) -> CheckpointShard:
+    return CheckpointShard(name=name, shape=tensor.shape, tensor=tensor.reshape(-1))

@@ -1,4 +1,4 @@
-"""Pieces for what no optimizer shard holds: parameters that are not trained, and buffers."""
+"""Shards for what no optimizer shard holds: parameters that are not trained, and buffers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from weft.comm.mesh import Mesh
-from weft.techniques.core import ModelLayout, ParameterLayout, Piece, first_element
+from weft.techniques.core import CheckpointShard, ModelLayout, ParameterLayout, first_element
 
 
-def module_pieces(module: nn.Module, layout: ModelLayout, mesh: Mesh, trained: Collection[str]) -> list[Piece]:
-    """Return the pieces of a model part's parameters (`model/…`) but for those `trained`, and of its persistent
+def module_shards(
+    module: nn.Module, layout: ModelLayout, mesh: Mesh, trained: Collection[str]
+) -> list[CheckpointShard]:
+    """Return the shards of a model part's parameters (`model/…`) but for those `trained`, and of its persistent
     buffers (`buffer/…`).
 
     `trained` are the names, in the whole model, of what the gradient reducers' shards hold, also while a loop has
@@ -21,9 +23,9 @@ def module_pieces(module: nn.Module, layout: ModelLayout, mesh: Mesh, trained: C
     tensors must be contiguous.
     """
     others = [(name, each) for name, each in module.named_parameters() if layout[name].name not in trained]
-    pieces = [_piece("model/", layout[name], parameter, mesh) for name, parameter in others]
-    pieces.extend(_piece("buffer/", layout[name], buffer, mesh) for name, buffer in _saved_buffers(module))
-    return pieces
+    shards = [_shard("model/", layout[name], parameter, mesh) for name, parameter in others]
+    shards.extend(_shard("buffer/", layout[name], buffer, mesh) for name, buffer in _saved_buffers(module))
+    return shards
 
 
 def _saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -31,7 +33,7 @@ def _saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
 
 
-def _piece(prefix: str, entry: ParameterLayout, tensor: Tensor, mesh: Mesh) -> Piece:
+def _shard(prefix: str, entry: ParameterLayout, tensor: Tensor, mesh: Mesh) -> CheckpointShard:
     start, copies, shape = 0, entry.reducing(mesh), entry.shape
     if isinstance(tensor, DTensor):  # under ZeRO-3 frozen parameters are cut like the others
         assert tensor.placements[-1] == Shard(0), f"{entry.name} is cut as {tensor.placements}, not along dim 0"
@@ -40,7 +42,7 @@ def _piece(prefix: str, entry: ParameterLayout, tensor: Tensor, mesh: Mesh) -> P
     if tensor.is_complex():  # stored as real and imaginary parts, as those that are trained are
         tensor, shape = torch.view_as_real(tensor), torch.Size((*shape, 2))
     assert tensor.is_contiguous(), f"{entry.name} is not contiguous, so it has no flat storage to load into"
-    return Piece(
+    return CheckpointShard(
         name=prefix + entry.name,
         shape=shape,
         tensor=tensor.detach().view(-1),

@@ -22,7 +22,7 @@ from weft.errors import CollectiveError, WeftError
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
-def tell_agent(text: str, *, follows: bool = False) -> None:
+def report_to_torchrun(text: str, *, follows: bool = False) -> None:
     """Leave word of what ended this process for the agent of torchrun, if it was started by one.
 
     What `follows` from an error of another rank is dated behind that: the agent counts whole seconds, and takes the
@@ -43,7 +43,7 @@ def _say(before: Hook, kind: type[BaseException], error: BaseException, trace: T
     else:
         text = "".join(traceback.format_exception(error)).rstrip("\n")
         before(kind, error, trace)
-    tell_agent(text, follows=isinstance(error, CollectiveError))
+    report_to_torchrun(text, follows=isinstance(error, CollectiveError))
 
 
 sys.excepthook = partial(_say, sys.excepthook)

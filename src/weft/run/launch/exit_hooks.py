@@ -9,40 +9,40 @@ from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
 
-Leave = Callable[[BaseException | None], None]
+ExitHook = Callable[[BaseException | None], None]
 """Is told the error that the script ended by; None: it came to its end."""
 
-_OPEN: ContextVar[tuple[Leave, ...]] = ContextVar("_OPEN", default=())
+_HOOKS: ContextVar[tuple[ExitHook, ...]] = ContextVar("_HOOKS", default=())
 
 
-def at_end(leave: Leave) -> Callable[[], None]:
-    """Have `leave` called once, when the script ends: by Weft's launcher, which reports what it raises, else by Python.
+def add_exit_hook(hook: ExitHook) -> Callable[[], None]:
+    """Have `hook` called once, when the script ends: by Weft's launcher, which reports what it raises, else by Python.
 
     Returns what takes that back.
     """
 
     def call() -> None:
-        _leave_python(leave)
+        _call_at_python_exit(hook)
 
-    def take_back() -> None:
+    def remove() -> None:
         atexit.unregister(call)
-        _OPEN.set(tuple(each for each in _OPEN.get() if each != leave))
+        _HOOKS.set(tuple(each for each in _HOOKS.get() if each != hook))
 
     atexit.register(call)
-    _OPEN.set((*_OPEN.get(), leave))
-    return take_back
+    _HOOKS.set((*_HOOKS.get(), hook))
+    return remove
 
 
-def end_script(error: BaseException | None) -> None:
+def run_exit_hooks(error: BaseException | None) -> None:
     """Do what waits for the end of a rank's script, the last first."""
-    for leave in reversed(_OPEN.get()):
-        leave(error)
+    for hook in reversed(_HOOKS.get()):
+        hook(error)
 
 
-def _leave_python(leave: Leave) -> None:
+def _call_at_python_exit(hook: ExitHook) -> None:
     error = _unhandled()
     try:
-        leave(error)
+        hook(error)
     except BaseException as problem:  # whatever it is: Python goes on to its end, and would end well
         if problem is not error:
             sys.excepthook(type(problem), problem, problem.__traceback__)

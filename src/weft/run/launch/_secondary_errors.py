@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_ECHOES = (
+_SECONDARY_TEXTS = (
     "closed by peer",
     "reset by peer",
     "Broken pipe",
@@ -19,6 +19,6 @@ _ECHOES = (
 """What Gloo, NCCL and Weft say on a rank whose peer has left: never the cause, where there is another."""
 
 
-def is_echo(message: str) -> bool:
+def is_secondary_error(message: str) -> bool:
     """Whether an error only says that another rank is gone."""
-    return any(text in message for text in _ECHOES)
+    return any(text in message for text in _SECONDARY_TEXTS)

@@ -1,0 +1,109 @@
+"""Notices the death of a rank: the launcher's view of a running job, from the first rank's start to the last one's end.
+
+The parent of the ranks (`_fork_server_main`) reaps them and writes a line into a pipe for each: its exit code and when
+it ended.  The launcher reads that pipe here.  After the first failure the other ranks get a moment to say what they
+know, and are then ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import threading
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from weft.run.launch._fork_server_main import TERMINATE
+from weft.run.launch._stopped import POLL_SECONDS, StoppedProcesses
+
+_GRACE_SECONDS = 1.0
+"""Time that the other ranks get to notice a failure by themselves, before the launcher ends them."""
+
+
+@dataclass(slots=True)
+class RunningJob:
+    """The state of a running job, as the launcher knows it."""
+
+    commands: BinaryIO
+    num_processes: int
+    stopped: StoppedProcesses
+    codes: dict[int, int] = field(default_factory=dict[int, int])
+    """Rank → exit code; negative: the signal that killed it."""
+    ended_at: dict[int, float] = field(default_factory=dict[int, float])
+    signals: list[signal.Signals] = field(default_factory=list[signal.Signals])
+    stopped_cause: str | None = None
+    """Report of what was stopped when the first rank failed, or for too long."""
+    stopped_rank: int = 0
+
+    def receive(self, line: bytes) -> None:
+        """Take up what the ranks' parent says: a process that is there, or a rank that has ended."""
+        rank, *rest = line.split()
+        if len(rest) == 1:
+            self.stopped.started(int(rank), int(rest[0]))
+            return
+        self.stopped.ended(int(rank))
+        self.codes[int(rank)], self.ended_at[int(rank)] = int(rest[0]), float(rest[1])
+
+    def record_cause(self) -> None:
+        """Remember what is stopped now, at the first failure."""
+        if self.stopped_cause is None and (cause := self.stopped.cause()) is not None:
+            self.stopped_cause, self.stopped_rank = cause, self.stopped.rank_of_cause()
+
+    def forward_signal(self, number: int, _frame: object = None) -> None:
+        """Pass a signal to every rank; the second one kills."""
+        self.signals.append(signal.Signals(number))
+        self.send_command(number if len(self.signals) == 1 else signal.SIGKILL)
+        self.send_command(signal.SIGCONT)  # a rank that is stopped would not notice
+
+    def send_command(self, number: int) -> None:
+        if not self.commands.closed:
+            with contextlib.suppress(BrokenPipeError):  # the ranks' parent has just ended: nobody is left to obey
+                self.commands.write(bytes([number]))
+
+
+@contextlib.contextmanager
+def forwarding_signals(job: RunningJob) -> Generator[None]:
+    """Pass SIGINT and SIGTERM on while ranks run; outside the main thread Python allows no handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, job.forward_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def watch_ranks(job: RunningJob, events: int) -> None:
+    """Read which rank ended how, until all have or the fork server is gone; after a failure, end the others."""
+    deadline: float | None = None
+    is_terminating = False
+    rest = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(events, selectors.EVENT_READ)
+        while len(job.codes) < job.num_processes:
+            # The pipe wakes this process at once when a rank ends; between times it looks for ranks that are stopped.
+            wait = POLL_SECONDS if deadline is None else max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))
+            if selector.select(wait):
+                data = os.read(events, 65536)
+                if not data:
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    job.receive(line)
+            elif deadline is not None and time.monotonic() >= deadline:
+                job.send_command(TERMINATE)
+                deadline, is_terminating = None, True
+            elif not is_terminating:
+                job.stopped.poll()
+            has_failed = any(job.codes.values())
+            # The other ranks get a moment: a rank that fails by itself may still be the first cause, and says more than
+            # one that was ended.
+            if deadline is None and not is_terminating and (has_failed or job.stopped.is_timed_out):
+                job.record_cause()
+                deadline = time.monotonic() + (_GRACE_SECONDS if has_failed else 0.0)

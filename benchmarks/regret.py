@@ -20,7 +20,7 @@ from typing import Any
 from weft.config.cluster import parse_cluster_spec
 from weft.model.profile import ModelSizes, Profile, profile_of_sizes
 from weft.model.profile.known import known_model
-from weft.planning.price import Pricer
+from weft.planning.price import CostModel
 from weft.planning.search import SearchResult, Space, search, space_of
 from weft.techniques.cost_terms import FITTED, Layout
 from weft.techniques.pipeline.schedules import Schedule
@@ -208,8 +208,8 @@ def torchtitan() -> list[Published]:
 def measure(published: Published) -> dict[str, Any]:
     """Price one published layout and both choices."""
     cluster = parse_cluster_spec(published.cluster)
-    pricer = Pricer(published.profile, cluster, calibration=FITTED)
-    priced = [(pricer.predict(layout, exact=True), layout) for layout in published.layouts]
+    cost_model = CostModel(published.profile, cluster, calibration=FITTED)
+    priced = [(cost_model.predict(layout, exact=True), layout) for layout in published.layouts]
     fitting = [each for each in priced if each[0].fits]
     prediction, layout = min(fitting or priced, key=lambda each: each[0].step_seconds)
     space = space_of(published.profile, cluster, global_batch_size=published.global_batch_size)
@@ -221,7 +221,7 @@ def measure(published: Published) -> dict[str, Any]:
         fused_losses=(layout.fused_loss,),
         **published.system,
     )
-    best, alike = (_searched(pricer, published, each) for each in (space, system))
+    best, alike = (_searched(cost_model, published, each) for each in (space, system))
     return {
         "name": published.name,
         "source": published.source,
@@ -236,13 +236,13 @@ def measure(published: Published) -> dict[str, Any]:
     }
 
 
-def _searched(pricer: Pricer, published: Published, space: Space) -> SearchResult:
+def _searched(cost_model: CostModel, published: Published, space: Space) -> SearchResult:
     return search(
         published.profile,
-        pricer.cluster,
+        cost_model.cluster,
         global_batch_size=published.global_batch_size,
         space=space,
-        pricer=pricer,
+        cost_model=cost_model,
         top=3,
     )
 

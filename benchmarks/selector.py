@@ -29,7 +29,7 @@ from benchmarks._options import options_parser
 from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._slow_link import NoNamespacesError, slow_link
 from benchmarks._statistics import best_of, round_ratios, spread
-from weft.comm.algorithms import ChoiceTable, spell_size, table_from_json
+from weft.comm.algorithms import ChoiceTable, format_size, table_from_json
 from weft.config.cluster import Collective
 
 SIZES = (1 << 10, 8 << 10, 64 << 10, 512 << 10, 4 << 20)
@@ -190,7 +190,7 @@ def hierarchy_goals(samples: Mapping[str, Any]) -> list[Goal]:
         seconds = cell["seconds"]
         mine = best_of(seconds, _HIERARCHIES)
         ratios = round_ratios(seconds["ring"], seconds[mine])
-        what = f"{mine} over a flat ring at 1 Gbit/s, all-reduce of {spell_size(int(size))}, 2+2 ranks"
+        what = f"{mine} over a flat ring at 1 Gbit/s, all-reduce of {format_size(int(size))}, 2+2 ranks"
         goals.append(
             Goal(what=what, measured=median(ratios), goal=1.5, better="higher", unit="x", spread=spread(ratios))
         )

@@ -29,7 +29,7 @@ from weft.config.cluster import (
     MemorySpeed,
     Node,
 )
-from weft.config.document import spell
+from weft.config.document import format_value
 from weft.config.document._write import describe_fields  # pyright: ignore[reportPrivateUsage]
 from weft.config.plan import Plan, plan_schema
 from weft.config.recipe import (
@@ -131,8 +131,8 @@ def _default(field: dataclasses.Field[Any]) -> str:
     if value is None or value == {} or value == ():
         return "–"
     if isinstance(value, tuple) and dataclasses.is_dataclass(value[0]):
-        return "`" + spell([{"source": item.source} for item in value]) + "`"
-    return f"`{spell(value)}`"
+        return "`" + format_value([{"source": item.source} for item in value]) + "`"
+    return f"`{format_value(value)}`"
 
 
 def _type(hint: Any) -> str:
@@ -140,7 +140,7 @@ def _type(hint: Any) -> str:
     if hint in WORDS:
         return WORDS[hint]
     if origin is typing.Literal:
-        return ", ".join(f"`{spell(choice)}`" for choice in arguments)
+        return ", ".join(f"`{format_value(choice)}`" for choice in arguments)
     if origin in (UnionType, typing.Union):
         return " or ".join(dict.fromkeys(_type(part) for part in arguments if part is not NoneType))
     if origin is tuple:

@@ -6,7 +6,7 @@ from benchmarks.published._factors import FACTORS as FACTORS
 from benchmarks.published._fit import Fit as Fit
 from benchmarks.published._fit import Sample as Sample
 from benchmarks.published._fit import fit as fit
-from benchmarks.published._habits import HABITS as HABITS
+from benchmarks.published._framework_memory import MEMORY_OF_FRAMEWORKS as MEMORY_OF_FRAMEWORKS
 from benchmarks.published._knowledge import FACTORS_FITTED as FACTORS_FITTED
 from benchmarks.published._knowledge import Knowledge as Knowledge
 from benchmarks.published._knowledge import StackScalar as StackScalar

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.published._devices import cluster_of
-from benchmarks.published._habits import HABITS
+from benchmarks.published._framework_memory import MEMORY_OF_FRAMEWORKS
 from benchmarks.published._knowledge import Knowledge
 from benchmarks.published._layouts import layouts_of_run, world_of
 from benchmarks.published._models import profile_of_run
 from benchmarks.published._rows import Run
-from benchmarks.published._sources import Framework, attention_speed, framework_of, year_of
+from benchmarks.published._sources import FrameworkHistory, attention_speed, history_of, year_of
 from benchmarks.published._unpredictable import Unpredictable
 from weft.config.cluster import Cluster
 from weft.errors import WeftError
 from weft.model.profile import Profile
-from weft.planning.price import Prediction, Pricer
-from weft.techniques.cost_terms import Layout, Stack
+from weft.planning.price import CostModel, Prediction
+from weft.techniques.cost_terms import Framework, Layout
 
 _GIBI = 2**30
 
@@ -31,8 +31,8 @@ class Case:
     cluster: Cluster
     layouts: tuple[Layout, ...]
     """More than one where the row leaves a choice open."""
+    history: FrameworkHistory
     framework: Framework
-    stack: Stack
 
     @property
     def is_single_layer(self) -> bool:
@@ -60,50 +60,50 @@ def case_of(run: Run, alike: Case | None = None) -> Case:
     """
     profile = alike.profile if alike else profile_of_run(run)
     cluster = alike.cluster if alike else cluster_of(run, world_of(run))
-    framework = framework_of(run)
+    history = history_of(run)
     return Case(
         run=run,
         profile=profile,
         cluster=cluster,
         layouts=layouts_of_run(run, profile, cluster),
-        framework=framework,
-        stack=_stack_of_run(run, framework, cluster.kinds[0], has_experts=profile.num_experts > 0),
+        history=history,
+        framework=_framework_of_run(run, history, cluster.kinds[0], has_experts=profile.num_experts > 0),
     )
 
 
-def _stack_of_run(run: Run, framework: Framework, kind: str, *, has_experts: bool) -> Stack:
+def _framework_of_run(run: Run, history: FrameworkHistory, kind: str, *, has_experts: bool) -> Framework:
     """What its framework did in its year, but for what the row itself says."""
-    stack = stack_of(framework, year_of(run), kind, has_experts=has_experts)
+    framework = framework_of(history, year_of(run), kind, has_experts=has_experts)
     if run.attention is None:
-        return stack
+        return framework
     if run.attention not in ("fused", "unfused"):
         raise Unpredictable(f'attention = "{run.attention}" is neither fused nor unfused')
     is_fused = run.attention == "fused"
-    return replace(stack, flash_attention=is_fused, counts_causal_half=is_fused)
+    return replace(framework, flash_attention=is_fused, counts_causal_half=is_fused)
 
 
-def stack_of(framework: Framework, year: int, kind: str, *, has_experts: bool) -> Stack:
+def framework_of(history: FrameworkHistory, year: int, kind: str, *, has_experts: bool) -> Framework:
     """Return what the framework's code did in a year on a kind of device; its scalar is not set."""
-    has_flash = year >= framework.flash_since
-    overlaps = framework.fully_sharded or year >= framework.overlaps_gradients_since
-    return Stack(
-        name=f"{framework.name} {year}",
+    has_flash = year >= history.flash_since
+    overlaps = history.fully_sharded or year >= history.overlaps_gradients_since
+    return Framework(
+        name=f"{history.name} {year}",
         year=year,
         flash_attention=has_flash,
-        attention_speed=attention_speed(framework, year, kind),
-        fused_elementwise=year >= framework.fuses_since,
+        attention_speed=attention_speed(history, year, kind),
+        fused_elementwise=year >= history.fuses_since,
         overlap_gradients=overlaps,
         overlap_parameters=overlaps,
-        overlap_tensor=year >= framework.overlaps_tensor_since,
-        overlap_tensor_backward=year >= framework.overlaps_backward_since,
-        bucket_elements=framework.bucket_elements,
-        bucket_elements_per_rank=framework.bucket_elements_per_rank,
-        sends_tokens_once=year >= framework.sends_tokens_once_since,
+        overlap_tensor=year >= history.overlaps_tensor_since,
+        overlap_tensor_backward=year >= history.overlaps_backward_since,
+        bucket_elements=history.bucket_elements,
+        bucket_elements_per_rank=history.bucket_elements_per_rank,
+        sends_tokens_once=year >= history.sends_tokens_once_since,
         counts_causal_half=has_flash,
-        overlap_expert=framework.overlaps_experts,
-        balances_experts=framework.balances_experts,
-        eager=year < max(framework.lean_since, framework.lean_mixtures_since if has_experts else 0),
-        memory=HABITS.get(framework.name) or HABITS[framework.habits],
+        overlap_expert=history.overlaps_experts,
+        balances_experts=history.balances_experts,
+        eager=year < max(history.lean_since, history.lean_mixtures_since if has_experts else 0),
+        memory=MEMORY_OF_FRAMEWORKS.get(history.name) or MEMORY_OF_FRAMEWORKS[history.memory_model],
     )
 
 
@@ -152,7 +152,7 @@ class Forecaster:
 
     def __init__(self, knowledge: Knowledge) -> None:
         self.knowledge = knowledge
-        self._pricers: dict[tuple[int, int, Stack], Pricer] = {}
+        self._cost_models: dict[tuple[int, int, Framework], CostModel] = {}
         self._kept: list[Case] = []
 
     def forecast(self, case: Case | Forecast) -> Forecast:
@@ -200,26 +200,26 @@ class Forecaster:
 
     def seconds(self, case: Case) -> float:
         """Return the step of a settled case, without its memory.  The layout must fit (`check_layout`)."""
-        time = self._pricer(case).time(case.layouts[0])
+        time = self._cost_model(case).time(case.layouts[0])
         return time.total - (time.optimizer + time.other if case.is_single_layer else 0.0)
 
     def price(self, case: Case, layout: Layout) -> Prediction:
         """Price one layout of a case."""
-        return self._pricer(case).predict(layout)
+        return self._cost_model(case).predict(layout)
 
-    def _pricer(self, case: Case) -> Pricer:
-        key = (id(case.profile), id(case.cluster), case.stack)
-        if key not in self._pricers:
-            scalar = self.knowledge.scalar(case.stack.name)
-            stack = replace(case.stack, slowdown=scalar.slowdown, spread=scalar.spread)
-            self._pricers[key] = Pricer(case.profile, case.cluster, stack, self.knowledge.calibration)
+    def _cost_model(self, case: Case) -> CostModel:
+        key = (id(case.profile), id(case.cluster), case.framework)
+        if key not in self._cost_models:
+            scalar = self.knowledge.scalar(case.framework.name)
+            framework = replace(case.framework, slowdown=scalar.slowdown, spread=scalar.spread)
+            self._cost_models[key] = CostModel(case.profile, case.cluster, framework, self.knowledge.calibration)
             self._kept.append(case)  # so that no other object takes over their identities
-        return self._pricers[key]
+        return self._cost_models[key]
 
 
 def is_fullest(case: Case) -> bool:
     """Whether the published peak is the fullest rank's; Megatron's tests log their last rank only."""
-    return not (case.framework.reports_first or "golden_values" in case.run.source)
+    return not (case.history.reports_first or "golden_values" in case.run.source)
 
 
 def _seconds(case: Case, found: Prediction) -> float:
@@ -235,8 +235,8 @@ def _memory(case: Case, found: Prediction) -> float | None:
         return None
     stage = found.fullest
     if not is_fullest(case):
-        stage = found.stages[0] if case.framework.reports_first else found.stages[-1]
-    match case.framework.memory:
+        stage = found.stages[0] if case.history.reports_first else found.stages[-1]
+    match case.history.memory:
         case "allocated":
             return stage.kinds.allocated
         case "reserved":

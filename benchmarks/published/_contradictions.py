@@ -28,9 +28,10 @@ class Contradiction(NamedTuple):
 def contradictions_of(outcomes: Sequence[Outcome]) -> tuple[Contradiction, ...]:
     """Return the pairs of rows whose peaks contradict each other.
 
-    Compared are rows of one family and stack with the same microbatch, schedule and recomputation.  Where the one has a
-    model no smaller in any size, on no more tensor ranks, its peak is at least the other's and the difference of their
-    model states.  No prediction takes part in this.  Peaks of one certain rank are left out: uneven stages decide them.
+    Compared are rows of one family and framework with the same microbatch, schedule and recomputation.  Where the one
+    has a model no smaller in any size, on no more tensor ranks, its peak is at least the other's and the difference of
+    their model states.  No prediction takes part in this.  Peaks of one certain rank are left out: uneven stages
+    decide them.
     """
     groups: dict[tuple[object, ...], list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
@@ -45,7 +46,7 @@ def _alike(outcome: Outcome) -> tuple[object, ...]:
     run, case = outcome.row.run, outcome.case
     layout = case.layouts[0] if case else Layout()
     return (
-        *(run.family, case and case.stack, run.sequence_length, run.microbatch, run.recompute, run.precision),
+        *(run.family, case and case.framework, run.sequence_length, run.microbatch, run.recompute, run.precision),
         *(run.expert, run.context, layout.pipeline, layout.chunks, layout.schedule, layout.zero),
         # ZeRO divides by them; without it they change nothing but a communicator.
         layout.data * layout.context if layout.zero else 0,

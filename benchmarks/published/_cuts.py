@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from benchmarks.published._sources import Framework
+from benchmarks.published._sources import FrameworkHistory
 from weft.model.profile import Profile
 
 
-def cuts_of(profile: Profile, framework: Framework, stages: int) -> tuple[int, ...] | None:
+def cuts_of(profile: Profile, history: FrameworkHistory, stages: int) -> tuple[int, ...] | None:
     """Return the first block of each later stage; None: by cost."""
     blocks = len(profile.blocks)
     if stages == 1:
         return None
-    if framework.name == "nanotron":
+    if history.name == "nanotron":
         return _by_thresholds(profile, stages)
-    if framework.name == "megatron-deepspeed-fp32":
+    if history.name == "megatron-deepspeed-fp32":
         # DeepSpeed's `partition_uniform` over its layers: a cast, the embedding and a transposition stand before
         # the blocks, the head behind them; what is left over goes to the first stages.
         each, over = divmod(blocks + 4, stages)

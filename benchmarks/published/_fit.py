@@ -1,4 +1,4 @@
-"""Fitting few physical constants and one scalar per software stack to published runs.
+"""Fitting few physical constants and one scalar per training framework to published runs.
 
 The errors are logarithms of predicted over measured step time.  Every family counts as at most `_FAMILY_ROWS`
 independent rows, however many it publishes; far outliers pull no harder than near ones (Huber 1964).  Constants may
@@ -29,7 +29,7 @@ _CONTEXT_ROWS = 3.0
 _ROW_SPREAD = 0.12
 """Standard deviation of a row's logarithm: what re-measurements and unsaid settings leave."""
 _STACK_SPREAD = 0.15
-"""The same of a stack's scalar around the mean of all stacks."""
+"""The same of a framework's scalar around the mean of all stacks."""
 _MEAN_SPREAD = 0.2
 _OUTLIER = 2.0
 """Standard deviations beyond which an error counts linearly."""
@@ -150,11 +150,11 @@ def _solved(samples: Sequence[Sample], logs: Array, slopes: Array, theta: Array)
     """Return factors' logarithms and stacks' scalars (under "" their mean) that minimise the robust errors."""
     import numpy as np
 
-    names = ["", *sorted({sample.case.stack.name for sample in samples})]
+    names = ["", *sorted({sample.case.framework.name for sample in samples})]
     member = np.zeros((len(samples), len(names)))
     member[:, 0] = 1.0
     for place, sample in enumerate(samples):
-        member[place, names.index(sample.case.stack.name)] = 1.0
+        member[place, names.index(sample.case.framework.name)] = 1.0
     columns = np.hstack([slopes, member])
     target = np.log([sample.seconds for sample in samples]) - logs + slopes @ theta
     spreads = np.array([*FACTORS.values(), _MEAN_SPREAD, *([_STACK_SPREAD] * (len(names) - 1))])
@@ -189,7 +189,7 @@ def _fit_of(
 def _knowledge(samples: Sequence[Sample], theta: Array, logs: Array, stacks: Mapping[str, float]) -> Knowledge:
     left: dict[str, list[float]] = {}
     for sample, log in zip(samples, logs, strict=True):
-        name = sample.case.stack.name
+        name = sample.case.framework.name
         left.setdefault(name, []).append(math.log(sample.seconds) - float(log) - stacks[name])
     offsets = [value - stacks[""] for name, value in stacks.items() if name]
     within = [_spread(found) for found in left.values()]

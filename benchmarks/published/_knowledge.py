@@ -18,7 +18,7 @@ FACTORS_FITTED = Path(__file__).parent / "data" / "fitted.toml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackScalar:
-    """What was fitted for one stack."""
+    """What was fitted for one framework."""
 
     slowdown: float
     """Measured over predicted step time."""
@@ -35,8 +35,8 @@ class Knowledge:
     unseen: StackScalar
     """Values for stacks of which no measurement was published."""
 
-    def scalar(self, stack: str) -> StackScalar:
-        return self.stacks.get(stack, self.unseen)
+    def scalar(self, framework: str) -> StackScalar:
+        return self.stacks.get(framework, self.unseen)
 
 
 def datasheet_knowledge() -> Knowledge:
@@ -69,9 +69,9 @@ def dump_knowledge(knowledge: Knowledge, factors: Mapping[str, float], told: Seq
     lines += [f"{name} = {factors[name]:.4g}" for name in FACTORS]
     lines += [
         "",
-        "# Measured over predicted step time, and the spread of its logarithm, of a stack that is not listed.",
+        "# Measured over predicted step time, and the spread of its logarithm, of a framework that is not listed.",
     ]
-    lines += ["[unseen]", *_spelled(knowledge.unseen), "", "# The same by stack and year."]
+    lines += ["[unseen]", *_spelled(knowledge.unseen), "", "# The same by framework and year."]
     for name in sorted(knowledge.stacks):
         lines += [f'[stacks."{name}"]', *_spelled(knowledge.stacks[name]), ""]
     return "\n".join(lines).rstrip() + "\n"

@@ -10,7 +10,7 @@ from typing import get_args
 from benchmarks.published._cuts import cuts_of
 from benchmarks.published._models import trains_adapters_only
 from benchmarks.published._rows import Run
-from benchmarks.published._sources import Framework, framework_of, year_of
+from benchmarks.published._sources import FrameworkHistory, history_of, year_of
 from benchmarks.published._unpredictable import Unpredictable
 from weft.config.cluster import Cluster
 from weft.config.plan import Recompute
@@ -83,8 +83,8 @@ def layouts_of_run(run: Run, profile: Profile, cluster: Cluster) -> tuple[Layout
         Unpredictable: axes or the batch are not given, or contradict one another.
     """
     data, tensor, pipeline, context = _axes(run)
-    framework = framework_of(run)
-    zero = _zero(run, framework, data * context)
+    history = history_of(run)
+    zero = _zero(run, history, data * context)
     expert = _expert(run, profile, data * context, tensor)
     # Ranks that share out experts stand on the shard axis, as in a plan.
     shard = data if zero == 3 or expert > 1 else 1
@@ -97,12 +97,12 @@ def layouts_of_run(run: Run, profile: Profile, cluster: Cluster) -> tuple[Layout
         expert=expert,
         cuts_experts=False,
         zero=stage_of(zero),
-        sequence_parallel=tensor > 1 and _sequence_parallel(run, framework),
-        context_scheme="all_gather" if framework.name in ("torchtitan", "nemo-automodel") else "ring",
+        sequence_parallel=tensor > 1 and _sequence_parallel(run, history),
+        context_scheme="all_gather" if history.name in ("torchtitan", "nemo-automodel") else "ring",
         precision=_precision(run, cluster),
         trained_share=0.0 if trains_adapters_only(run) else 1.0,
     )
-    base = _with_states(_with_schedule(base, run, framework, profile), framework)
+    base = _with_states(_with_schedule(base, run, history, profile), history)
     return tuple(
         replace(base, microbatch_size=size, microbatches=count, recompute=recompute)
         for size, count in _microbatches(run, data)
@@ -128,14 +128,14 @@ def _axes(run: Run) -> tuple[int, int, int, int]:
     return given["dp"] or 1, given["tp"] or 1, given["pp"] or 1, context
 
 
-def _zero(run: Run, framework: Framework, ranks: int) -> int:
+def _zero(run: Run, history: FrameworkHistory, ranks: int) -> int:
     """Return the stage; `ranks` counts those of the data and context axes, over which weights may be shared out."""
     if run.zero is not None:
         return run.zero if ranks > 1 or run.zero < 3 else 0
-    if framework.fully_sharded:
+    if history.fully_sharded:
         return 3 if ranks > 1 else 0
-    is_distributed_optimizer = year_of(run) >= framework.overlaps_gradients_since and framework.memory == "allocated"
-    return 1 if is_distributed_optimizer or framework.shards_optimizer or framework.name == "mlperf" else 0
+    is_distributed_optimizer = year_of(run) >= history.overlaps_gradients_since and history.memory == "allocated"
+    return 1 if is_distributed_optimizer or history.shards_optimizer or history.name == "mlperf" else 0
 
 
 def _expert(run: Run, profile: Profile, ranks: int, tensor: int) -> int:
@@ -151,10 +151,10 @@ def _expert(run: Run, profile: Profile, ranks: int, tensor: int) -> int:
     return run.expert
 
 
-def _sequence_parallel(run: Run, framework: Framework) -> bool:
+def _sequence_parallel(run: Run, history: FrameworkHistory) -> bool:
     if run.sequence_parallel is not None:
         return run.sequence_parallel
-    return year_of(run) >= framework.sequence_parallel_since
+    return year_of(run) >= history.sequence_parallel_since
 
 
 def _precision(run: Run, cluster: Cluster) -> PricedPrecision:
@@ -168,17 +168,17 @@ def _precision(run: Run, cluster: Cluster) -> PricedPrecision:
     return "tf32" if precision == "fp32" and "tf32" in peaks else precision
 
 
-def _with_schedule(layout: Layout, run: Run, framework: Framework, profile: Profile) -> Layout:
+def _with_schedule(layout: Layout, run: Run, history: FrameworkHistory, profile: Profile) -> Layout:
     if layout.pipeline == 1:
         return layout
     chunks, layers = run.chunks, len(profile.blocks)
     if chunks is None:
-        unsaid = layers // layout.pipeline if year_of(run) >= framework.interleaves_since else 1
+        unsaid = layers // layout.pipeline if year_of(run) >= history.interleaves_since else 1
         chunks = max(1, unsaid) if layers % layout.pipeline == 0 else 1
     # Embedding and head may be stages of their own: 22 layers make 24 stages.
     chunks = min(chunks, max(1, (layers + 2) // layout.pipeline))
     schedule: PricedSchedule = "interleaved_1f1b" if chunks > 1 else "1f1b"
-    if chunks == 1 and framework.name == "zero-bubble":
+    if chunks == 1 and history.name == "zero-bubble":
         schedule = "interleaved_zero_bubble"
     if "deepseek" in run.family and layers >= 2 * layout.pipeline:
         schedule, chunks = "dualpipev", 2
@@ -186,7 +186,7 @@ def _with_schedule(layout: Layout, run: Run, framework: Framework, profile: Prof
         schedule = _named_schedule(run.schedule)
         least, most = chunk_limits(schedule)
         chunks = max(least, chunks if most is None else min(most, chunks))
-    return replace(layout, schedule=schedule, chunks=chunks, cuts=cuts_of(profile, framework, layout.pipeline * chunks))
+    return replace(layout, schedule=schedule, chunks=chunks, cuts=cuts_of(profile, history, layout.pipeline * chunks))
 
 
 def _named_schedule(name: str) -> PricedSchedule:
@@ -199,20 +199,20 @@ def _named_schedule(name: str) -> PricedSchedule:
     return schedule
 
 
-def _with_states(layout: Layout, framework: Framework) -> Layout:
+def _with_states(layout: Layout, history: FrameworkHistory) -> Layout:
     """Set the bytes of gradients and optimizer as the framework keeps them, weights of 2 bytes beside them."""
     if layout.precision in ("fp32", "tf32"):
         return replace(layout, gradient_bytes=4, master_bytes=8)
-    if layout.shards_weights and framework.fully_sharded:
+    if layout.shards_weights and history.fully_sharded:
         # FSDP shards fp32 weights, gradients and two moments: 16 bytes, of which 2 stand under weights.
         return replace(layout, gradient_bytes=4, master_bytes=10)
-    if framework.name in ("nemo", "megatron-bridge"):
+    if history.name in ("nemo", "megatron-bridge"):
         # Their performance recipes reduce gradients in 16 bits.
         return replace(layout, gradient_bytes=2, master_bytes=12)
-    if layout.precision == "fp16" and framework.flash_since > 9000 and not framework.shards_optimizer:
+    if layout.precision == "fp16" and history.flash_since > 9000 and not history.shards_optimizer:
         # DeepSpeed reduces fp16 gradients and keeps fp32 masters and moments.
         return replace(layout, gradient_bytes=2, master_bytes=12)
-    if framework.name.startswith("hagemann"):
+    if history.name.startswith("hagemann"):
         # DeepSpeed reduces gradients in the weights' precision.
         return replace(layout, gradient_bytes=2, master_bytes=12)
     return replace(layout, gradient_bytes=4, master_bytes=12)

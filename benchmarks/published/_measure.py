@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.published._models import trains_adapters_only
 from benchmarks.published._rows import Row, Run
-from benchmarks.published._sources import FlopConvention, framework_of
+from benchmarks.published._sources import FlopConvention, history_of
 from weft.config.cluster import Cluster
 from weft.model.profile import Block, Profile
 from weft.techniques.cost_terms import PricedPrecision
@@ -50,7 +50,7 @@ def measured_step(row: Row, profile: Profile, cluster: Cluster, precision: Price
         if run.global_batch is None:
             return None
         return run.global_batch * profile.sequence_length / (measured.tokens_per_second * devices)
-    convention = framework_of(run).flops
+    convention = history_of(run).flops
     if measured.model_teraflops is not None:
         flops, rate = step_flops(profile, run, convention), measured.model_teraflops * _TERA
     elif measured.hardware_teraflops is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.published._rows import Run
-from benchmarks.published._sources import framework_of, year_of
+from benchmarks.published._sources import history_of, year_of
 from benchmarks.published._unpredictable import Unpredictable
 from weft.errors import RecipeError
 from weft.model.profile import ModelSizes, Profile, profile_of_sizes
@@ -198,7 +198,7 @@ def _tied_as_counted(run: Run, sizes: ModelSizes) -> ModelSizes:
 
 def _is_fused_loss_era(run: Run) -> bool:
     """Whether dropout has gone out of use: from 2024 on recipes set it to 0."""
-    return year_of(run) >= 2024 or framework_of(run).name in ("llm-foundry",)
+    return year_of(run) >= 2024 or history_of(run).name in ("llm-foundry",)
 
 
 def _usual_ffn(hidden: int, *, gated: bool) -> int:

@@ -203,8 +203,8 @@ def _sweeps(timed: Sequence[Outcome]) -> list[list[Outcome]]:
     groups: dict[tuple[object, ...], list[Outcome]] = defaultdict(list)
     for outcome in timed:
         run, case = outcome.row.run, outcome.case
-        stack = case.stack.name if case else ""
-        key = (run.model, run.sequence_length, run.global_batch, run.device, run.devices, run.precision, stack)
+        framework = case.framework.name if case else ""
+        key = (run.model, run.sequence_length, run.global_batch, run.device, run.devices, run.precision, framework)
         groups[key].append(outcome)
     return list(groups.values())
 

@@ -14,15 +14,15 @@ MemoryFigure = Literal["allocated", "reserved", "device"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Framework:
+class FrameworkHistory:
     """One training system, as it was at some time."""
 
     name: str
     flops: FlopConvention = "full"
     memory: MemoryFigure = "reserved"
     """The one of the three peaks that it publishes."""
-    habits: str = "megatron-lm"
-    """What it keeps in memory, by name in `HABITS`."""
+    memory_model: str = "megatron-lm"
+    """What it keeps in memory, by name in `MEMORY_OF_FRAMEWORKS`."""
     reports_first: bool = False
     """Whether it publishes the memory of the first pipeline rank instead of the fullest."""
     shards_optimizer: bool = False
@@ -57,10 +57,10 @@ class Framework:
 
 
 _NEVER = 9999
-_NVIDIA = Framework(
+_NVIDIA = FrameworkHistory(
     name="megatron-lm",
     memory="allocated",
-    habits="megatron-lm",
+    memory_model="megatron-lm",
     overlaps_gradients_since=2023,
     overlaps_tensor_since=2024,
     overlaps_backward_since=2022,
@@ -72,19 +72,19 @@ _NVIDIA = Framework(
     lean_since=2024,
 )
 _NEMO = replace(_NVIDIA, name="nemo", interleaves_since=2024)
-_DEEPSPEED = Framework(
+_DEEPSPEED = FrameworkHistory(
     name="megatron-deepspeed",
     memory="device",
-    habits="megatron-lm",
+    memory_model="megatron-lm",
     flash_since=_NEVER,
     fuses_since=2020,
     overlaps_gradients_since=_NEVER,
     sequence_parallel_since=_NEVER,
     bucket_elements=500_000_000,
 )
-_FSDP = Framework(name="fsdp", fully_sharded=True, habits="torchtitan")
+_FSDP = FrameworkHistory(name="fsdp", fully_sharded=True, memory_model="torchtitan")
 _XLA = replace(_FSDP, name="jax", fuses_since=2020, lean_since=2020)
-_FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
+_FRAMEWORKS: tuple[tuple[str, FrameworkHistory], ...] = (
     (r"megatron-bridge|mbridge", replace(
         _NVIDIA, name="megatron-bridge", flops="causal", interleaves_since=2024, balances_experts=True,
     )),
@@ -103,15 +103,15 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     (r"bigscience|bloom", replace(_DEEPSPEED, reports_first=True, shards_optimizer=True)),
     (r"megatron-deepspeed|mt-nlg|turing", _DEEPSPEED),
     (r"megascale|bytedance|vescale", replace(_NVIDIA, name="megascale", overlaps_tensor_since=2023, lean_since=2023)),
-    (r"hagemann|parallelization-layouts|aleph", Framework(name="hagemann", overlaps_gradients_since=_NEVER)),
+    (r"hagemann|parallelization-layouts|aleph", FrameworkHistory(name="hagemann", overlaps_gradients_since=_NEVER)),
     (r"llama-megatron|megatron-llama", replace(_NVIDIA, name="megatron-llama")),
     (r"megatron|korthikanti|narayanan|sc21", _NVIDIA),
     (r"llm-foundry|mosaic|composer", replace(_FSDP, name="llm-foundry", fuses_since=2020)),
     (r"torchtitan", replace(_FSDP, name="torchtitan")),
     (r"fms-fsdp|foundation-model", replace(_FSDP, name="fms-fsdp", fuses_since=2023, lean_since=2023)),
-    (r"nanotron|ultra-?scale", Framework(name="nanotron", memory="allocated", habits="nanotron")),
-    (r"internevo|internlm", Framework(name="internevo", fuses_since=2023)),
-    (r"colossal", Framework(name="colossalai")),
+    (r"nanotron|ultra-?scale", FrameworkHistory(name="nanotron", memory="allocated", memory_model="nanotron")),
+    (r"internevo|internlm", FrameworkHistory(name="internevo", fuses_since=2023)),
+    (r"colossal", FrameworkHistory(name="colossalai")),
     (r"alpa\b", replace(_DEEPSPEED, name="alpa", lean_since=2020)),
     (r"maxtext|tpu", replace(_XLA, name="maxtext")),
     (r"levanter|haliax", replace(_XLA, name="levanter")),
@@ -121,10 +121,10 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     (r"deepseek", replace(_NVIDIA, name="deepseek", overlaps_experts=True)),
     (r"fsdp|olmo|axolotl|accelerate|hugging|litgpt|lit-gpt|opt-175", _FSDP),
 )  # fmt: skip
-_OTHER = Framework(name="other")
-_BY_SOURCE: tuple[tuple[str, Framework], ...] = (
+_OTHER = FrameworkHistory(name="other")
+_BY_SOURCE: tuple[tuple[str, FrameworkHistory], ...] = (
     # Hagemann et al. used their fused norm in all of these runs, and in a fifth of the others.
-    (r"sequence_parallelism\.xlsx", Framework(name="hagemann-fused", overlaps_gradients_since=_NEVER)),
+    (r"sequence_parallelism\.xlsx", FrameworkHistory(name="hagemann-fused", overlaps_gradients_since=_NEVER)),
 )
 """Documents whose runs differ from their family's."""
 
@@ -155,28 +155,28 @@ _YEARS_OF_DEVICES = (
 )
 
 
-def attention_speed(framework: Framework, year: int, kind: str) -> float:
+def attention_speed(history: FrameworkHistory, year: int, kind: str) -> float:
     """Return the speed of fused attention of a year over the best that was published for the device.
 
     FlashAttention's first release, and Triton's copies of it, ran at about half the speed of the second on an A100 (Dao
     2023, arXiv 2307.08691); the second runs on Hopper at about two thirds of the third (Shah et al. 2024, 2407.08608).
     """
-    if framework.vendor_attention and year >= 2023:
+    if history.vendor_attention and year >= 2023:
         return 1.0
     speed = 0.5 if year < 2023 else 0.6 if year == 2023 else 1.0
     is_newer = any(part in kind for part in ("h100", "h200", "h800", "h20", "b200", "b300"))
     return min(speed, 0.65) if is_newer else speed
 
 
-def framework_of(run: Run) -> Framework:
+def history_of(run: Run) -> FrameworkHistory:
     """Return the training system that a row's family or source names."""
-    for pattern, framework in _BY_SOURCE:
+    for pattern, history in _BY_SOURCE:
         if re.search(pattern, run.source.lower()):
-            return framework
+            return history
     for text in (run.family.lower(), run.source.lower(), run.device.lower()):
-        for pattern, framework in _FRAMEWORKS:
+        for pattern, history in _FRAMEWORKS:
             if re.search(pattern, text):
-                return framework
+                return history
     return _OTHER
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.accelerate import Accelerator
-from weft.accelerate.not_had import METHODS, NAMES
+from weft.accelerate.unsupported import METHODS, NAMES
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "coming-from-accelerate.md"
 BEGIN, END = "<!-- table: made by tests/accelerate/surface.py -->", "<!-- table ends -->"

@@ -9,7 +9,7 @@ from surface import ARGUMENTS, GUIDE, OTHERWISE, arguments_of, names_of, written
 import accelerate as peer
 import weft.accelerate
 from weft.accelerate import Accelerator
-from weft.accelerate.not_had import METHODS
+from weft.accelerate.unsupported import METHODS
 from weft.errors import RecipeError
 
 

@@ -143,7 +143,7 @@ def test_settings_that_leave_nothing_are_named() -> None:
     assert profile is not None
     message = re.escape("has all of plan.mesh.replicate as they were given, with global_batch_size = 2. Leave one")
     with pytest.raises(PlanError, match=message):
-        choose_plan(recipe, parse_cluster_spec("8xh100"), facts_of(recipe), profile=profile, given=given)
+        choose_plan(recipe, parse_cluster_spec("8xh100"), facts_of(recipe), profile=profile, pins=given)
 
 
 def test_a_plan_is_shown_with_reasons_or_origins() -> None:

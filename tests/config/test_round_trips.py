@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from noun_examples import PLAN, RECIPE, recipe_of
 
 from weft.config.cluster import Cluster, dump_cluster, parse_cluster, parse_cluster_spec
-from weft.config.document import dotted, spell
+from weft.config.document import dotted, format_value
 from weft.config.document._locate import locate
 from weft.config.plan import (
     AXES,
@@ -165,7 +165,7 @@ def test_a_plan_is_read_back_equal(plan: Plan, everything: bool) -> None:
 @settings(deadline=None)
 @given(scalars | st.lists(scalars) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), scalars))
 def test_every_value_is_spelt_exactly(value: Any) -> None:
-    read = tomllib.loads(f"value = {spell(value)}")["value"]
+    read = tomllib.loads(f"value = {format_value(value)}")["value"]
     assert read == value
     assert type(read) is type(value)
 

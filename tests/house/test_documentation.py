@@ -15,7 +15,7 @@ from pages import INDEX, PAGES, ROOT, Fence, anchors, code_spans, commands, fenc
 
 from weft.cli import build_app, mark_script
 from weft.config.cluster import parse_cluster
-from weft.config.document import dump, spell
+from weft.config.document import dump, format_value
 from weft.config.plan import Plan, parse_plan
 from weft.config.recipe import (
     BatchRecipe,
@@ -243,4 +243,4 @@ def completed(base: Recipe | Plan, part: dict[str, Any]) -> str:
 
 
 def spelled(section: str, values: dict[str, Any]) -> str:
-    return f"[{section}]\n" + "\n".join(f"{name} = {spell(value)}" for name, value in values.items())
+    return f"[{section}]\n" + "\n".join(f"{name} = {format_value(value)}" for name, value in values.items())

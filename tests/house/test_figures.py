@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
-from weft.figures import spell_bytes, spell_figure, spell_memory, spell_percent, spell_seconds
+from weft.formatting import format_bytes, format_memory, format_number, format_percent, format_seconds
 
 EXPONENT = re.compile(r"\de[+-]\d")
 SPELLERS: tuple[Callable[[float], str], ...] = (
-    spell_figure, spell_seconds, spell_percent, spell_memory, spell_bytes,
-    lambda value: spell_figure(value, 2, signed=True),
+    format_number, format_seconds, format_percent, format_memory, format_bytes,
+    lambda value: format_number(value, 2, signed=True),
 )  # fmt: skip
 
 
@@ -32,27 +32,27 @@ def test_figures_have_the_digits_that_were_asked_for() -> None:
     draw = random.Random(12)
     for _ in range(2_000):
         value, digits = 10 ** draw.uniform(-9, 15), draw.randint(1, 5)
-        shown = float(spell_figure(value, digits).replace(",", ""))
+        shown = float(format_number(value, digits).replace(",", ""))
         assert math.isclose(shown, value, rel_tol=0.5001 * 10 ** (1 - digits))
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (spell_figure(0), "0"),
-        (spell_figure(9.996), "10"),
-        (spell_figure(999.7), "1,000"),
-        (spell_figure(0.000424), "0.000424"),
-        (spell_figure(0.5, 2, signed=True), "+0.5"),
-        (spell_figure(math.inf), "inf"),
-        (spell_seconds(4664.2), "4,664 s"),
-        (spell_seconds(0.0412), "41.2 ms"),
-        (spell_seconds(math.inf), "inf s"),
-        (spell_percent(100.2), "100 %"),
-        (spell_percent(0.000001), "0.000001 %"),
-        (spell_memory(80 * 2**30), "80 GiB"),
-        (spell_memory(37 * 2**20), "37 MiB"),
-        (spell_bytes(4_700_000), "4.7 MB"),
+        (format_number(0), "0"),
+        (format_number(9.996), "10"),
+        (format_number(999.7), "1,000"),
+        (format_number(0.000424), "0.000424"),
+        (format_number(0.5, 2, signed=True), "+0.5"),
+        (format_number(math.inf), "inf"),
+        (format_seconds(4664.2), "4,664 s"),
+        (format_seconds(0.0412), "41.2 ms"),
+        (format_seconds(math.inf), "inf s"),
+        (format_percent(100.2), "100 %"),
+        (format_percent(0.000001), "0.000001 %"),
+        (format_memory(80 * 2**30), "80 GiB"),
+        (format_memory(37 * 2**20), "37 MiB"),
+        (format_bytes(4_700_000), "4.7 MB"),
     ],
 )
 def test_figures_as_they_read(text: str, expected: str) -> None:

@@ -9,7 +9,7 @@ from benchmarks.published import PUBLISHED_RUNS, Row, read_rows, validate
 from benchmarks.published._cases import Case, Forecast, cases_of
 from benchmarks.published._devices import largest_divisor, named_cluster, parse_device_name
 from benchmarks.published._measure import measured_step, step_flops
-from benchmarks.published._sources import framework_of, year_of
+from benchmarks.published._sources import history_of, year_of
 from published_examples import LLAMA, shipped, write
 
 from weft.config.cluster import parse_cluster_spec
@@ -132,7 +132,7 @@ def test_sizes_of_known_models_need_not_be_given(tmp_path: Path) -> None:
 
 def test_years_and_frameworks() -> None:
     rows = read_rows(PUBLISHED_RUNS)
-    found = {(row.run.family, framework_of(row.run).name, year_of(row.run)) for row in rows}
+    found = {(row.run.family, history_of(row.run).name, year_of(row.run)) for row in rows}
     for expected in (
         ("megatron-sc21", "megatron-lm", 2021),
         ("megatron-bridge", "megatron-bridge", 2026),
@@ -168,7 +168,7 @@ def test_printed_times_agree_with_printed_throughput(tmp_path: Path) -> None:
     for row, found in zip(rows, cases_of([row.run for row in rows]), strict=True):
         measured = row.measured
         if isinstance(found, Case) and measured.tokens_per_second and measured.model_teraflops and row.run.global_batch:
-            flops = step_flops(found.profile, row.run, framework_of(row.run).flops)
+            flops = step_flops(found.profile, row.run, history_of(row.run).flops)
             assert flops is not None
             tokens = row.run.global_batch * found.profile.sequence_length
             rate = flops / tokens * measured.tokens_per_second
@@ -181,8 +181,8 @@ def test_a_row_may_name_its_schedule_and_its_attention(tmp_path: Path) -> None:
     for word, schedule in words.items():
         assert case(tmp_path, schedule=word).layouts[0].schedule == schedule
     assert case(tmp_path, schedule="1F1B-I", vpp="4").layouts[0].chunks == 4
-    assert case(tmp_path, attention="unfused").stack.flash_attention is False
-    assert case(tmp_path, attention="fused", source="a page of 2019").stack.flash_attention is True
+    assert case(tmp_path, attention="unfused").framework.flash_attention is False
+    assert case(tmp_path, attention="fused", source="a page of 2019").framework.flash_attention is True
     assert 'schedule = "ZB-9p" is none of gpipe, 1f1b' in refusal(tmp_path, schedule="ZB-9p")
     assert 'attention = "quick" is neither fused nor unfused' in refusal(tmp_path, attention="quick")
 
@@ -219,8 +219,8 @@ def test_deepspeed_shares_its_layers_out_evenly(tmp_path: Path, layers: int, eac
 
 def test_benchmarks_force_even_routing(tmp_path: Path) -> None:
     """Megatron-Bridge's page says so of its mixtures; a technical report trains."""
-    assert case(tmp_path, source_family="megatron-bridge").stack.balances_experts
-    assert not case(tmp_path, source_family="deepseek-v3-technical-report").stack.balances_experts
+    assert case(tmp_path, source_family="megatron-bridge").framework.balances_experts
+    assert not case(tmp_path, source_family="deepseek-v3-technical-report").framework.balances_experts
 
 
 def test_a_schedule_of_another_system_is_priced_and_makes_no_plan(tmp_path: Path) -> None:

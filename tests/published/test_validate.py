@@ -150,5 +150,5 @@ def test_shipped_constants_stay_near_the_data_sheets() -> None:
     assert 0.8 < fitted.calibration.matmul_share("a100", "bf16") / sheet.calibration.matmul_share("a100", "bf16") < 1.2
     assert all(0.5 < scalar.slowdown < 2.5 for scalar in fitted.stacks.values())
     assert 0.1 < fitted.unseen.spread < 0.35
-    assert fitted.scalar("a stack that nobody knows") == fitted.unseen
+    assert fitted.scalar("a framework that nobody knows") == fitted.unseen
     assert dump_knowledge(fitted, dict.fromkeys(FACTORS, 1.0), ["told"]).startswith("# told\n")

@@ -10,8 +10,8 @@ from weft.accelerate.data_loader import skip_first_batches as skip_first_batches
 from weft.accelerate.launchers import debug_launcher as debug_launcher
 from weft.accelerate.launchers import notebook_launcher as notebook_launcher
 from weft.accelerate.local_sgd import LocalSGD as LocalSGD
-from weft.accelerate.not_had import name_of
 from weft.accelerate.state import PartialState as PartialState
+from weft.accelerate.unsupported import name_of
 from weft.accelerate.utils.dataclasses import AutocastKwargs as AutocastKwargs
 from weft.accelerate.utils.dataclasses import DataLoaderConfiguration as DataLoaderConfiguration
 from weft.accelerate.utils.dataclasses import DDPCommunicationHookType as DDPCommunicationHookType

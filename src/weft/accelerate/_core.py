@@ -9,7 +9,7 @@ import torch
 
 from weft.accelerate._job import GradientState, SharedJob, job_of
 from weft.accelerate._places import Places
-from weft.accelerate._plans import Requested, asked_of
+from weft.accelerate._plans import SessionRequest, asked_of
 from weft.accelerate.state import AcceleratorState
 from weft.accelerate.utils.dataclasses import (
     AutocastKwargs,
@@ -25,7 +25,7 @@ from weft.accelerate.utils.dataclasses import (
 from weft.errors import PlanError, RecipeError
 
 
-class Core(Places):
+class AcceleratorCore(Places):
     """The job, and what was given to the Accelerator."""
 
     project_configuration: ProjectConfiguration
@@ -44,12 +44,12 @@ class Core(Places):
             raise ValueError(f"mixed_precision = {precision!r} is none of {', '.join(PrecisionType.list())}.")
         if precision == "fp8":
             raise PlanError("mixed_precision='fp8': Weft does not compute in fp8. Write bf16, fp16 or no.")
-        self._asked: Requested = asked_of(given, precision, handlers)
+        self._asked: SessionRequest = asked_of(given, precision, handlers)
         self._job: SharedJob = job_of(self._asked.session)
         self.plan = self._job.settings.get("plan", "auto")
         """How the job is split, as it was given or as plugins say it."""
         self._job.mixed_precision = self.mixed_precision = precision
-        self._job.plugins.update({name: each for name, each in self._asked.plugins.items() if each is not None})
+        self._job.plugins.update({name: plugin for name, plugin in self._asked.plugins.items() if plugin is not None})
         self.native_amp = precision != "no" and not self._asked.computes_in
         self.autocast_handler: AutocastKwargs = handlers.get(AutocastKwargs) or AutocastKwargs()
         self.profile_handler: ProfileKwargs = handlers.get(ProfileKwargs) or ProfileKwargs()
@@ -101,13 +101,13 @@ class Core(Places):
         return self.process_index
 
 
-def _handlers_of(given: Sequence[Any] | None) -> Mapping[type, Any]:
+def _handlers_of(arguments: Sequence[Any] | None) -> Mapping[type, Any]:
     """Handlers by their class."""
-    found: dict[type, Any] = {}
-    for handler in given or ():
-        if type(handler) in found:
+    handlers: dict[type, Any] = {}
+    for handler in arguments or ():
+        if type(handler) in handlers:
             raise ValueError(f"kwargs_handlers has two {type(handler).__name__}. Give one.")
-        found[type(handler)] = handler
+        handlers[type(handler)] = handler
         if isinstance(handler, GradScalerKwargs) and (named := handler.to_kwargs()):
             raise RecipeError(
                 f"GradScalerKwargs({next(iter(named))}=…) is not had: plans in fp16 choose their scale by themselves,"
@@ -118,4 +118,4 @@ def _handlers_of(given: Sequence[Any] | None) -> Mapping[type, Any]:
                 f"DistributedDataParallelKwargs(comm_hook={str(handler.comm_hook)!r}) compresses gradients: name it in"
                 " a plan, as data_parallel.compression, or as data_parallel.reduce_precision for 16 bits."
             )
-    return found
+    return handlers

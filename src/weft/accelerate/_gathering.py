@@ -63,9 +63,9 @@ class ProcessGathers(Accumulating):
     def check_trigger(self) -> bool:
         """Whether some process has set the trigger."""
         own, self._is_triggered = self._is_triggered, False
-        found = bool(self._job.session.all_reduce(torch.tensor(float(own)), "max"))
-        self._is_triggered = own and not found
-        return found
+        is_triggered = bool(self._job.session.all_reduce(torch.tensor(float(own)), "max"))
+        self._is_triggered = own and not is_triggered
+        return is_triggered
 
     _is_triggered = False
 

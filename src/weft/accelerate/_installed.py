@@ -40,9 +40,9 @@ def is_installed(library: str, *_: Any, **__: Any) -> bool:
 
 def asking_for(name: str) -> Callable[..., bool] | None:
     """Return the function of a name such as `is_wandb_available`, None where it asks for nothing that is known."""
-    found = re.fullmatch(r"is_(\w+)_available", name)
-    if found and found[1] in ("cuda", "fp16"):
+    match = re.fullmatch(r"is_(\w+)_available", name)
+    if match and match[1] in ("cuda", "fp16"):
         return torch.cuda.is_available
-    if found and found[1] == "bf16":
+    if match and match[1] == "bf16":
         return functools.partial(is_installed, "torch")
-    return functools.partial(is_installed, found[1]) if found and found[1] in (*_LIBRARIES, *_OTHERS) else None
+    return functools.partial(is_installed, match[1]) if match and match[1] in (*_LIBRARIES, *_OTHERS) else None

@@ -39,9 +39,9 @@ class ProcessNumber(int):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        number = next((each for each in args if type(each) is cls), None)
-        plain = [int(each) if type(each) is cls else each for each in args]
-        loss = next((each for each in plain if isinstance(each, Tensor)), None)
+        number = next((argument for argument in args if type(argument) is cls), None)
+        plain = [int(argument) if type(argument) is cls else argument for argument in args]
+        loss = next((value for value in plain if isinstance(value, Tensor)), None)
         is_product = getattr(func, "__name__", "") in _PRODUCTS and len(plain) == 2
         if number is None or loss is None or not is_product or not loss.requires_grad:
             return func(*plain, **(kwargs or {}))
@@ -70,13 +70,13 @@ def count_own_steps(scheduler: Any) -> None:
     """
     for inner in getattr(scheduler, "_schedulers", ()):
         count_own_steps(inner)
-    found = _taken_back(vars(scheduler))
-    for each in getattr(scheduler, "lr_lambdas", ()):
-        _taken_back(getattr(each, "keywords", {}))
-        for cell in getattr(getattr(each, "func", each), "__closure__", None) or ():
+    has_step_number = _taken_back(vars(scheduler))
+    for function in getattr(scheduler, "lr_lambdas", ()):
+        _taken_back(getattr(function, "keywords", {}))
+        for cell in getattr(getattr(function, "func", function), "__closure__", None) or ():
             if type(cell.cell_contents) is StepNumber:
                 cell.cell_contents = cell.cell_contents.own
-    if found and hasattr(scheduler, "_schedule_phases"):
+    if has_step_number and hasattr(scheduler, "_schedule_phases"):
         raise RecipeError(
             f"{type(scheduler).__name__} was given steps times accelerator.num_processes, and schedules step"
             " once for each optimizer step here, whatever the number of processes. Leave the factor out."
@@ -84,13 +84,13 @@ def count_own_steps(scheduler: Any) -> None:
 
 
 def _taken_back(values: Any) -> bool:
-    found = [name for name, value in values.items() if type(value) is StepNumber]
-    for name in found:
+    names = [name for name, value in values.items() if type(value) is StepNumber]
+    for name in names:
         values[name] = values[name].own
     for each in values.values():
         if isinstance(each, list):
             each[:] = [value.own if type(value) is StepNumber else value for value in each]
-    return bool(found)
+    return bool(names)
 
 
 @final

@@ -109,10 +109,10 @@ class Places:
 
     def _part_of(self, inputs: Any, pads: bool) -> Any:
         if isinstance(inputs, dict):
-            sizes = {len(each) for each in inputs.values()}
+            sizes = {len(input_) for input_ in inputs.values()}
             if len(sizes) > 1:
                 raise ValueError(f"split_between_processes got values of lengths {sorted(sizes)}. Make them equal.")
-            return {name: self._part_of(each, pads) for name, each in inputs.items()}
+            return {name: self._part_of(input_, pads) for name, input_ in inputs.items()}
         share, extra = divmod(len(inputs), self.num_processes)
         start = self.process_index * share + min(self.process_index, extra)
         stop = start + share + (self.process_index < extra)

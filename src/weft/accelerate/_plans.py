@@ -25,7 +25,7 @@ from weft.run.launch import RankInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Requested:
+class SessionRequest:
     """What an Accelerator asks of its session."""
 
     session: Mapping[str, Any]
@@ -41,7 +41,7 @@ class Requested:
     """What a configuration says of the optimizer and its schedule, as settings of a recipe."""
 
 
-def asked_of(given: Mapping[str, Any], precision: str, handlers: Mapping[type, Any]) -> Requested:
+def asked_of(arguments: Mapping[str, Any], precision: str, handlers: Mapping[type, Any]) -> SessionRequest:
     """Read what an Accelerator was given.
 
     Raises:
@@ -50,17 +50,17 @@ def asked_of(given: Mapping[str, Any], precision: str, handlers: Mapping[type, A
     waits = getattr(handlers.get(InitProcessGroupKwargs), "timeout", None)
     seconds = waits.total_seconds() if isinstance(waits, timedelta) else waits
     asked = session_arguments("auto", seconds)
-    asked |= {"device": "cpu"} if given["cpu"] else {}
-    plugins = _plugins_of(given)
-    if given["plan"] is not None:
-        asked |= session_arguments(given["plan"], seconds)
+    asked |= {"device": "cpu"} if arguments["cpu"] else {}
+    plugins = _plugins_of(arguments)
+    if arguments["plan"] is not None:
+        asked |= session_arguments(arguments["plan"], seconds)
         computes_in = _precision_of(asked.get("plan", "auto"))
         if precision == "fp16" != computes_in:
             raise PlanError(
                 "mixed_precision='fp16' beside a plan in another precision: nobody would scale the losses."
                 ' Write compute.precision = "fp16" in the plan, or mixed_precision="bf16".'
             )
-        return Requested(session=asked, plugins=plugins, computes_in=computes_in)
+        return SessionRequest(session=asked, plugins=plugins, computes_in=computes_in)
     compiles = _compiles(plugins["dynamo"])
     table = _table_of(plugins, precision)
     half = "fp16" if precision == "fp16" else ""  # under torch.autocast alone small gradients would be lost
@@ -68,19 +68,19 @@ def asked_of(given: Mapping[str, Any], precision: str, handlers: Mapping[type, A
         settings = ({"compute.compile": True} if compiles else {}) | ({"compute.precision": half} if half else {})
         asked |= {"settings": settings} if settings else {}
         asked |= {"permit": ("fp32", half)} if half else {}
-        return Requested(session=asked, plugins=plugins, computes_in=half)
-    found = _read(table)
-    plan = replace(found.plan, microbatch=MicrobatchPlan())
+        return SessionRequest(session=asked, plugins=plugins, computes_in=half)
+    request = _read(table)
+    plan = replace(request.plan, microbatch=MicrobatchPlan())
     compute = replace(plan.compute, compile=plan.compute.compile or compiles)
     plan = replace(plan, compute=replace(compute, precision="fp16") if half else compute)
     asked |= session_arguments(plan, seconds)
-    return Requested(
+    return SessionRequest(
         session=asked,
         plugins=plugins,
         computes_in=_precision_of(plan),
-        clips=float(found.recipe.get("optimizer.max_grad_norm") or 0.0),
+        clips=float(request.recipe.get("optimizer.max_grad_norm") or 0.0),
         accumulates=_accumulates(plugins["deepspeed"]),
-        optimizer=found.recipe,
+        optimizer=request.recipe,
     )
 
 
@@ -89,8 +89,8 @@ def _precision_of(plan: Plan | str) -> str:
     return known if known in ("bf16", "fp16") else ""
 
 
-def _plugins_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    deepspeed = given["deepspeed_plugins"] or given["deepspeed_plugin"]
+def _plugins_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    deepspeed = arguments["deepspeed_plugins"] or arguments["deepspeed_plugin"]
     if isinstance(deepspeed, dict):
         if len(deepspeed) > 1:
             raise PlanError(
@@ -98,16 +98,23 @@ def _plugins_of(given: Mapping[str, Any]) -> dict[str, Any]:
                 " one; a model that is not trained stays whole on every rank."
             )
         deepspeed = next(iter(deepspeed.values()))
-    if given["megatron_lm_plugin"] is not None:
+    if arguments["megatron_lm_plugin"] is not None:
         raise PlanError(
             "megatron_lm_plugin: Megatron-LM's engine is not had. Give Accelerator(plan=…) with mesh.tensor,"
             " tensor_parallel.sequence and the like; weft migrate reads its settings from a configuration file."
         )
-    tensor, parallelism = given["torch_tp_plugin"], given["parallelism_config"]
+    tensor, parallelism = arguments["torch_tp_plugin"], arguments["parallelism_config"]
     if tensor is not None and parallelism is None:
         parallelism = ParallelismConfig(tp_size=tensor.tp_size)
-    dynamo = given["dynamo_plugin"] or (given["dynamo_backend"] and TorchDynamoPlugin(backend=given["dynamo_backend"]))
-    return {"deepspeed": deepspeed, "fsdp": given["fsdp_plugin"], "parallelism": parallelism, "dynamo": dynamo or None}
+    dynamo = arguments["dynamo_plugin"] or (
+        arguments["dynamo_backend"] and TorchDynamoPlugin(backend=arguments["dynamo_backend"])
+    )
+    return {
+        "deepspeed": deepspeed,
+        "fsdp": arguments["fsdp_plugin"],
+        "parallelism": parallelism,
+        "dynamo": dynamo or None,
+    }
 
 
 def _compiles(plugin: TorchDynamoPlugin | None) -> bool:
@@ -152,22 +159,22 @@ _FSDP_BY_ITSELF = ("state_dict_config", "optim_state_dict_config", "auto_wrap_po
 
 
 def _of_fsdp(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in plugin.said().items():
         if name in _FSDP_REFUSED:
             raise PlanError(f"FullyShardedDataParallelPlugin({name}=…) is not had: {_FSDP_REFUSED[name]}")
         match name:
             case "cpu_offload":
-                found["fsdp_offload_params"] = bool(getattr(value, "offload_params", value))
+                settings["fsdp_offload_params"] = bool(getattr(value, "offload_params", value))
             case "transformer_cls_names_to_wrap":
-                found["fsdp_transformer_layer_cls_to_wrap"] = value if isinstance(value, str) else ",".join(value)
+                settings["fsdp_transformer_layer_cls_to_wrap"] = value if isinstance(value, str) else ",".join(value)
             case "fsdp_version":
-                found[name] = value
+                settings[name] = value
             case _ if name not in _FSDP_BY_ITSELF:
-                found[f"fsdp_{name}"] = _plain(value)
+                settings[f"fsdp_{name}"] = _plain(value)
             case _:
                 pass
-    return found
+    return settings
 
 
 _FSDP_REFUSED: Mapping[str, str] = {

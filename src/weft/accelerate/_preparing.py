@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from weft.accelerate._core import Core
+from weft.accelerate._core import AcceleratorCore
 from weft.accelerate._number import count_own_steps
 from weft.accelerate.data_loader import DataLoaderShard, SeedableRandomSampler, skip_first_batches, with_batches_of
 from weft.accelerate.optimizer import AcceleratedOptimizer
@@ -19,7 +19,7 @@ from weft.accelerate.utils.operations import convert_to_fp32
 from weft.errors import RecipeError
 
 
-class Preparing(Core):
+class Preparing(AcceleratorCore):
     """`prepare`, and what undoes it."""
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
@@ -27,21 +27,21 @@ class Preparing(Core):
 
         Things of another kind, and those that were prepared before, are returned as they are.
         """
-        if device_placement is not None and not all(each is not False for each in device_placement):
+        if device_placement is not None and not all(placement is not False for placement in device_placement):
             raise RecipeError("prepare(device_placement=[False]) is not had: all things of a job are on its device.")
-        found: list[Any] = [None] * len(args)
+        prepared: list[Any] = [None] * len(args)
         kinds = (nn.Module, DataLoader, torch.optim.Optimizer)
         for kind in kinds:  # schedulers last: they look for their optimizers
-            for place, each in enumerate(args):
-                if found[place] is None and isinstance(each, kind):
-                    found[place] = self._prepared(each)
+            for place, argument in enumerate(args):
+                if prepared[place] is None and isinstance(argument, kind):
+                    prepared[place] = self._prepared(argument)
         for place, each in enumerate(args):
-            if found[place] is None:
-                found[place] = self._prepared(each)
-        return found[0] if len(found) == 1 else tuple(found)
+            if prepared[place] is None:
+                prepared[place] = self._prepared(each)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def _prepared(self, thing: Any) -> Any:
-        if any(thing is each for each in (*self._models, *self._optimizers, *self._schedulers, *self._dataloaders)):
+        if any(thing is model for model in (*self._models, *self._optimizers, *self._schedulers, *self._dataloaders)):
             return thing
         if type(thing) in (AcceleratedOptimizer, AcceleratedScheduler, DataLoaderShard):
             return thing
@@ -78,7 +78,9 @@ class Preparing(Core):
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """See `prepare`.  It steps once for each optimizer step."""
-        of = [each for each in self._optimizers if each.optimizer is getattr(scheduler, "optimizer", None)]
+        of = [
+            optimizer for optimizer in self._optimizers if optimizer.optimizer is getattr(scheduler, "optimizer", None)
+        ]
         if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
             self._job.session.prepare(scheduler)
         if self.use_distributed:
@@ -158,14 +160,16 @@ class Preparing(Core):
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether a model is spread over the devices of one process."""
-        return any(len(getattr(each, "hf_device_map", ())) > 1 for each in model.modules())
+        return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Forget what was prepared, so that other things can be; returns as many `None` as it was given objects."""
         from weft.accelerate.utils.memory import release_memory
 
-        loaders = [each.base_dataloader for each in self._dataloaders]
-        wrapped = [each.optimizer for each in self._optimizers] + [each.scheduler for each in self._schedulers]
+        loaders = [loader.base_dataloader for loader in self._dataloaders]
+        wrapped = [optimizer.optimizer for optimizer in self._optimizers] + [
+            scheduler.scheduler for scheduler in self._schedulers
+        ]
         self._job.inside.forget(*self._models, *wrapped, *loaders)
         self._forget()
         self.step = 0

@@ -14,7 +14,7 @@ from weft.accelerate._gathering import ProcessGathers
 from weft.accelerate.utils.other import convert_file_size_to_int, write_tensors
 
 
-class Saving(ProcessGathers):
+class AcceleratorSaves(ProcessGathers):
     """`save_model` and its like."""
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ def _write_model(state: Mapping[str, Tensor], folder: Path, limit: int) -> None:
     files = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     for file, group in zip(files, groups, strict=True):
         write_tensors(group, folder / file)
-    total = sum(each.numel() * each.element_size() for group in groups for each in group.values())
+    total = sum(tensor.numel() * tensor.element_size() for group in groups for tensor in group.values())
     places = {name: file for file, group in zip(files, groups, strict=True) for name in group}
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

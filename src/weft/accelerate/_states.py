@@ -11,14 +11,14 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from weft.accelerate._saving import Saving
+from weft.accelerate._saving import AcceleratorSaves
 from weft.accelerate.data_loader import SeedableRandomSampler
 from weft.errors import CheckpointError, RecipeError
 
 Hook = Callable[..., None]
 
 
-class SavedStates(Saving):
+class SavedStates(AcceleratorSaves):
     """`save_state`, `load_state` and what they save beside models."""
 
     _custom_objects: list[Any]
@@ -27,9 +27,9 @@ class SavedStates(Saving):
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save objects with the state, too: whatever has `state_dict` and `load_state_dict`."""
-        wrong = [each for each in objects if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict"))]
+        wrong = [item for item in objects if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))]
         if wrong:
-            names = ", ".join(type(each).__name__ for each in wrong)
+            names = ", ".join(type(item).__name__ for item in wrong)
             raise ValueError(
                 f"{names} cannot be saved: state_dict and load_state_dict are missing. Write both methods."
             )
@@ -72,10 +72,10 @@ class SavedStates(Saving):
         self._job.session.load(folder, extra=self._extra())
 
     def _extra(self) -> dict[str, Any]:
-        own = {f"object-{number}": each for number, each in enumerate(self._custom_objects)}
-        samplers = [getattr(each, "sampler", None) for each in self._dataloaders]
-        orders = [each for each in samplers if isinstance(each, SeedableRandomSampler)]
-        return {"accelerator": _Counters(self), **{f"order-{at}": each for at, each in enumerate(orders)}, **own}
+        own = {f"object-{number}": item for number, item in enumerate(self._custom_objects)}
+        samplers = [getattr(loader, "sampler", None) for loader in self._dataloaders]
+        orders = [sampler for sampler in samplers if isinstance(sampler, SeedableRandomSampler)]
+        return {"accelerator": _Counters(self), **{f"order-{at}": order for at, order in enumerate(orders)}, **own}
 
     def _checkpoints(self) -> Path:
         if self.project_dir is None:
@@ -104,10 +104,10 @@ class SavedStates(Saving):
     def _last_folder(self) -> Path:
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("load_state() was given no folder, and saves have no automatic names. Give one.")
-        found = _numbered(self._checkpoints())
-        if not found:
+        folders = _numbered(self._checkpoints())
+        if not folders:
             raise CheckpointError(f"{self._checkpoints()} holds no save. Call accelerator.save_state() before.")
-        return found[-1]
+        return folders[-1]
 
 
 class _Counters:

@@ -108,7 +108,7 @@ class Accumulating(Preparing):
         def clip() -> None:
             if not self._has_clipped:
                 session = self._job.session
-                for model in [each for each in self._models if session.state(each).optimizer is optimizer]:
+                for model in [model for model in self._models if session.state(model).optimizer is optimizer]:
                     session.clip_grad_norm_(model, limit)
             self._has_clipped = False
 
@@ -117,7 +117,7 @@ class Accumulating(Preparing):
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether an optimizer left its last step out for an overflow."""
-        return any(each.step_was_skipped for each in self._optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Generator[None]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from weft.accelerate._states import SavedStates
-from weft.accelerate.not_had import METHODS, OWNER
 from weft.accelerate.tracking import Tracking, trackers_of
+from weft.accelerate.unsupported import METHODS, OWNER
 from weft.accelerate.utils.dataclasses import (
     DataLoaderConfiguration,
     DeepSpeedPlugin,

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from weft.accelerate._job import GradientState, job_of
-from weft.accelerate.not_had import name_of
+from weft.accelerate.unsupported import name_of
 
 _KEPT = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
@@ -84,8 +84,8 @@ class DataLoaderShard:
         self.iteration = epoch
         of = self.base_dataloader
         samplers = [getattr(of, "sampler", None), batches := getattr(of, "batch_sampler", None)]
-        for each in (*samplers, getattr(batches, "sampler", None), getattr(of, "dataset", None)):
-            if callable(tell := getattr(each, "set_epoch", None)):
+        for sampler in (*samplers, getattr(batches, "sampler", None), getattr(of, "dataset", None)):
+            if callable(tell := getattr(sampler, "set_epoch", None)):
                 tell(epoch)
 
     def skipping(self, batches: int) -> DataLoaderShard:

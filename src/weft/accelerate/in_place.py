@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, final
 
 from weft.accelerate import __version__
-from weft.accelerate.not_had import OWNER
+from weft.accelerate.unsupported import OWNER
 from weft.errors import not_had
 
 PEER = "accelerate"
@@ -29,15 +29,15 @@ def stand_in() -> None:
     Raises:
         RuntimeError: Accelerate was imported before.
     """
-    if any(isinstance(each, _Finder) for each in sys.meta_path):
+    if any(isinstance(finder, _PeerFinder) for finder in sys.meta_path):
         return
     if PEER in sys.modules:
         raise RuntimeError("accelerate was imported before Weft could stand in its place.")
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _PeerFinder())
 
 
 @final
-class _Finder(importlib.metadata.DistributionFinder, MetaPathFinder):
+class _PeerFinder(importlib.metadata.DistributionFinder, MetaPathFinder):
     """Finds modules of the peer's names in this package, and the peer's distribution."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
@@ -70,8 +70,8 @@ class _Loader(Loader):
             own = None
 
         def of(name: str) -> Any:
-            if own is not None and (found := getattr(own, name, None)) is not None:
-                return found
+            if own is not None and (attribute := getattr(own, name, None)) is not None:
+                return attribute
             if name.startswith("__"):
                 raise AttributeError(name)
             return not_had(name, OWNER, "What needs it runs with Accelerate itself.")

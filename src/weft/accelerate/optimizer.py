@@ -10,7 +10,7 @@ import torch
 from weft.accelerate._job import GradientState, open_job
 
 
-class _Own:
+class _UserAttribute:
     """An attribute that is the user's optimizer's."""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -27,12 +27,12 @@ class _Own:
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """The user's optimizer, whose `step` and `zero_grad` do nothing while a loop accumulates."""
 
-    state: Any = _Own()
-    param_groups: Any = _Own()
-    defaults: Any = _Own()
-    add_param_group: Any = _Own()
-    state_dict: Any = _Own()
-    load_state_dict: Any = _Own()
+    state: Any = _UserAttribute()
+    param_groups: Any = _UserAttribute()
+    defaults: Any = _UserAttribute()
+    add_param_group: Any = _UserAttribute()
+    state_dict: Any = _UserAttribute()
+    load_state_dict: Any = _UserAttribute()
 
     def __init__(self, optimizer: torch.optim.Optimizer, before_step: Callable[[], None] | None = None) -> None:
         """`before_step` clips, where a configuration says to.  Optimizer's own constructor would make groups."""

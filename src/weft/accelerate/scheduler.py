@@ -26,5 +26,5 @@ class AcceleratedScheduler:
         state = self.gradient_state
         if self.step_with_optimizer and not state.sync_gradients:
             self.scheduler._step_count += int(state.adjust_scheduler)
-        elif not (self.step_with_optimizer and any(each.step_was_skipped for each in self.optimizers)):
+        elif not (self.step_with_optimizer and any(optimizer.step_was_skipped for optimizer in self.optimizers)):
             self.scheduler.step(*args, **kwargs)

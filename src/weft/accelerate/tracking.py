@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from weft.accelerate._installed import is_installed
 from weft.accelerate._job import job_of, leave_job
-from weft.accelerate._saving import Saving
+from weft.accelerate._saving import AcceleratorSaves
 from weft.errors import RecipeError
 
 
@@ -35,7 +35,11 @@ class GeneralTracker:
     def __init__(self, _blank: bool = False) -> None:
         if _blank:
             return
-        missing = [each for each in ("name", "tracker") if not hasattr(type(self), each) and not hasattr(self, each)]
+        missing = [
+            attribute
+            for attribute in ("name", "tracker")
+            if not hasattr(type(self), attribute) and not hasattr(self, attribute)
+        ]
         if missing or not self.name:
             raise NotImplementedError(f"{type(self).__name__} says no {missing[0] if missing else 'name'}. Add it.")
 
@@ -151,28 +155,30 @@ def trackers_of(log_with: Any, logging_dir: Any) -> list[Any]:
         RecipeError: one is not had, or its library is not installed.
     """
     asked: Sequence[Any] = log_with if isinstance(log_with, list | tuple) else [] if log_with is None else [log_with]
-    found: list[Any] = []
-    for each in asked:
-        if isinstance(each, GeneralTracker):
-            found.append(each)
-        elif str(each) == "all":
-            found += [name for name, (library, _) in _TRACKERS.items() if is_installed(library)]
-        elif str(each) not in _TRACKERS:
+    trackers: list[Any] = []
+    for tracker in asked:
+        if isinstance(tracker, GeneralTracker):
+            trackers.append(tracker)
+        elif str(tracker) == "all":
+            trackers += [name for name, (library, _) in _TRACKERS.items() if is_installed(library)]
+        elif str(tracker) not in _TRACKERS:
             raise RecipeError(
-                f"log_with={str(each)!r} is not had; known are {', '.join(_TRACKERS)}, all, and objects of your own"
+                f"log_with={str(tracker)!r} is not had; known are {', '.join(_TRACKERS)}, all, and objects of your own"
                 " class of weft.accelerate.tracking.GeneralTracker, with its name, start, log and finish."
             )
-        elif not is_installed(_TRACKERS[str(each)][0]):
-            raise RecipeError(f"log_with={str(each)!r} needs a library that is not installed: pip install {each}.")
+        elif not is_installed(_TRACKERS[str(tracker)][0]):
+            raise RecipeError(
+                f"log_with={str(tracker)!r} needs a library that is not installed: pip install {tracker}."
+            )
         else:
-            found.append(str(each))
-    for name in [each for each in found if isinstance(each, str)]:
+            trackers.append(str(tracker))
+    for name in [tracker for tracker in trackers if isinstance(tracker, str)]:
         if _TRACKERS[name][1].requires_logging_directory and logging_dir is None:
             raise ValueError(f"log_with={name!r} writes into a folder. Give Accelerator(project_dir=…).")
-    return found
+    return trackers
 
 
-class Tracking(Saving):
+class Tracking(AcceleratorSaves):
     """`init_trackers`, `log` and `end_training`."""
 
     trackers: list[Any]
@@ -182,35 +188,35 @@ class Tracking(Saving):
         self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         """Begin to track under a name, with what the run was begun with."""
-        for each in self.log_with:
-            if isinstance(each, str):
-                kind: Any = _TRACKERS[each][1]
+        for tracker in self.log_with:
+            if isinstance(tracker, str):
+                kind: Any = _TRACKERS[tracker][1]
                 folder = [self.logging_dir] if kind.requires_logging_directory else []
-                each = kind(project_name, *folder, **dict((init_kwargs or {}).get(each, {})))
-            self.trackers.append(each)
-            each.start()
+                tracker = kind(project_name, *folder, **dict((init_kwargs or {}).get(tracker, {})))
+            self.trackers.append(tracker)
+            tracker.start()
             if config is not None:
-                each.store_init_configuration(config)
+                tracker.store_init_configuration(config)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker by its name, or what it writes with."""
-        found = next((each for each in self.trackers if each.name == name), None)
-        if found is None and self.is_main_process:
-            known = ", ".join(each.name for each in self.trackers) or "none"
+        matching = next((tracker for tracker in self.trackers if tracker.name == name), None)
+        if matching is None and self.is_main_process:
+            known = ", ".join(tracker.name for tracker in self.trackers) or "none"
             raise ValueError(f"there is no tracker {name!r}. Known are {known}; call init_trackers before.")
-        if found is None or not self.is_main_process:
+        if matching is None or not self.is_main_process:
             return GeneralTracker(_blank=True)
-        return found.tracker if unwrap else found
+        return matching.tracker if unwrap else matching
 
     def log(
         self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         """Give numbers to every tracker."""
-        for each in self.trackers:
-            each.log(values, step=step, **dict((log_kwargs or {}).get(each.name, {})))
+        for tracker in self.trackers:
+            tracker.log(values, step=step, **dict((log_kwargs or {}).get(tracker.name, {})))
 
     def end_training(self) -> None:
         """End the trackers, and leave the job; models are plain then."""
-        for each in self.trackers:
-            each.finish()
+        for tracker in self.trackers:
+            tracker.finish()
         leave_job()

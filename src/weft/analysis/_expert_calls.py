@@ -21,8 +21,8 @@ from weft.model.stacked import ExpertStack, num_stacked, prove_stacks
 
 def mix_by_token(tokens: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
     """Stand for experts in a trace: rows (n, hidden), choices and weights (n, top_k) → (n, hidden)."""
-    given = (tokens, choices, weights)
-    made: Tensor = handle_torch_function(mix_by_token, given, *given)
+    inputs = (tokens, choices, weights)
+    made: Tensor = handle_torch_function(mix_by_token, inputs, *inputs)
     return made
 
 
@@ -35,12 +35,12 @@ def proven_stacks(blueprint: Blueprint) -> Mapping[str, ExpertStack]:
     """Return the modules of stacked experts of which it is shown what they do, whichever operands come first."""
     if blueprint.stacks:
         return blueprint.stacks
-    found: dict[str, ExpertStack] = {}
-    stacked = {name: each for name, each in blueprint.module.named_modules() if num_stacked(each) > 1}
+    proven: dict[str, ExpertStack] = {}
+    stacked = {name: module for name, module in blueprint.module.named_modules() if num_stacked(module) > 1}
     for choices_first in (True, False):
-        left = {name: (each, choices_first) for name, each in stacked.items() if name not in found}
-        found |= {name: stack for name, stack in prove_stacks(left).items() if stack is not None}
-    return found
+        left = {name: (stack, choices_first) for name, stack in stacked.items() if name not in proven}
+        proven |= {name: stack for name, stack in prove_stacks(left).items() if stack is not None}
+    return proven
 
 
 def stand_in_for_experts(module: nn.Module, stacks: Mapping[str, ExpertStack]) -> None:
@@ -51,17 +51,17 @@ def stand_in_for_experts(module: nn.Module, stacks: Mapping[str, ExpertStack]) -
 
 
 def _called(forward: Any, stack: ExpertStack, *args: Any, **kwargs: Any) -> Any:
-    given: list[Any] = [*args, *kwargs.values()]
-    if not _fits(given, stack):
+    inputs: list[Any] = [*args, *kwargs.values()]
+    if not _fits(inputs, stack):
         return forward(*args, **kwargs)  # which is followed as anything else
     return mix_by_token(*stack.operands(args, kwargs))
 
 
-def _fits(given: list[Any], stack: ExpertStack) -> bool:
+def _fits(inputs: list[Any], stack: ExpertStack) -> bool:
     """Whether a call is one of tokens, and of choices and weights in their order, for the same rows."""
-    if len(given) != 3 or not all(isinstance(each, Tensor) and each.dim() == 2 for each in given):
+    if len(inputs) != 3 or not all(isinstance(value, Tensor) and value.dim() == 2 for value in inputs):
         return False
-    tokens, second, third = given
+    tokens, second, third = inputs
     choices, weights = (second, third) if stack.choices_first else (third, second)
-    kinds = [each.is_floating_point() for each in (tokens, choices, weights)]
+    kinds = [argument.is_floating_point() for argument in (tokens, choices, weights)]
     return kinds == [True, False, True] and len(tokens) == len(choices) and choices.shape == weights.shape

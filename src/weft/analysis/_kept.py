@@ -40,12 +40,12 @@ def kept_storages(graph: Graph, attentions: Sequence[WrittenAttention]) -> list[
         if not is_weight and save.storage not in trace.buffers and save.storage in trace.per_sample:
             saves.setdefault(save.storage, []).append(save)
     inside = {index for attention in attentions for index in attention.inside}
-    again = _Again(graph, frozenset(saves))
-    return [_kept(graph, storage, found, inside, again) for storage, found in saves.items()]
+    again = _Recomputable(graph, frozenset(saves))
+    return [_kept(graph, storage, wanting, inside, again) for storage, wanting in saves.items()]
 
 
 @dataclass(slots=True)
-class _Again:
+class _Recomputable:
     """Whether a storage can be computed from kept ones by element-wise operators alone."""
 
     graph: Graph
@@ -68,7 +68,7 @@ class _Again:
         return bool(inputs)
 
 
-def _kept(graph: Graph, storage: int, saves: Sequence[Save], inside: set[int], again: _Again) -> KeptStorage:
+def _kept(graph: Graph, storage: int, saves: Sequence[Save], inside: set[int], again: _Recomputable) -> KeptStorage:
     mains = [graph.main(call) for call in dict.fromkeys(save.call for save in saves)]
     savers = tuple(event for event in mains if event is not None)
     producer = graph.producer.get(storage)

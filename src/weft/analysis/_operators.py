@@ -22,7 +22,7 @@ _NORM = re.compile(r"norm", re.IGNORECASE)
 
 
 @dataclass(slots=True)
-class _Amount:
+class _KeptAmount:
     """What is kept of the traced batch: elements in the precision that is described, and bytes of other dtypes."""
 
     elements: float = 0.0
@@ -46,8 +46,8 @@ class Draft:
     parameters: int = 0
     summed_elements: float = 0.0
     """Elements of what it reads whose gradient is a sum over tensor ranks."""
-    kept: _Amount = field(default_factory=_Amount)
-    unfused: _Amount = field(default_factory=_Amount)
+    kept: _KeptAmount = field(default_factory=_KeptAmount)
+    unfused: _KeptAmount = field(default_factory=_KeptAmount)
     """What is kept beyond or, where negative, below what fused kernels keep."""
 
 
@@ -94,8 +94,8 @@ _SUFFIXES = {
 
 def _matrix_of(graph: Graph, event: Event) -> str:
     """The parameter with most dimensions that a product or lookup reads, not its bias."""
-    found = {graph.name_of(v.storage, event): len(v.shape) for v in event.inputs if v.storage in graph.derived}
-    return max(found, key=lambda name: found[name])
+    ranks = {graph.name_of(v.storage, event): len(v.shape) for v in event.inputs if v.storage in graph.derived}
+    return max(ranks, key=lambda name: ranks[name])
 
 
 # ── what is kept ──────────────────────────────────────────────────────────────────────────────────────────────────────

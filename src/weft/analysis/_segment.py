@@ -39,18 +39,18 @@ def find_blocks(blueprint: Blueprint, trace: Trace) -> tuple[str, ...]:
     """
     if blueprint.cut is not None:
         return tuple(blueprint.cut.blocks)
-    found: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
     for mixed in (False, True):
         names = [name for c in _containers(blueprint.module, mixed=mixed) for name in c if name in trace.entries]
-        found = tuple(sorted(names, key=lambda name: trace.entries[name][0]))
-        if len(found) > 1:
-            return found
-    return found
+        blocks = tuple(sorted(names, key=lambda name: trace.entries[name][0]))
+        if len(blocks) > 1:
+            return blocks
+    return blocks
 
 
 def _containers(root: nn.Module, *, mixed: bool) -> list[list[str]]:
     """Outermost lists and sequences of two or more children with parameters, of one class unless `mixed`."""
-    found: list[list[str]] = []
+    containers: list[list[str]] = []
 
     def visit(name: str, module: nn.Module) -> None:
         children = list(module.named_children())
@@ -59,13 +59,13 @@ def _containers(root: nn.Module, *, mixed: bool) -> list[list[str]]:
         listed = isinstance(module, nn.ModuleList | nn.Sequential)
         composed = any(True for _, child in children for _ in child.children())
         if listed and len(children) > 1 and (mixed or len(kinds) == 1) and has_weights and composed:
-            found.append([f"{name}.{key}" if name else key for key, _ in children])
+            containers.append([f"{name}.{key}" if name else key for key, _ in children])
             return
         for key, child in children:
             visit(f"{name}.{key}" if name else key, child)
 
     visit("", root)
-    return found
+    return containers
 
 
 def segment(blueprint: Blueprint, trace: Trace) -> Segments:

@@ -49,20 +49,20 @@ def examine(blueprint: Blueprint, *, dtype: torch.dtype = torch.bfloat16) -> For
     Raises:
         RecipeError: no example batch, a forward that raises, or one that depends on values where none can stand in.
     """
-    found = trace(blueprint, dtype)
-    return _Builder(blueprint, found, dtype).description()
+    forward = trace(blueprint, dtype)
+    return _Builder(blueprint, forward, dtype).description()
 
 
 class _Builder:
-    def __init__(self, blueprint: Blueprint, found: Trace, dtype: torch.dtype) -> None:
-        self._blueprint, self._trace, self._dtype = blueprint, found, dtype
-        self._graph = Graph.of(found)
+    def __init__(self, blueprint: Blueprint, forward: Trace, dtype: torch.dtype) -> None:
+        self._blueprint, self._trace, self._dtype = blueprint, forward, dtype
+        self._graph = Graph.of(forward)
         self._attentions = written_attentions(self._graph)
-        self._segments = segment(blueprint, found)
+        self._segments = segment(blueprint, forward)
         self._kinds = SplitKinds(self._graph, blueprint, self._attentions)
         self._kept = kept_storages(self._graph, self._attentions)
         self._length = self._sequence_length()
-        self._tokens = float(found.samples * self._length)
+        self._tokens = float(forward.samples * self._length)
         self._experts = _expert_modules(blueprint.module, self._graph, self._segments)
         self._drafts: dict[int, dict[tuple[str, str, str], Draft]] = {}
         self._draft_of: dict[int, Draft] = {}
@@ -225,8 +225,8 @@ class _Builder:
     def _entering(self, part: int) -> Value | None:
         """The activation that enters a block; of a model of one block, its input."""
         if 0 <= part < self._segments.tail:
-            found = self._trace.entries.get(self._segments.blocks[part])
-            return None if found is None else found[1]
+            value = self._trace.entries.get(self._segments.blocks[part])
+            return None if value is None else value[1]
         if self._segments.blocks:
             return None
         working = (event for event in self._trace.events if self._graph.works(event))
@@ -259,7 +259,7 @@ def _num_experts(parts: Iterable[Block]) -> int:
 def _expert_modules(root: nn.Module, graph: Graph, segments: Segments) -> tuple[str, ...]:
     """Modules that hold routed experts: stacks of matrices used in grouped products, and lists of modules inside blocks
     of which each works on fewer rows than there are in the batch."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     rows: dict[str, dict[str, float]] = {}
     entering = {part: _rows_of(graph, name) for part, name in enumerate(segments.blocks)}
     for event in graph.trace.events:
@@ -268,14 +268,14 @@ def _expert_modules(root: nn.Module, graph: Graph, segments: Segments) -> tuple[
         part = segments.of_event[event.index]
         for name in graph.weights(event):
             if root.get_parameter(name).dim() == 3:
-                found[name.rpartition(".")[0]] = None
+                names[name.rpartition(".")[0]] = None
             container, element = _list_of(root, name, segments.prefix(part))
             if container:
                 share = event.outputs[0].numel / event.outputs[0].shape[-1] / max(entering.get(part, 1.0), 1.0)
                 counted = rows.setdefault(container, {})
                 counted[element] = max(counted.get(element, 0.0), share)
-    found |= {container: None for container, counts in rows.items() if len(counts) > 1 and max(counts.values()) < 1}
-    return tuple(found)
+    names |= {container: None for container, counts in rows.items() if len(counts) > 1 and max(counts.values()) < 1}
+    return tuple(names)
 
 
 def _rows_of(graph: Graph, module: str) -> float:

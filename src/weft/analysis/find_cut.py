@@ -47,11 +47,11 @@ def find_cut(blueprint: Blueprint) -> tuple[FoundCut, tuple[float, ...]] | str:
     except Exception as problem:  # what a module holds may refuse to be copied in its own way
         return f"it cannot be copied ({type(problem).__name__}: {problem})"
     try:
-        found = trace(copied, torch.bfloat16, loss=False)
-        blocks = find_blocks(copied, found)
-        finder = _followed(copied.module, found, blocks)
+        forward = trace(copied, torch.bfloat16, loss=False)
+        blocks = find_blocks(copied, forward)
+        finder = _followed(copied.module, forward, blocks)
         cut = finder.cut()
-        _check_evaluation(copied, found, cut)
+        _check_evaluation(copied, forward, cut)
         return cut, finder.costs()
     except _NoCutError as problem:
         return str(problem)
@@ -62,11 +62,11 @@ def find_cut(blueprint: Blueprint) -> tuple[FoundCut, tuple[float, ...]] | str:
         return f"looking at its forward failed ({type(problem).__name__}: {said})"
 
 
-def _followed(root: nn.Module, found: Trace, blocks: tuple[str, ...]) -> _Finder:
-    finder = _Finder(root, found, blocks)
+def _followed(root: nn.Module, forward: Trace, blocks: tuple[str, ...]) -> _CutFinder:
+    finder = _CutFinder(root, forward, blocks)
     finder.follow()
     if finder.anywhere:  # positions, masks: cheaper computed again than sent
-        finder = _Finder(root, found, blocks, finder.anywhere)
+        finder = _CutFinder(root, forward, blocks, finder.anywhere)
         finder.follow()
     return finder
 
@@ -87,7 +87,7 @@ def _check_evaluation(copied: Blueprint, training: Trace, cut: FoundCut) -> None
 
 
 @dataclass(slots=True)
-class _Finder:
+class _CutFinder:
     root: nn.Module
     trace: Trace
     blocks: tuple[str, ...]
@@ -239,16 +239,16 @@ class _Finder:
                     first = by_value.get(value)
                     # What a module only passes on is the same tensor, and travels once.
                     by_value[value] = crossing if first is None else replace(first, also=(*first.also, source))
-        found = tuple(by_value.values())
+        crossings = tuple(by_value.values())
         dtypes = {value.dtype for value in by_value}
         if len(dtypes) > 1:
             raise _NoCutError(
                 f"what block {border} and later ones read of earlier ones has several dtypes:"
                 f" {', '.join(sorted(map(str, dtypes)))}"
             )
-        if not found:
+        if not crossings:
             raise _NoCutError(f"nothing that comes before block {border} is read behind it")
-        return found
+        return crossings
 
     def _stands_before(self, unit: str, border: int) -> bool:
         is_tail = self.units.index(unit) > self.units.index(self.blocks[-1])
@@ -290,7 +290,7 @@ def _units(root: nn.Module, trace: Trace, blocks: Sequence[str]) -> list[str]:
     around = {name[:at] for name in blocks for at, letter in enumerate(name) if letter == "."}
     ran = set(trace.num_runs)
     inside = {name[:at] for name in ran for at, letter in enumerate(name) if letter == "."}
-    found: list[str] = []
+    units: list[str] = []
 
     def visit(name: str, module: nn.Module) -> None:
         for key, child in module.named_children():
@@ -298,13 +298,13 @@ def _units(root: nn.Module, trace: Trace, blocks: Sequence[str]) -> list[str]:
             if path in around:
                 visit(path, child)
             elif path in ran or path not in inside:
-                found.append(path)
+                units.append(path)
             else:
                 visit(path, child)
 
     visit("", root)
-    has_tensors = {name: any(True for _ in _tensors(root.get_submodule(name))) for name in found}
-    return [name for name in found if name in ran or has_tensors[name]]
+    has_tensors = {name: any(True for _ in _tensors(root.get_submodule(name))) for name in units}
+    return [name for name in units if name in ran or has_tensors[name]]
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -318,13 +318,13 @@ def _read_elsewhere(root: nn.Module, trace: Trace, graph: Graph, blocks: Sequenc
     owners: dict[int, list[str]] = {}
     for storage, names in trace.parameters.items():
         owners[storage] = [unit for name in names for unit in units if name.startswith(f"{unit}.")]
-    found: set[str] = set()
+    read: set[str] = set()
     for event in trace.events:
         for value in event.inputs:
             holding = owners.get(value.storage, ())
             if holding and not any(f"{event.module}.".startswith(f"{unit}.") for unit in holding):
-                found.update(holding)
-    return found
+                read.update(holding)
+    return read
 
 
 def _held_twice(root: nn.Module, names: Iterable[str]) -> set[str]:

@@ -17,7 +17,7 @@ from weft.model.meta_forward import copy_on_meta
 
 
 @dataclass(slots=True)
-class _Call:
+class _ExpertsCall:
     """A module of stacked experts as the forward calls it."""
 
     module: nn.Module
@@ -25,23 +25,23 @@ class _Call:
     choices_first: bool = True
 
     def see(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        given: list[Any] = [*args, *kwargs.values()]
+        inputs: list[Any] = [*args, *kwargs.values()]
         if self.problem != "is not called":
             self.problem = "is called more than once"
-        elif len(given) != 3 or not all(isinstance(each, Tensor) and each.dim() == 2 for each in given):
+        elif len(inputs) != 3 or not all(isinstance(value, Tensor) and value.dim() == 2 for value in inputs):
             self.problem = "is not called with tokens, choices and their weights"
         else:
-            self.problem = _unlike(given)
-            self.choices_first = not given[1].is_floating_point()
+            self.problem = _unlike(inputs)
+            self.choices_first = not inputs[1].is_floating_point()
 
 
-def _unlike(given: list[Tensor]) -> str:
+def _unlike(inputs: list[Tensor]) -> str:
     """What is wrong with tokens, and choices and weights in any order."""
-    tokens, *others = given
-    kinds = sorted(each.is_floating_point() for each in others)
+    tokens, *others = inputs
+    kinds = sorted(other.is_floating_point() for other in others)
     if not tokens.is_floating_point() or kinds != [False, True]:
         return "is not called with tokens, integers that choose, and their weights"
-    if any(each.shape[0] != tokens.shape[0] for each in others) or others[0].shape != others[1].shape:
+    if any(other.shape[0] != tokens.shape[0] for other in others) or others[0].shape != others[1].shape:
         return "is called with choices or weights of other tokens"
     return ""
 
@@ -68,7 +68,7 @@ def look_at_experts(blueprint: Blueprint) -> None:
 def _look(blueprint: Blueprint) -> None:
     from weft.model.stacked import num_stacked, prove_stacks  # loaded where there is something to prove
 
-    modules = {name: each for name, each in blueprint.module.named_modules() if num_stacked(each) > 1}
+    modules = {name: module for name, module in blueprint.module.named_modules() if num_stacked(module) > 1}
     if not modules:
         return
     calls, evaluated = _calls(blueprint, modules, "as it is"), _calls(blueprint, modules, "evaluation")
@@ -84,9 +84,9 @@ def _look(blueprint: Blueprint) -> None:
     blueprint.stacks = {name: stack for name, stack in proven.items() if stack is not None}
 
 
-def _calls(blueprint: Blueprint, modules: Mapping[str, nn.Module], mode: Mode) -> dict[str, _Call]:
+def _calls(blueprint: Blueprint, modules: Mapping[str, nn.Module], mode: Mode) -> dict[str, _ExpertsCall]:
     """How a forward calls these modules, and reads their parameters."""
-    calls, copied = {name: _Call(module) for name, module in modules.items()}, copy_on_meta(blueprint.module)
+    calls, copied = {name: _ExpertsCall(module) for name, module in modules.items()}, copy_on_meta(blueprint.module)
     for name, call in calls.items():
         copied.get_submodule(name).register_forward_pre_hook(call.see, with_kwargs=True)
     seen = trace(replace(blueprint, module=copied), torch.float32, loss=False, modes=(mode,))
@@ -95,7 +95,7 @@ def _calls(blueprint: Blueprint, modules: Mapping[str, nn.Module], mode: Mode) -
     return calls
 
 
-def _only_in_evaluation(training: _Call, evaluation: _Call) -> str:
+def _only_in_evaluation(training: _ExpertsCall, evaluation: _ExpertsCall) -> str:
     if evaluation.problem:
         return f"{evaluation.problem} in evaluation"
     is_alike = training.choices_first == evaluation.choices_first

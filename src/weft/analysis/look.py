@@ -21,26 +21,26 @@ def look(blueprint: Blueprint) -> None:
     try:
         proposal = propose_split(blueprint)
     except RecipeError as problem:
-        _stay_whole(blueprint, _first_sentence(str(problem)))
+        _leave_unsplit(blueprint, _first_sentence(str(problem)))
         return
     except Exception as problem:  # a forward may do what no rule of the analysis foresaw: no table, and no failure
         said = next(iter(str(problem).splitlines()), "")
-        _stay_whole(blueprint, f"looking at its forward failed ({type(problem).__name__}: {said})")
+        _leave_unsplit(blueprint, f"looking at its forward failed ({type(problem).__name__}: {said})")
         return
     proposal.apply_to(blueprint)
     if proposal.splits:
         blueprint.notes = (*blueprint.notes, found_split_note(proposed.rule for proposed in proposal.rules))
     elif not blueprint.splits:
-        blueprint.no_tensor = why_whole(proposal)
+        blueprint.no_tensor = why_unsplit(proposal)
 
 
-def _stay_whole(blueprint: Blueprint, reason: str) -> None:
+def _leave_unsplit(blueprint: Blueprint, reason: str) -> None:
     """What no rule covers stays whole; that is all of a model without rules that divide anything."""
     if not blueprint.splits:
         blueprint.no_tensor = reason
 
 
-def why_whole(proposal: Proposal) -> str:
+def why_unsplit(proposal: Proposal) -> str:
     """Why nothing can be split: the modules, and what about them stands in the way.  A sentence without its end."""
     reasons = [f"{name}: {reason}" for name, reason in proposal.replicated]
     if not reasons:

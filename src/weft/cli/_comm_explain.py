@@ -102,9 +102,9 @@ def _links(links: Links) -> str:
 
 
 def _row_lines(row: TableRow) -> Iterator[str]:
-    from weft.comm.algorithms import spell_size
+    from weft.comm.algorithms import format_size
 
-    yield f"{row.collective} of {spell_size(row.size_bytes)}: {row.choice}"
+    yield f"{row.collective} of {format_size(row.size_bytes)}: {row.choice}"
     yield f"    {'':2}{'way':<30}{'predicted':>12}{'measured':>12}"
     order = sorted(row.candidates, key=_by_time)
     for each in order:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cli._options import Json, Overrides, RecipeFile, refuse_plan_settings
-from weft.figures import spell_figure
+from weft.formatting import format_number
 
 if TYPE_CHECKING:
     from weft.analysis.describe import ForwardDescription
@@ -157,8 +157,8 @@ def _short(number: float) -> str:
     """`1.23 G`."""
     for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
-            return f"{spell_figure(number / size)} {unit}"
-    return f"{spell_figure(number)} "
+            return f"{format_number(number / size)} {unit}"
+    return f"{format_number(number)} "
 
 
 def _split_lines(proposal: Proposal, *, covered: bool) -> list[str]:

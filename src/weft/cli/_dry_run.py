@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from weft.errors import PlanError
-from weft.figures import spell_bytes, spell_memory
+from weft.formatting import format_bytes, format_memory
 
 if TYPE_CHECKING:
     from weft.config.plan import Plan
@@ -70,8 +70,8 @@ def _rank_lines(report: RankReport, world: int) -> Iterator[str]:
     place = ", ".join(f"{axis} {at}" for axis, at in report.coordinates.items() if at) or "first on every axis"
     state = report.state
     yield f"rank      {report.rank:,} of {world:,} ({place})"
-    listed = " · ".join(f"{kind} {spell_memory(size)}" for kind, size in asdict(state).items() if size)
-    yield f"          holds {spell_memory(state.total)} of state: {listed}"
+    listed = " · ".join(f"{kind} {format_memory(size)}" for kind, size in asdict(state).items() if size)
+    yield f"          holds {format_memory(state.total)} of state: {listed}"
     for (axis, op), (count, size) in sorted(report.step_traffic.items()):
-        each = spell_bytes(size / count)
-        yield f"          {axis:<9} {op:<15} {count:>9,.0f} × {each:>9} = {spell_bytes(size):>9} per step"
+        each = format_bytes(size / count)
+        yield f"          {axis:<9} {op:<15} {count:>9,.0f} × {each:>9} = {format_bytes(size):>9} per step"

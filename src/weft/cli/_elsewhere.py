@@ -13,7 +13,7 @@ from weft.cli._explain import answer_lines
 from weft.cli._search import SearchRequest, chosen_space, search_space
 from weft.cli._subject import Subject, need_sizes
 from weft.errors import PlanError
-from weft.figures import spell_seconds
+from weft.formatting import format_seconds
 
 if TYPE_CHECKING:
     from weft.config.cluster import Cluster
@@ -72,8 +72,8 @@ def _difference(
     named = "the given plan" if is_given else "Weft's best plan"
     nearest = f", nearest with its {', '.join(kept)}" if is_given and kept else ""
     return [
-        f"beside    {named}: {spell_seconds(other.prediction.step_seconds)}/step; {title}{nearest}:"
-        f" {spell_seconds(best.prediction.step_seconds)}/step ({100 * more:+,.1f} %)"
+        f"beside    {named}: {format_seconds(other.prediction.step_seconds)}/step; {title}{nearest}:"
+        f" {format_seconds(best.prediction.step_seconds)}/step ({100 * more:+,.1f} %)"
     ]
 
 
@@ -83,7 +83,7 @@ def price_plan(subject: Subject, cluster: Cluster, plan: Plan) -> SearchResult:
     Raises:
         PlanError: it does not fit the model, the batch, the cluster, or its memory.
     """
-    from weft.planning.price import Pricer, check_layout
+    from weft.planning.price import CostModel, check_layout
     from weft.planning.search import Counts, Objective, SearchResult, candidate_of, space_of
     from weft.techniques.cost_terms import DATASHEET, FITTED, WEFT, Layout
 
@@ -99,12 +99,12 @@ def price_plan(subject: Subject, cluster: Cluster, plan: Plan) -> SearchResult:
     if problems:
         raise PlanError("the plan does not fit:\n" + "\n".join(f"- {problem}" for problem in problems))
     calibration = FITTED if cluster.has_accelerators else DATASHEET
-    pricer = Pricer(subject.profile, cluster, WEFT, calibration)
+    cost_model = CostModel(subject.profile, cluster, WEFT, calibration)
     objective = Objective()
     if layout.pipeline > 1 and layout.cuts is None:
-        cuts = pricer.whole(layout).cuts(layout)
+        cuts = cost_model.model_cost(layout).cuts(layout)
         plan = replace(plan, pipeline_parallel=replace(plan.pipeline_parallel, cuts=cuts))
-    prediction = pricer.predict(layout, exact=True)
+    prediction = cost_model.predict(layout, exact=True)
     if not prediction.fits:
         need, usable = prediction.fullest.device / 2**30, prediction.usable_bytes / 2**30
         raise PlanError(
@@ -112,14 +112,14 @@ def price_plan(subject: Subject, cluster: Cluster, plan: Plan) -> SearchResult:
             f" {prediction.device_bytes / 2**30:.1f} GiB may be filled. Search what fits: leave --plan out, or give"
             " fewer of its settings with --set."
         )
-    candidate = candidate_of(pricer, objective, subject.global_batch_size, layout, prediction, plan)
+    candidate = candidate_of(cost_model, objective, subject.global_batch_size, layout, prediction, plan)
     return SearchResult(
         profile=subject.profile,
         cluster=cluster,
         global_batch_size=subject.global_batch_size,
         objective=objective,
         space=space_of(subject.profile, cluster, global_batch_size=subject.global_batch_size),
-        stack=pricer.stack,
+        framework=cost_model.framework,
         calibration=calibration,
         best=(candidate,),
         counts=Counts(

@@ -14,7 +14,7 @@ from weft.cli._subject import Subject, need_sizes
 from weft.errors import PlanError
 
 if TYPE_CHECKING:
-    from weft.planning.price import Pricer
+    from weft.planning.price import CostModel
     from weft.planning.search import SearchResult
 
 
@@ -57,33 +57,33 @@ def answer_lines(result: SearchResult, questions: Questions, subject: Subject) -
 
 def _lines(result: SearchResult, questions: Questions, subject: Subject) -> Iterator[str]:
     from weft.planning.explain import explain_choice, imbalance_line, memory_line, time_line
-    from weft.planning.price import Pricer, accuracy
+    from weft.planning.price import CostModel, accuracy
 
     best = result.best[0]
     yield f"time      {time_line(best.prediction.time)}"
     yield f"memory    {memory_line(best.prediction)}"
-    if assumed := imbalance_line(best.layout, result.calibration, result.stack):
+    if assumed := imbalance_line(best.layout, result.calibration, result.framework):
         yield f"assumed   {assumed}"
     if result.cluster.has_accelerators:
         yield f"accuracy  {accuracy().line}"
     if not questions.are_asked:
         return
-    pricer = Pricer(result.profile, result.cluster, result.stack, result.calibration)
+    cost_model = CostModel(result.profile, result.cluster, result.framework, result.calibration)
     if questions.next:
-        yield from _next_lines(result, pricer)
+        yield from _next_lines(result, cost_model)
     if questions.why_not:
-        yield from _block("why not", explain_choice(result, pricer, questions.why_not))
+        yield from _block("why not", explain_choice(result, cost_model, questions.why_not))
     if questions.emit:
         yield ""
         yield _emitted(result, questions.emit, subject)
     if questions.plots:
-        yield from _drawn(result, pricer, questions.plots)
+        yield from _drawn(result, cost_model, questions.plots)
 
 
-def _next_lines(result: SearchResult, pricer: Pricer) -> Iterator[str]:
+def _next_lines(result: SearchResult, cost_model: CostModel) -> Iterator[str]:
     from weft.planning.explain import next_changes
 
-    yield from _block("next", [change.line for change in next_changes(result, pricer)])
+    yield from _block("next", [change.line for change in next_changes(result, cost_model)])
 
 
 def _block(label: str, lines: list[str]) -> Iterator[str]:
@@ -100,7 +100,7 @@ def _emitted(result: SearchResult, name: str, subject: Subject) -> str:
     return "\n".join(emission_lines(emit(system, job), system.facts))
 
 
-def _drawn(result: SearchResult, pricer: Pricer, folder: Path) -> Iterator[str]:
+def _drawn(result: SearchResult, cost_model: CostModel, folder: Path) -> Iterator[str]:
     from weft.planning.explain import PICTURES, draw
 
     try:
@@ -108,7 +108,7 @@ def _drawn(result: SearchResult, pricer: Pricer, folder: Path) -> Iterator[str]:
     except OSError as error:
         raise PlanError(f"--plots {folder}: {error.strerror}. Name a folder you may write.") from None
     layout = result.best[0].layout
-    prediction = pricer.predict(layout, spans=True)
+    prediction = cost_model.predict(layout, spans=True)
     for name in PICTURES:
         draw(name, folder / f"{name}.png", prediction, layout, result.cluster)
     yield f"pictures  {', '.join(f'{name}.png' for name in PICTURES)} in {folder}"

@@ -73,7 +73,7 @@ def read_choice(
     if plan_path == "auto":
         described = described or describe_recipe(recipe)
         facts, profile = described.facts, described.profile
-        choice = choose_plan(recipe, machine, facts, processes, profile=profile, given=pins)
+        choice = choose_plan(recipe, machine, facts, processes, profile=profile, pins=pins)
         if trials and choice.rivals:
             choice = _tried(recipe, machine, choice, of_plan, fork_server)
         tight = trials and choice.is_tight

@@ -18,7 +18,7 @@ from weft.cli._options import Json, Overrides, write_output
 from weft.cli._read import describe_recipe
 from weft.cli._subject import Subject
 from weft.errors import PlanError
-from weft.figures import spell_figure, spell_memory, spell_seconds
+from weft.formatting import format_memory, format_number, format_seconds
 
 if TYPE_CHECKING:
     from weft.config.cluster import Cluster
@@ -176,8 +176,8 @@ def write_best(result: SearchResult, output: Path, name: str) -> None:
     prediction = best.prediction
     header = [
         f"chosen by weft plan for {name} on cluster {result.cluster.digest}: predicted "
-        f"{spell_seconds(prediction.step_seconds)}/step (±{100 * prediction.spread:.0f} %), "
-        f"{spell_memory(prediction.fullest.device)} per rank",
+        f"{format_seconds(prediction.step_seconds)}/step (±{100 * prediction.spread:.0f} %), "
+        f"{format_memory(prediction.fullest.device)} per rank",
     ]
     write_output(output, dump_plan(best.plan, search_reasons(result), header=header), PlanError)
     print(f"\nwritten to {output}", file=sys.stderr)
@@ -295,5 +295,5 @@ def _totals(result: SearchResult) -> list[str]:
         days = best.training_seconds / 86400
         lines.append(f"training  {days:,.1f} days at the pessimistic step time of the best plan")
     if best.cost_per_million_tokens is not None:
-        lines.append(f"cost      {spell_figure(best.cost_per_million_tokens)} per million tokens of the best plan")
+        lines.append(f"cost      {format_number(best.cost_per_million_tokens)} per million tokens of the best plan")
     return lines

@@ -17,7 +17,7 @@ from weft.comm.device import backend_of
 from weft.comm.mesh import GroupView
 from weft.comm.selector import seconds_of
 from weft.errors import PlanError
-from weft.figures import spell_figure
+from weft.formatting import format_number
 
 if TYPE_CHECKING:
     from weft.config.cluster import Collective
@@ -48,7 +48,7 @@ def measured_collectives(view: GroupView, folder: Path | None) -> ChosenCollecti
     drift = drift_of(chosen, table)
     if view.index == 0 and not 1 / DRIFT <= drift <= DRIFT:
         warnings.warn(
-            f"collectives of {view.size} ranks take {spell_figure(drift, 2)} times what their table says: the links,"
+            f"collectives of {view.size} ranks take {format_number(drift, 2)} times what their table says: the links,"
             f" or what else uses them, have changed since. The choices stay;"
             f" {_measuring(view, place)} makes them anew.",
             stacklevel=2,

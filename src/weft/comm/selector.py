@@ -34,9 +34,9 @@ from weft.comm.algorithms import (
     TableRow,
     decide,
     fit_links,
+    format_size,
     predict,
     shortlist,
-    spell_size,
 )
 from weft.comm.device import backend_of, sends_messages
 from weft.comm.mesh import GroupView
@@ -110,12 +110,12 @@ def measure_table(
             for collective in collectives:
                 predicted = predict(collective, size, place, links, topology=topology, backend=own.get(collective))
                 rows.append(_measured(chosen, collective, size, shortlist(predicted)))
-                _tell(tell, f"{collective} of {spell_size(size)}: {rows[-1].choice}")
+                _tell(tell, f"{collective} of {format_size(size)}: {rows[-1].choice}")
             if following is None or budget_seconds is None:
                 continue
             now = time.perf_counter()
             if _latest(now - began + (now - started) * following / size, view) > budget_seconds:
-                _tell(tell, f"{spell_size(following)} and more left out: {budget_seconds:.0f} s would not do")
+                _tell(tell, f"{format_size(following)} and more left out: {budget_seconds:.0f} s would not do")
                 break
     rows.sort(key=lambda row: collectives.index(row.collective))
     table = ChoiceTable(

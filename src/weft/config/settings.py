@@ -40,7 +40,7 @@ def setting(default: Any, **knob: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Declared:
+class DeclaredSetting:
     """A setting where it stands in a plan."""
 
     section: str
@@ -70,20 +70,20 @@ class Declared:
         )
 
 
-def declared(plan: type[Any], hints: Mapping[str, Any]) -> Iterator[Declared]:
+def declared(plan: type[Any], hints: Mapping[str, Any]) -> Iterator[DeclaredSetting]:
     """Yield the settings of all sections of a plan, in their order.  `hints`: the types of its sections."""
     for section in fields(plan):
         kind = hints[section.name]
         if not dataclasses.is_dataclass(kind):
             continue
         types = typing.get_type_hints(kind)
-        for each in fields(kind):
-            yield Declared(
+        for field_ in fields(kind):
+            yield DeclaredSetting(
                 section=section.name,
-                name=each.name,
-                hint=types[each.name],
-                default=each.default,
-                knob=each.metadata.get(_KNOB, Knob()),
+                name=field_.name,
+                hint=types[field_.name],
+                default=field_.default,
+                knob=field_.metadata.get(_KNOB, Knob()),
             )
 
 

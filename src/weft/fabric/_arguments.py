@@ -37,11 +37,11 @@ class Arguments:
         Raises:
             LaunchError: nobody has started the ranks that were asked for.
         """
-        wanted, ranks = self.processes or 1, started()
-        if ranks is None and wanted > 1:
+        processes, ranks = self.processes or 1, started()
+        if ranks is None and processes > 1:
             raise LaunchError(
-                f"Fabric was asked for {wanted} processes, and this is one: call fabric.launch() before, or start them"
-                f" by `weft launch -n {wanted} script.py`."
+                f"Fabric was asked for {processes} processes, and this is one: call fabric.launch() before, or start"
+                f" them by `weft launch -n {processes} script.py`."
             )
         plan = self._plan(ranks or 1)
         session = weft.api.session(
@@ -51,7 +51,7 @@ class Arguments:
             settings=None if isinstance(plan, Plan) else {"compute.precision": self.numbers.plan},
         )
         if self.processes not in (None, ranks or 1):
-            session.print(f"fabric    {wanted} processes were asked for, and {ranks} started: the plan is for these")
+            session.print(f"fabric    {processes} processes were asked for, and {ranks} started: the plan is for these")
         if self.numbers.said:
             session.print(f'fabric    precision "{self.numbers.name}" is {self.numbers.said}')
         return session
@@ -86,8 +86,8 @@ def arguments_of(
     if name not in _DEVICES:
         raise RecipeError(f"Fabric(accelerator={name!r}) is not had. Use {', '.join(map(repr, _DEVICES))}.")
     if plugins:
-        given = cast(Sequence[object], plugins) if isinstance(plugins, list | tuple) else [plugins]
-        kinds = ", ".join(type(each).__name__ for each in given)
+        listed = cast(Sequence[object], plugins) if isinstance(plugins, list | tuple) else [plugins]
+        kinds = ", ".join(type(value).__name__ for value in listed)
         raise RecipeError(f"Fabric(plugins={kinds}) is not had. Say precisions by precision=, and leave it out.")
     if plan != "auto" and strategy != "auto":
         raise RecipeError(f"Fabric(plan=…, strategy={strategy!r}) says twice how to split. Leave one out.")
@@ -108,7 +108,7 @@ def _number_of(devices: Any) -> int | None:
     text = str(devices).strip("[](), ")
     if text == str(devices) and text.isdigit():
         return int(text)
-    listed = [int(each) for each in text.split(",") if each.strip().isdigit()]
+    listed = [int(number) for number in text.split(",") if number.strip().isdigit()]
     if listed != list(range(len(listed))) or not listed:
         raise RecipeError(
             f"Fabric(devices={devices!r}) is no number of devices. Give one; CUDA_VISIBLE_DEVICES chooses which."

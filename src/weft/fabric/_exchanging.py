@@ -51,15 +51,15 @@ class Exchanging(FabricPlace):
         return _mapped(data, self.device, self._gathered) if self.world_size > 1 else _mapped(data, self.device)
 
     def _gathered(self, value: Tensor) -> Tensor:
-        found = self._session.all_gather(value)
-        shapes = [str(tuple(each.shape)) for each in found]
+        gathered = self._session.all_gather(value)
+        shapes = [str(tuple(value.shape)) for value in gathered]
         if len({*shapes}) > 1:
             raise DataError(
                 f"fabric.all_gather() was given {', '.join(shapes)} by the ranks, which make no one tensor: a last"
                 " batch is shared out as it is, and not padded. Use fabric.all_reduce of sums and counts, or"
                 " drop_last=True."
             )
-        return torch.stack(found)
+        return torch.stack(gathered)
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce tensors over the ranks, in place where that can be, and return them."""
@@ -79,8 +79,8 @@ class Exchanging(FabricPlace):
                 f"fabric    all_reduce took a mean over {self.world_size} ranks that share out {batch.size} samples"
                 " unevenly: it is not that of the samples. Sums and counts are exact, and so is drop_last=True"
             )
-        found = self._session.all_reduce(value, operation)
-        return found if value.requires_grad or found.dtype is not value.dtype else value.copy_(found)
+        reduced = self._session.all_reduce(value, operation)
+        return reduced if value.requires_grad or reduced.dtype is not value.dtype else value.copy_(reduced)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """A section that rank 0 goes through before the others; with `local`, the first rank of each host."""

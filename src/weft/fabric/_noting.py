@@ -12,7 +12,7 @@ from weft.errors import RecipeError
 from weft.fabric._place import FabricPlace
 
 
-class Noting(FabricPlace):
+class ScriptNotes(FabricPlace):
     """What a script says of itself."""
 
     @property
@@ -38,8 +38,8 @@ class Noting(FabricPlace):
             logger.log_metrics(metrics=plain, step=step)
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        for method in [getattr(each, hook_name, None) for each in self._callbacks]:
+        for method in [getattr(callback, hook_name, None) for callback in self._callbacks]:
             if callable(method):
                 taken = inspect.signature(method).parameters
-                takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
+                takes_all = any(value.kind is inspect.Parameter.VAR_KEYWORD for value in taken.values())
                 method(*args, **{name: value for name, value in kwargs.items() if takes_all or name in taken})

@@ -100,9 +100,9 @@ class FabricPlace:
         Raises:
             LaunchError: there is no script that ranks could run.
         """
-        wanted = self._arguments.processes or 1
-        if started() is None and wanted > 1:
-            self._start(wanted)
+        processes = self._arguments.processes or 1
+        if started() is None and processes > 1:
+            self._start(processes)
         if function is not None and not callable(function):
             raise RecipeError(f"fabric.launch({function!r}) cannot be called. Give a function, as launch(train).")
         _ = self._session

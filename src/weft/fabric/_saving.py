@@ -44,7 +44,7 @@ class FabricSaves(FabricPlace):
         beside = _Beside(state)
         self._session.load(path, extra={_NAME: beside})
         for loader in self._loaders:
-            if not any(each is loader for each in state.values()):
+            if not any(value is loader for value in state.values()):
                 loader.skip(0)
         missing = [name for name in beside.values if name not in beside.found]
         if missing and strict:
@@ -71,23 +71,23 @@ class _Beside:
     """What of a state the session does not save by itself: values, and objects that have a state."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
-        others = {name: each for name, each in state.items() if not is_wrapped(each)}
-        for name, each in others.items():
-            if isinstance(each, nn.Module | torch.optim.Optimizer):
+        others = {name: value for name, value in state.items() if not is_wrapped(value)}
+        for name, item in others.items():
+            if isinstance(item, nn.Module | torch.optim.Optimizer):
                 raise RecipeError(f"the state's {name!r} was not set up. Give it what fabric.setup returned.")
-        self._objects = {name: each for name, each in others.items() if hasattr(each, "load_state_dict")}
-        self.values = {name: each for name, each in others.items() if name not in self._objects}
+        self._objects = {name: item for name, item in others.items() if hasattr(item, "load_state_dict")}
+        self.values = {name: item for name, item in others.items() if name not in self._objects}
         self.found: dict[str, Any] = {}
         """Values that were saved."""
 
     def state_dict(self) -> dict[str, Any]:
         """Values, and states of objects."""
-        return {"values": self.values, "objects": {name: each.state_dict() for name, each in self._objects.items()}}
+        return {"values": self.values, "objects": {name: item.state_dict() for name, item in self._objects.items()}}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Give objects their states back."""
         self.found = dict(saved["values"])
-        for name, each in self._objects.items():
+        for name, item in self._objects.items():
             if name not in saved["objects"]:
                 raise CheckpointError(f"the checkpoint has no state of {name!r}. Leave it out of the state.")
-            each.load_state_dict(saved["objects"][name])
+            item.load_state_dict(saved["objects"][name])

@@ -30,13 +30,13 @@ class SettingUp(FabricPlace):
         """Set up a model and its optimizers, and return them in the same order."""
         del move_to_device, _reapply_compile  # a plan says where weights are, and what is compiled
         made = self._set_up(module)
-        found = [self.setup_optimizers(each) for each in optimizers]
+        prepared = [self.setup_optimizers(optimizer) for optimizer in optimizers]
         self.call("on_after_setup", fabric=self, module=made)
-        if not found:
+        if not prepared:
             return made
         if scheduler is not None:
-            found.append(self._session.prepare(scheduler))
-        return (made, *found)
+            prepared.append(self._session.prepare(scheduler))
+        return (made, *prepared)
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True) -> nn.Module:
         """Set up a model alone: its optimizer may follow, or it stays whole on every rank, as a teacher."""
@@ -59,11 +59,11 @@ class SettingUp(FabricPlace):
         """Set up optimizers over parameters of models that were set up, and return them."""
         if not optimizers:
             raise RecipeError("fabric.setup_optimizers() was given no optimizer. Give it one.")
-        for each in optimizers:
-            _refuse_again(each, "An optimizer")
-            self._optimizers.append(self._session.prepare(each))
-            take_closures(each)
-            mark(each)
+        for optimizer in optimizers:
+            _refuse_again(optimizer, "An optimizer")
+            self._optimizers.append(self._session.prepare(optimizer))
+            take_closures(optimizer)
+            mark(optimizer)
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def setup_dataloaders(
@@ -72,16 +72,16 @@ class SettingUp(FabricPlace):
         """Set up loaders, whose batches are the global ones: every rank is handed its share, on its device."""
         del use_distributed_sampler, move_to_device  # the sampler stays the script's own, on every rank
         self._take_seed()
-        found = list[Any]()
-        for each in dataloaders:
-            _refuse_again(each, "A loader")
-            found.append(self._session.prepare(each))
-            mark(found[-1])
-            self._say_batch(each)
-        self._loaders += found
-        if not found:
+        loaders = list[Any]()
+        for dataloader in dataloaders:
+            _refuse_again(dataloader, "A loader")
+            loaders.append(self._session.prepare(dataloader))
+            mark(loaders[-1])
+            self._say_batch(dataloader)
+        self._loaders += loaders
+        if not loaders:
             raise DataError("fabric.setup_dataloaders() was given no loader. Give it one.")
-        return found[0] if len(found) == 1 else found
+        return loaders[0] if len(loaders) == 1 else loaders
 
     def _say_batch(self, loader: Any) -> None:
         ranks, size = self._session.num_data_ranks, getattr(loader, "batch_size", None)
@@ -120,7 +120,7 @@ class SettingUp(FabricPlace):
         out the drawing of weights that a load will replace."""
         with self._arguments.numbers.made(self._session.device):
             if empty_init:
-                with _Empty():
+                with _NoInitialisation():
                     yield
             else:
                 yield
@@ -130,7 +130,7 @@ class SettingUp(FabricPlace):
         return self.init_module()
 
 
-class _Empty(TorchFunctionMode):
+class _NoInitialisation(TorchFunctionMode):
     """Initialisers leave tensors as they are."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -8,14 +8,14 @@ from typing import Any
 from weft.config.plan import Plan
 from weft.fabric._arguments import arguments_of
 from weft.fabric._exchanging import Exchanging
-from weft.fabric._noting import Noting
+from weft.fabric._noting import ScriptNotes
 from weft.fabric._saving import FabricSaves
 from weft.fabric._setting_up import SettingUp
 from weft.fabric._stepping import FabricSteps
 from weft.fabric.utilities.seed import seed_everything
 
 
-class Fabric(Noting, SettingUp, FabricSteps, Exchanging, FabricSaves):
+class Fabric(ScriptNotes, SettingUp, FabricSteps, Exchanging, FabricSaves):
     """In place of Lightning's `Fabric`: the script stays as it is, and runs under any plan with one process's losses.
 
     Args:

@@ -54,7 +54,7 @@ class InFolder(Logger):
     ) -> None:
         self.root_dir, self.name, self._prefix, self._options = os.fspath(root_dir), name or "", prefix, options
         before = [each.name.removeprefix("version_") for each in Path(self.root_dir, self.name).glob("version_*")]
-        last = max((int(each) for each in before if each.isdigit()), default=-1)
+        last = max((int(folder) for folder in before if folder.isdigit()), default=-1)
         self.version = last + 1 if version is None else version
 
     @property
@@ -65,16 +65,18 @@ class InFolder(Logger):
 
     def _named(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         first = f"{self._prefix}-" if self._prefix else ""
-        return {first + name: each.item() if isinstance(each, Tensor) else each for name, each in metrics.items()}
+        return {
+            first + name: metric.item() if isinstance(metric, Tensor) else metric for name, metric in metrics.items()
+        }
 
 
 class CSVLogger(InFolder):
     """Writes `metrics.csv`, with a row for each call, every `flush_logs_every_n_steps` calls."""
 
     @cached_property
-    def experiment(self) -> _Rows:
+    def experiment(self) -> _CsvRows:
         """What holds the rows."""
-        return _Rows(Path(self.log_dir, "metrics.csv"))
+        return _CsvRows(Path(self.log_dir, "metrics.csv"))
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -88,7 +90,7 @@ class CSVLogger(InFolder):
         self.experiment.save()
 
 
-class _Rows:
+class _CsvRows:
     """Rows of a CSV file, of which a script may look at those that are not written yet."""
 
     def __init__(self, path: Path) -> None:

@@ -87,8 +87,8 @@ class FSDPStrategy(Strategy):
     obeyed = ("sharding_strategy", "device_mesh", "activation_checkpointing", "activation_checkpointing_policy")
 
     def plan(self, ranks: int) -> Plan | None:
-        given = self._given.get("sharding_strategy", "FULL_SHARD")
-        word = str(getattr(given, "name", given)).upper()
+        strategy = self._given.get("sharding_strategy", "FULL_SHARD")
+        word = str(getattr(strategy, "name", strategy)).upper()
         stage = {"FULL_SHARD": 3, "HYBRID_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}.get(word)
         if stage is None:
             raise RecipeError(f"FSDPStrategy(sharding_strategy={word!r}) is not had. Use FULL_SHARD or HYBRID_SHARD.")

@@ -41,8 +41,8 @@ class _FabricModule(nn.Module):
     def _computed(self, called: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         given, named = self._numbers.given((args, kwargs))
         with self._numbers.context(self._device):
-            found = called(*given, **named)
-        return self._numbers.returned(found)
+            output = called(*given, **named)
+        return self._numbers.returned(output)
 
     def mark_forward_method(self, method: MethodType | str) -> None:
         """Let a method compute as `forward` does."""
@@ -70,13 +70,13 @@ class _FabricModule(nn.Module):
         module = vars(self).get("_modules", {}).get("_forward_module")
         if name == "_forward_module" or module is None:
             return super().__getattr__(name)
-        found = getattr(module, name)
-        if name not in self._marked or not isinstance(found, MethodType):
-            return found
+        attribute = getattr(module, name)
+        if name not in self._marked or not isinstance(attribute, MethodType):
+            return attribute
 
-        @wraps(found)
+        @wraps(attribute)
         def method(*args: Any, **kwargs: Any) -> Any:
-            return self._computed(found, args, kwargs)
+            return self._computed(attribute, args, kwargs)
 
         return method
 

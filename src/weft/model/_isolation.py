@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.config.recipe import hf_size
 from weft.errors import RecipeError
-from weft.figures import spell_percent
+from weft.formatting import format_percent
 from weft.model.description import shrink_config
 from weft.model.seeding import seeded
 
@@ -50,7 +50,7 @@ def check_isolation(transformers: Any, path: str, config: Any) -> None:
     if not difference <= _TOLERANCE:
         raise RecipeError(
             f"{named}: a {config.model_type} does not keep documents apart. In a small one, outputs for a document"
-            f" behind another differ from those for it alone by {spell_percent(100 * difference)}. {fix}."
+            f" behind another differ from those for it alone by {format_percent(100 * difference)}. {fix}."
         )
 
 

@@ -76,12 +76,12 @@ def sigmoid_pair_loss(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     return total, total.new_full((), float(logits.shape[0]), dtype=torch.float64)
 
 
-def _whole_batch(loss: Loss) -> None:
+def _needs_full_batch(loss: Loss) -> None:
     setattr(loss, "per_sample", False)  # noqa: B010  # an attribute of a function, which types do not know
 
 
-_whole_batch(pair_loss)
-_whole_batch(sigmoid_pair_loss)
+_needs_full_batch(pair_loss)
+_needs_full_batch(sigmoid_pair_loss)
 
 
 def _widened(values: Tensor) -> Tensor:

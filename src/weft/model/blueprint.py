@@ -134,13 +134,13 @@ class Blueprint(Tables):
 
     def keywords(self, batch: Batch) -> dict[str, Any]:
         """Keywords of the model's forward; fields that the batch lacks are left out."""
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for keyword, name in self.inputs.items():
             if name in batch:
-                found[keyword] = batch[name]
+                arguments[keyword] = batch[name]
             elif self.beside is not None and (value := self.beside(name, batch)) is not None:
-                found[keyword] = value
-        return found
+                arguments[keyword] = value
+        return arguments
 
     @property
     def has_batch_norm(self) -> bool:
@@ -150,8 +150,8 @@ class Blueprint(Tables):
     @property
     def batch_norm(self) -> str:
         """The first batch norm that takes the statistics of a batch, in the mode that it is in; empty: none does."""
-        found = self.module.named_modules()
-        return next((f"{name} ({type(each).__name__})".strip() for name, each in found if takes_statistics(each)), "")
+        modules = self.module.named_modules()
+        return next((f"{name} ({type(norm).__name__})".strip() for name, norm in modules if takes_statistics(norm)), "")
 
     @property
     def mixtures(self) -> Mapping[str, Mixture]:
@@ -166,7 +166,7 @@ class Blueprint(Tables):
     def experts(self) -> Mapping[str, int]:
         """How many experts ranks can share out, by the module that holds them."""
         own = {f"{name}.experts" if name else "experts": one.experts for name, one in self.mixtures.items()}
-        counted = {name: each.num_experts for name, each in own.items()}
+        counted = {name: experts.num_experts for name, experts in own.items()}
         return counted | {name: stack.num_experts for name, stack in self.stacks.items()}
 
     @property
@@ -225,7 +225,9 @@ class Blueprint(Tables):
             return ""
         if self.attention is None or self.attending:  # how its tokens see one another its family leaves to its masks
             return WINDOWED_ATTENTION
-        dropouts = (name for name, each in self.module.named_modules() if isinstance(each, nn.Dropout) and each.p > 0)
+        dropouts = (
+            name for name, module in self.module.named_modules() if isinstance(module, nn.Dropout) and module.p > 0
+        )
         return DROPPED_ATTENTION if any(self.kind_of(name) == "heads" for name in dropouts) else self.no_context
 
     def described_by(self, description: Description) -> Blueprint:

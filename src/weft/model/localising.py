@@ -26,8 +26,8 @@ def number_of(module: nn.Module, name: str) -> Any:
     holder, _, inner = name.rpartition(".")
     if not holder:
         return getattr(module, inner, None)
-    held = vars(module).get(holder)
-    return None if held is None else vars(held).get(inner)
+    value = vars(module).get(holder)
+    return None if value is None else vars(value).get(inner)
 
 
 def set_number(module: nn.Module, name: str, number: int) -> None:

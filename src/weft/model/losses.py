@@ -54,8 +54,8 @@ def regression_loss(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     (samples,), where given, weighs the samples in sum and count: 0 for those that only fill up a batch.
     """
     predicted = _widened(logits_of(outputs))
-    wanted = batch["labels"].to(predicted.dtype).view_as(predicted)
-    losses = (predicted - wanted).square().flatten(1).mean(1)
+    target = batch["labels"].to(predicted.dtype).view_as(predicted)
+    losses = (predicted - target).square().flatten(1).mean(1)
     if "weights" in batch:
         weights = batch["weights"].to(losses.dtype)
         return (losses * weights).sum(), weights.sum().to(torch.float64)

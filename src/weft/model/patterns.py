@@ -16,9 +16,9 @@ def require_matches(setting: str, pattern: str, names: Iterable[str], what: str)
         RecipeError: none matches; suggests the closest name, with `*` for indices.
     """
     known = list(names)
-    found = [name for name in known if fnmatchcase(name, pattern)]
-    if found:
-        return found
+    matches = [name for name in known if fnmatchcase(name, pattern)]
+    if matches:
+        return matches
     globs = dict.fromkeys([generalised(name) for name in known] + known)
     shown = ", ".join(list(globs)[:6])
     hint = did_you_mean(pattern, globs) or f" Names are like {shown}."

@@ -17,8 +17,10 @@ def call_model(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
 
 def arguments_for(module: nn.Module, inputs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What `call_model` gives, by position and by keyword."""
-    held, placed, named = vars(module), list[Any](), dict(inputs)
-    pairs = [(held[hooks], held[f"{hooks}_with_kwargs"]) for hooks in ("_forward_pre_hooks", "_forward_hooks")]
+    attributes, placed, named = vars(module), list[Any](), dict(inputs)
+    pairs = [
+        (attributes[hooks], attributes[f"{hooks}_with_kwargs"]) for hooks in ("_forward_pre_hooks", "_forward_hooks")
+    ]
     if any(hooks.keys() - with_keywords.keys() for hooks, with_keywords in pairs):
         for name, parameter in signature(module.forward).parameters.items():
             if name not in named or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:

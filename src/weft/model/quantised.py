@@ -83,7 +83,7 @@ class QuantisedLinear(nn.Linear):
 
     def product(self, x: Tensor) -> Tensor:
         """Return the layer's result without its bias."""
-        return _Product.apply(x, self.codes, self.scale_bits)
+        return _QuantisedProduct.apply(x, self.codes, self.scale_bits)
 
     def forward(self, input: Tensor) -> Tensor:
         made = self.product(input)
@@ -94,7 +94,7 @@ class QuantisedLinear(nn.Linear):
         return f"{super().extra_repr()}, {self.kind}"
 
 
-class _Product(torch.autograd.Function):
+class _QuantisedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scale_bits: Tensor) -> Tensor:
         ctx.save_for_backward(codes, scale_bits)

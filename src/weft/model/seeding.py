@@ -54,18 +54,18 @@ class _OfItsOwn(TorchDispatchMode):
         return self._generator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or given.get("generator") is not None:
-            return func(*args, **given)
+        keywords = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or keywords.get("generator") is not None:
+            return func(*args, **keywords)
         if any(argument.name == "generator" for argument in func._schema.arguments):
             call = func
         elif _has_generator(func.overloadpacket):
             call = func.overloadpacket
         else:
-            return func(*args, **given)
-        if not self._is_on_cpu(args, given):
-            return func(*args, **given)
-        return call(*args, **{**given, "generator": self._follow()})
+            return func(*args, **keywords)
+        if not self._is_on_cpu(args, keywords):
+            return func(*args, **keywords)
+        return call(*args, **{**keywords, "generator": self._follow()})
 
     def _is_on_cpu(self, args: Any, given: Any) -> bool:
         first = next((value for value in args if isinstance(value, torch.Tensor)), None)

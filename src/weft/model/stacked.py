@@ -99,13 +99,13 @@ def prove_stacks(modules: Mapping[str, tuple[nn.Module, bool]]) -> dict[str, Exp
             and stay as they are; what is drawn comes from a generator of its own.
     """
     proven: dict[Any, ExpertStack | None] = {}
-    found: dict[str, ExpertStack | None] = {}
+    stacks: dict[str, ExpertStack | None] = {}
     for name, (module, choices_first) in modules.items():
         key = (choices_first, *_looks_of(module))  # layers are alike
         if key not in proven:
             proven[key] = _prove(module, choices_first)
-        found[name] = None if "forward" in vars(module) else proven[key]  # somebody has given it another one
-    return found
+        stacks[name] = None if "forward" in vars(module) else proven[key]  # somebody has given it another one
+    return stacks
 
 
 def _looks_of(module: nn.Module) -> Iterator[Any]:
@@ -206,24 +206,24 @@ def _is_proven(form: ExpertStack, small: nn.Module) -> bool:
 def _is_equal(form: ExpertStack, small: nn.Module, chosen: Tensor, generator: torch.Generator, scale: float) -> bool:
     """Compare outputs of all tokens, those of each token by itself, and gradients."""
     width = form._matrices(small, form.up).shape[2]  # pyright: ignore[reportPrivateUsage]
-    given = [torch.randn(_TOKENS, size, generator=generator, dtype=torch.float64) for size in (width, chosen.shape[1])]
-    tokens, weights = given[0].mul_(scale).requires_grad_(), given[1].requires_grad_()
+    inputs = [torch.randn(_TOKENS, size, generator=generator, dtype=torch.float64) for size in (width, chosen.shape[1])]
+    tokens, weights = inputs[0].mul_(scale).requires_grad_(), inputs[1].requires_grad_()
     leaves = [tokens, weights, *small.parameters(recurse=False)]
     called = (tokens, chosen, weights) if form.choices_first else (tokens, weights, chosen)
     try:
-        wanted: Any = type(small).forward(small, *called)
-        found = form.mix(small, tokens, chosen, weights)
+        expected: Any = type(small).forward(small, *called)
+        mixed = form.mix(small, tokens, chosen, weights)
         alone = _one_by_one(form, small, tokens, chosen, weights)
     except Exception:  # a form that does not fit, or a forward that wants what the copy has not got
         return False
-    if not isinstance(wanted, Tensor) or wanted.shape != found.shape or wanted.dtype != found.dtype:
+    if not isinstance(expected, Tensor) or expected.shape != mixed.shape or expected.dtype != mixed.dtype:
         return False
-    cotangent = torch.randn(wanted.shape, generator=generator, dtype=torch.float64)
+    cotangent = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     try:
-        theirs, ours = (torch.autograd.grad(each, leaves, cotangent) for each in (wanted, found))
+        theirs, ours = (torch.autograd.grad(tensor, leaves, cotangent) for tensor in (expected, mixed))
     except RuntimeError:  # something has no gradient
         return False
-    pairs = [(wanted, found), (wanted, alone), *zip(theirs, ours, strict=True)]
+    pairs = [(expected, mixed), (expected, alone), *zip(theirs, ours, strict=True)]
     return all(_is_close(one, other) for one, other in pairs)
 
 

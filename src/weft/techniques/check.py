@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from weft.config.document import spell
+from weft.config.document import format_value
 from weft.config.plan import ModelFacts, Plan, plan_settings
 from weft.config.recipe import Recipe
 from weft.errors import PlanError
@@ -90,8 +90,8 @@ def _check_world(case: Case) -> None:
 def _check_numerics(case: Case) -> None:
     plan, permit = case.plan, case.recipe.permit
     if plan.compute.precision not in permit.precision:
-        allowed = spell(permit.precision)
-        more = spell([*permit.precision, plan.compute.precision])
+        allowed = format_value(permit.precision)
+        more = format_value([*permit.precision, plan.compute.precision])
         problem = f"is not permitted by the recipe, whose permit.precision = {allowed}."
         raise case.refuse(
             ("compute", "precision"), f'{problem}\nUse "{permit.precision[0]}", or permit.precision = {more}.'

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from weft.config.document import Path, dotted, sentence, spell
+from weft.config.document import Path, dotted, format_value, sentence
 from weft.config.plan import ModelFacts, Plan
 from weft.config.recipe import Recipe
 from weft.errors import BadSetting, PlanError
@@ -36,7 +36,7 @@ class Case:
         value: object = self.plan
         for name in path:
             value = getattr(value, str(name))
-        setting = BadSetting(path, spell(value) if show else None, problem)
+        setting = BadSetting(path, format_value(value) if show else None, problem)
         origin = self.plan.origins.get(dotted(path))
         return PlanError(sentence("plan", setting, origin), setting=setting)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weft.config.cluster import Cluster
-from weft.config.document import spell
+from weft.config.document import format_value
 from weft.config.plan import AXES, Axis, MeshPlan, ModelFacts, Plan
 from weft.techniques.check import mesh_sizes
 from weft.techniques.registry import words
@@ -65,7 +65,7 @@ def _settings(plan: Plan, reasons: Mapping[str, str]) -> Iterator[tuple[str, str
             if key == _ORDER and _is_usual(plan.mesh):
                 continue
             if value != field.default or why:
-                yield f"{key} = {spell(value)}", why
+                yield f"{key} = {format_value(value)}", why
 
 
 def _is_usual(mesh: MeshPlan) -> bool:

@@ -21,12 +21,12 @@ from weft.comm.algorithms import (
     find_table,
     fit_links,
     flat,
+    format_size,
     keep_table,
     parse_choices,
     parse_size,
     predict,
     shortlist,
-    spell_size,
     stand_in,
     table_from_json,
     table_path,
@@ -96,7 +96,7 @@ def test_a_wrong_list_says_what_is_wrong(text: str, message: str) -> None:
 def test_spans_lie_side_by_side(edges: list[int], size: int) -> None:
     edges = sorted(edges)
     names = ["tree", "direct", "ring", "bruck", "one_shot", "double_tree", "torus"]
-    ends = [*map(spell_size, edges), "max"]
+    ends = [*map(format_size, edges), "max"]
     starts = ["0", *ends[:-1]]
     text = ";".join(f"{n}:{a}-{b}" for n, a, b in zip(names, starts, ends, strict=False))
     expected = names[sum(edge <= size for edge in edges)]
@@ -105,7 +105,7 @@ def test_spans_lie_side_by_side(edges: list[int], size: int) -> None:
 
 def test_sizes_read_as_they_are_written() -> None:
     assert [parse_size(text) for text in ("4096", "32K", "8m", "1G")] == [4096, 32768, 8 << 20, 1 << 30]
-    assert [spell_size(size) for size in (0, 1000, 4096, 8 << 20, 3 << 30)] == ["0", "1000", "4K", "8M", "3G"]
+    assert [format_size(size) for size in (0, 1000, 4096, 8 << 20, 3 << 30)] == ["0", "1000", "4K", "8M", "3G"]
     for text in ("", "0", "4.5M", "-1", "many"):
         with pytest.raises(CollectiveError, match="is no size"):
             parse_size(text)

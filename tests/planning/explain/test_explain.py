@@ -21,7 +21,7 @@ from weft.planning.explain import (
     time_line,
     waterfall,
 )
-from weft.planning.price import Pricer
+from weft.planning.price import CostModel
 from weft.planning.search import SearchResult, search, space_of
 from weft.techniques.cost_terms import Layout
 
@@ -46,34 +46,34 @@ def cluster() -> Cluster:
 
 
 @pytest.fixture(scope="module")
-def pricer(profile: Profile, cluster: Cluster) -> Pricer:
-    return Pricer(profile, cluster)
+def cost_model(profile: Profile, cluster: Cluster) -> CostModel:
+    return CostModel(profile, cluster)
 
 
 @pytest.fixture(scope="module")
-def result(profile: Profile, cluster: Cluster, pricer: Pricer) -> SearchResult:
+def result(profile: Profile, cluster: Cluster, cost_model: CostModel) -> SearchResult:
     space = replace(
         space_of(profile, cluster, global_batch_size=32),
         schedules=("1f1b",),
         per_block_recompute=False,
         bucket_bytes=(26_214_400,),
     )
-    return search(profile, cluster, global_batch_size=32, space=space, pricer=pricer, top=3)
+    return search(profile, cluster, global_batch_size=32, space=space, cost_model=cost_model, top=3)
 
 
-def test_waterfall_adds_up(pricer: Pricer) -> None:
-    time = pricer.predict(LAYOUT).time
+def test_waterfall_adds_up(cost_model: CostModel) -> None:
+    time = cost_model.predict(LAYOUT).time
     assert sum(seconds for _, seconds in waterfall(time)) == pytest.approx(time.total)
     assert time_line(time).startswith("ideal ")
 
 
-def test_what_prices_assume_of_experts_is_said(pricer: Pricer) -> None:
-    assert imbalance_line(LAYOUT, pricer.calibration, pricer.stack) == ""
+def test_what_prices_assume_of_experts_is_said(cost_model: CostModel) -> None:
+    assert imbalance_line(LAYOUT, cost_model.calibration, cost_model.framework) == ""
     shared = replace(LAYOUT, expert=2)
-    measured = replace(pricer.calibration, expert_imbalance=1.25)
-    said = imbalance_line(shared, measured, pricer.stack)
+    measured = replace(cost_model.calibration, expert_imbalance=1.25)
+    said = imbalance_line(shared, measured, cost_model.framework)
     assert said.startswith("of 2 ranks that share out experts, the busiest has 1.25 times the mean")
-    assert imbalance_line(shared, measured, replace(pricer.stack, balances_experts=True)) == ""
+    assert imbalance_line(shared, measured, replace(cost_model.framework, balances_experts=True)) == ""
 
 
 def test_a_question_about_experts_says_what_prices_assume() -> None:
@@ -82,14 +82,14 @@ def test_a_question_about_experts_says_what_prices_assume() -> None:
     space = replace(
         space_of(mixture, near, global_batch_size=16), schedules=("1f1b",), per_block_recompute=False, experts=(1, 4)
     )
-    asking = Pricer(mixture, near)
-    alone = search(mixture, near, global_batch_size=16, space=replace(space, experts=(1,)), pricer=asking, top=1)
+    asking = CostModel(mixture, near)
+    alone = search(mixture, near, global_batch_size=16, space=replace(space, experts=(1,)), cost_model=asking, top=1)
     lines = explain_choice(replace(alone, space=space), asking, "expert=4")
     assert lines[-1].startswith("Prices assume: of 4 ranks that share out experts, the busiest has 1.05 times")
 
 
-def test_memory_line_adds_up(pricer: Pricer) -> None:
-    prediction = pricer.predict(LAYOUT)
+def test_memory_line_adds_up(cost_model: CostModel) -> None:
+    prediction = cost_model.predict(LAYOUT)
     parts = [float(part.split()[-2 if "GiB" in part else -1]) for part in memory_line(prediction).split(" · ")]
     assert sum(parts) == pytest.approx(prediction.device_bytes / 2**30, rel=0.02)
 
@@ -99,14 +99,16 @@ def test_layout_line() -> None:
     assert layout_line(LAYOUT) == wanted
 
 
-def test_the_best_plan_has_it(result: SearchResult, pricer: Pricer) -> None:
+def test_the_best_plan_has_it(result: SearchResult, cost_model: CostModel) -> None:
     tensor = result.best[0].layout.tensor
-    assert explain_choice(result, pricer, f"mesh.tensor={tensor}") == [f"tensor = {tensor} is what the best plan has."]
+    assert explain_choice(result, cost_model, f"mesh.tensor={tensor}") == [
+        f"tensor = {tensor} is what the best plan has."
+    ]
 
 
-def test_what_a_choice_costs(result: SearchResult, pricer: Pricer) -> None:
+def test_what_a_choice_costs(result: SearchResult, cost_model: CostModel) -> None:
     tensor = 4 if result.best[0].layout.tensor != 4 else 8
-    lines = explain_choice(result, pricer, f"tensor={tensor}")
+    lines = explain_choice(result, cost_model, f"tensor={tensor}")
     assert all(f"tensor = {tensor}" in line or "Smallest changes" in line for line in lines)
     assert any("slower than the best plan's" in line for line in lines)
     assert not any("faster than the best plan's" in line for line in lines)
@@ -124,19 +126,19 @@ def test_a_choice_of_ranks_that_the_best_plan_lacks_is_answered_by_plans_that_ha
 ) -> None:
     experts = {"num_experts": 8, "top_k": 2, "expert_ffn_size": 1024} if "expert" in question else {}
     small, near = profile_of_sizes(replace(SIZES, num_layers=4, **experts)), parse_cluster_spec("1x4xh100")
-    space, pricer = space_of(small, near, global_batch_size=16), Pricer(small, near)
+    space, cost_model = space_of(small, near, global_batch_size=16), CostModel(small, near)
     by_data = replace(space, tensors=(1,), contexts=(1,), experts=(1,), pipelines=(1,))
-    best = search(small, near, global_batch_size=16, space=by_data, pricer=pricer, top=1)
-    alone, *others = explain_choice(replace(best, space=space), pricer, question)
+    best = search(small, near, global_batch_size=16, space=by_data, cost_model=cost_model, top=1)
+    alone, *others = explain_choice(replace(best, space=space), cost_model, question)
     assert "has no effect with mesh." in alone
     assert shown in others[0]
     assert "the best plan's" in others[0]
 
 
-def test_what_does_not_fit(result: SearchResult, pricer: Pricer) -> None:
+def test_what_does_not_fit(result: SearchResult, cost_model: CostModel) -> None:
     small = replace(result.cluster, nodes=tuple(_shrunk(node) for node in result.cluster.nodes))
-    tight = Pricer(result.profile, small)
-    found = search(result.profile, small, global_batch_size=32, space=result.space, pricer=tight, top=1)
+    tight = CostModel(result.profile, small)
+    found = search(result.profile, small, global_batch_size=32, space=result.space, cost_model=tight, top=1)
     lines = explain_choice(found, tight, "pipeline=1, tensor=1, zero=0, recompute=none")
     assert "GiB too much" in lines[0]
 
@@ -145,8 +147,8 @@ def _shrunk(node: Node) -> Node:
     return replace(node, devices=replace(node.devices, memory_bytes=30_000_000_000))
 
 
-def test_what_cannot_be(result: SearchResult, pricer: Pricer) -> None:
-    lines = explain_choice(result, pricer, "tensor=3")
+def test_what_cannot_be(result: SearchResult, cost_model: CostModel) -> None:
+    lines = explain_choice(result, cost_model, "tensor=3")
     assert lines[0].startswith("tensor = 3 cannot be changed alone: tensor = 3 does not divide")
 
 
@@ -160,13 +162,13 @@ def test_what_cannot_be(result: SearchResult, pricer: Pricer) -> None:
         ("", "the question is empty"),
     ],
 )
-def test_bad_questions(result: SearchResult, pricer: Pricer, question: str, said: str) -> None:
+def test_bad_questions(result: SearchResult, cost_model: CostModel, question: str, said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        explain_choice(result, pricer, question)
+        explain_choice(result, cost_model, question)
 
 
-def test_next_changes(result: SearchResult, pricer: Pricer) -> None:
-    changes = next_changes(result, pricer)
+def test_next_changes(result: SearchResult, cost_model: CostModel) -> None:
+    changes = next_changes(result, cost_model)
     ratios = [change.tokens_ratio for change in changes]
     assert ratios == sorted(ratios, reverse=True)
     assert {"a global batch of 64 samples", "twice the bandwidth of network"} <= {change.what for change in changes}
@@ -174,9 +176,9 @@ def test_next_changes(result: SearchResult, pricer: Pricer) -> None:
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_pictures(tmp_path: Path, pricer: Pricer, cluster: Cluster, name: str) -> None:
+def test_pictures(tmp_path: Path, cost_model: CostModel, cluster: Cluster, name: str) -> None:
     path = tmp_path / f"{name}.svg"
-    draw(name, path, pricer.predict(LAYOUT, spans=True), LAYOUT, cluster)
+    draw(name, path, cost_model.predict(LAYOUT, spans=True), LAYOUT, cluster)
     assert path.read_text().count("<path") > 10
     with pytest.raises(PlanError, match="cannot be drawn to"):
-        draw(name, tmp_path / "absent" / "x.png", pricer.predict(LAYOUT, spans=True), LAYOUT, cluster)
+        draw(name, tmp_path / "absent" / "x.png", cost_model.predict(LAYOUT, spans=True), LAYOUT, cluster)

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from weft.model.profile import Profile
 from weft.planning.price import Memories, StageMemory
-from weft.techniques.cost_terms import WEFT, Layout, Stack
+from weft.techniques.cost_terms import WEFT, Framework, Layout
 
 
 def memory_of(
     profile: Profile,
     layout: Layout,
-    stack: Stack = WEFT,
+    framework: Framework = WEFT,
     *,
     cuts: Sequence[int] | None = None,
     on_accelerator: bool = True,
 ) -> tuple[StageMemory, ...]:
     """The memory of every pipeline rank."""
-    return Memories(profile, stack, on_accelerator=on_accelerator).of(layout, cuts)
+    return Memories(profile, framework, on_accelerator=on_accelerator).of(layout, cuts)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weft.config.cluster import Cluster, parse_cluster_spec
 from weft.model.profile import ModelSizes, Profile, profile_of_sizes
-from weft.planning.price import Pricer
+from weft.planning.price import CostModel
 from weft.techniques.buckets.sizes import (
     LARGEST_BUCKET,
     SMALLEST_BUCKET,
@@ -164,12 +164,12 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "cluster"), CASES)
 def test_the_bucket_of_a_layout_is_near_the_best_price(layout: Layout, cluster: Cluster) -> None:
-    pricer = Pricer(model(), cluster)
+    cost_model = CostModel(model(), cluster)
 
     def exposed(size: int) -> float:
-        return pricer.time(replace(layout, bucket_bytes=size)).total
+        return cost_model.time(replace(layout, bucket_bytes=size)).total
 
-    found = pricer.bucket(layout)
+    found = cost_model.bucket(layout)
     assert found is not None
     least = min(exposed(round(2 ** (18 + step / 8))) for step in range(84))
     assert exposed(found) <= 1.02 * least
@@ -178,31 +178,31 @@ def test_the_bucket_of_a_layout_is_near_the_best_price(layout: Layout, cluster: 
 def test_small_models_on_slow_links_want_small_buckets() -> None:
     """33 M parameters on four hosts at 1 Gbit/s: most of what the usual bucket exposes is its own tail."""
     layout = replace(DATA, precision="fp32", master_bytes=8)
-    pricer = Pricer(model(), linked("4x1xcpu", bandwidth=0.1))
-    found = pricer.bucket(layout)
+    cost_model = CostModel(model(), linked("4x1xcpu", bandwidth=0.1))
+    found = cost_model.bucket(layout)
     assert found is not None
     assert found <= 2 * MEBI
-    assert pricer.time(replace(layout, bucket_bytes=found)).data < 0.2 * pricer.time(layout).data
+    assert cost_model.time(replace(layout, bucket_bytes=found)).data < 0.2 * cost_model.time(layout).data
 
 
 def test_without_buckets_there_is_none_to_choose() -> None:
-    pricer = Pricer(model(), linked("4x1xh100"))
-    assert pricer.bucket(Layout(tensor=4)) is None
-    assert pricer.bucket(Layout(zero=3, shard=4)) is None
-    assert pricer.bucket(replace(DATA, trained_share=0.0)) is None
+    cost_model = CostModel(model(), linked("4x1xh100"))
+    assert cost_model.bucket(Layout(tensor=4)) is None
+    assert cost_model.bucket(Layout(zero=3, shard=4)) is None
+    assert cost_model.bucket(replace(DATA, trained_share=0.0)) is None
 
 
 def test_the_first_bucket_is_priced() -> None:
     """Where the network does not keep up, what comes first may come early."""
-    pricer = Pricer(model(), linked("4x1xh100", bandwidth=0.02))
-    late = pricer.time(replace(DATA, bucket_bytes=16 * MEBI, first_bucket_bytes=16 * MEBI)).data
-    early = pricer.time(replace(DATA, bucket_bytes=16 * MEBI, first_bucket_bytes=MEBI)).data
+    cost_model = CostModel(model(), linked("4x1xh100", bandwidth=0.02))
+    late = cost_model.time(replace(DATA, bucket_bytes=16 * MEBI, first_bucket_bytes=16 * MEBI)).data
+    early = cost_model.time(replace(DATA, bucket_bytes=16 * MEBI, first_bucket_bytes=MEBI)).data
     assert early < late
 
 
 def test_a_bucket_that_holds_all_hides_nothing() -> None:
-    pricer = Pricer(model(), linked("4x1xh100"))
-    whole = pricer.time(replace(DATA, zero=0, bucket_bytes=1 << 30, first_bucket_bytes=1 << 30)).data
+    cost_model = CostModel(model(), linked("4x1xh100"))
+    whole = cost_model.time(replace(DATA, zero=0, bucket_bytes=1 << 30, first_bucket_bytes=1 << 30)).data
     gradients = 4.0 * model().num_parameters
-    group = pricer.groups(DATA).data
-    assert whole == pytest.approx(pricer.seconds("all_reduce", gradients, group), rel=0.01)
+    group = cost_model.groups(DATA).data
+    assert whole == pytest.approx(cost_model.seconds("all_reduce", gradients, group), rel=0.01)

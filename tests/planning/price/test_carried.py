@@ -11,7 +11,7 @@ from weft.comm.algorithms import flat as flat_arrangement
 from weft.config.cluster import Cluster, parse_cluster_spec
 from weft.config.plan import DataParallelPlan, MeshPlan, Plan
 from weft.model.profile import ModelSizes, profile_of_sizes
-from weft.planning.price import Pricer, choose_algorithm, collective_seconds
+from weft.planning.price import CostModel, choose_algorithm, collective_seconds
 from weft.planning.price._collectives import _as_links
 from weft.techniques.cost_terms import AxisGroup, Layout, Network
 
@@ -106,23 +106,23 @@ def plan_of(algorithm: str, zero: int = 1, **others: object) -> Layout:
 
 
 def test_plans_that_differ_in_the_algorithm_alone_cost_differently() -> None:
-    pricer = Pricer(SMALL, slow_network("2x2xcpu"))
+    cost_model = CostModel(SMALL, slow_network("2x2xcpu"))
     names = ("auto", "ring", "tree", "hierarchical", "halving_doubling")
     for zero in (0, 1):
-        found = {name: pricer.time(plan_of(name, zero)).total for name in names}
+        found = {name: cost_model.time(plan_of(name, zero)).total for name in names}
         assert len(set(found.values())) == len(names) - (zero == 0), "an all-reduce of Gloo's own is a ring"
         assert found["hierarchical"] == min(found.values())
         assert found["tree"] == max(found.values())
 
 
 def test_what_another_setting_carries_is_not_the_algorithms() -> None:
-    pricer = Pricer(SMALL, slow_network("2x2xcpu"))
-    sharded = [pricer.time(plan_of(name, 3)).total for name in ("auto", "hierarchical")]
+    cost_model = CostModel(SMALL, slow_network("2x2xcpu"))
+    sharded = [cost_model.time(plan_of(name, 3)).total for name in ("auto", "hierarchical")]
     assert sharded[0] == sharded[1]
     assert plan_of("ring", 0, compression="bf16").reduced_by == "auto"
     on_one = [replace(plan_of(name, 3), shard=1, replicate=4) for name in ("auto", "tree")]
     assert on_one[1].reduced_by == "tree"
-    assert pricer.time(on_one[0]).total != pricer.time(on_one[1]).total
+    assert cost_model.time(on_one[0]).total != cost_model.time(on_one[1]).total
 
 
 def test_a_library_of_accelerators_chooses_itself() -> None:

@@ -10,7 +10,7 @@ import pytest
 from weft.config.cluster import Collective, parse_cluster_spec
 from weft.model.profile import profile_of_sizes
 from weft.model.profile.known import KNOWN_MODELS
-from weft.planning.price import Pricer
+from weft.planning.price import CostModel
 from weft.planning.price._stages import BlockCosts, key_of
 from weft.planning.search import Space, search
 from weft.techniques.cost_terms import FITTED, WEFT, AxisGroup, Device, Layout, Network, Share, operator_work
@@ -19,23 +19,23 @@ from weft.techniques.cost_terms import FITTED, WEFT, AxisGroup, Device, Layout, 
 def test_expert_parallelism_costs_no_alignment() -> None:
     """Beside balanced loads, whole experts on one rank have larger products: shapes lose no more than without."""
     draw = random.Random(11)
-    pricer = Pricer(
+    cost_model = CostModel(
         profile_of_sizes(KNOWN_MODELS["mixtral-8x7b"].sizes, 4096),
         parse_cluster_spec("4x8xh100"),
         calibration=replace(FITTED, expert_imbalance=1.0013),
     )
     for _ in range(6):
         layout = Layout(shard=32, zero=1, microbatch_size=draw.choice((1, 2, 3, 4)), microbatches=4)
-        without = pricer.time(layout)
+        without = cost_model.time(layout)
         for expert in (2, 4, 8):
-            shared = pricer.time(replace(layout, expert=expert))
+            shared = cost_model.time(replace(layout, expert=expert))
             assert shared.matrix_shapes < 1.1 * without.matrix_shapes
             assert shared.total < 1.15 * without.total
 
 
 def test_experts_of_mixtral_are_faster_shared_out() -> None:
     """Over 64 devices, whole experts on a rank are products of their own, and their gradients travel less."""
-    pricer = Pricer(
+    cost_model = CostModel(
         profile_of_sizes(KNOWN_MODELS["mixtral-8x7b"].sizes, 4096),
         parse_cluster_spec("8x8xh100"),
         calibration=FITTED,
@@ -43,7 +43,7 @@ def test_experts_of_mixtral_are_faster_shared_out() -> None:
     for size in (1, 2, 4):
         for zero in (1, 3):
             layout = Layout(shard=64, zero=zero, microbatch_size=size, microbatches=4)
-            assert pricer.time(replace(layout, expert=8)).total < pricer.time(layout).total
+            assert cost_model.time(replace(layout, expert=8)).total < cost_model.time(layout).total
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_gradients_of_weights_take_any_number_of_tokens() -> None:
     """Their products sum over tokens, and lie along the other sizes: no number of tokens is slow for itself."""
     (devices,) = (node.devices for node in parse_cluster_spec("1x8xh100").nodes)
     draw = random.Random(3)
-    for stack in (WEFT, replace(WEFT, name="other")):
-        device = Device(devices, FITTED, stack)
+    for framework in (WEFT, replace(WEFT, name="other")):
+        device = Device(devices, FITTED, framework)
         block = profile_of_sizes(KNOWN_MODELS["mixtral-8x7b"].sizes, 4096).blocks[0]
         expert = next(one for one in block.operators if one.split == "expert" and one.kind == "matmul")
         for _ in range(10):
@@ -89,19 +89,21 @@ def test_products_side_by_side_reach_less_than_one() -> None:
 def test_zero3_gathers_experts_that_are_not_shared_out() -> None:
     """What ZeRO-3 shares out is gathered in every microbatch, experts too; what a rank has for itself is not, and
     buckets play no part in either."""
-    pricer = Pricer(
+    cost_model = CostModel(
         profile_of_sizes(KNOWN_MODELS["mixtral-8x7b"].sizes, 1024),
         parse_cluster_spec("8xh100"),
         calibration=replace(FITTED, overlap_share=0.0),
     )
     layout = Layout(shard=8, zero=3, microbatches=2)
-    once, twice = (pricer.time(replace(layout, microbatches=count)).data for count in (2, 4))
+    once, twice = (cost_model.time(replace(layout, microbatches=count)).data for count in (2, 4))
     assert twice == pytest.approx(2 * once)
-    experts = sum(block.expert_parameters for block in pricer.profile.blocks)
-    share = pricer.profile.num_parameters / (pricer.profile.num_parameters - experts)
-    assert once / pricer.time(replace(layout, expert=8)).data == pytest.approx(share, rel=0.3)
+    experts = sum(block.expert_parameters for block in cost_model.profile.blocks)
+    share = cost_model.profile.num_parameters / (cost_model.profile.num_parameters - experts)
+    assert once / cost_model.time(replace(layout, expert=8)).data == pytest.approx(share, rel=0.3)
     for expert in (1, 2, 8):
-        prices = {pricer.time(replace(layout, expert=expert, bucket_bytes=size)).total for size in (1 << 20, 1 << 29)}
+        prices = {
+            cost_model.time(replace(layout, expert=expert, bucket_bytes=size)).total for size in (1 << 20, 1 << 29)
+        }
         assert len(prices) == 1
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from benchmarks.published import HABITS
+from benchmarks.published import MEMORY_OF_FRAMEWORKS
 from hypothesis import given
 from hypothesis import strategies as st
 from memories import memory_of
@@ -152,7 +152,7 @@ def test_activations_of_1f1b() -> None:
     sizes = known_model("gpt3-175b").sizes
     profile = profile_of_sizes(sizes)
     layout = Layout(pipeline=8, tensor=8, sequence_parallel=True, microbatches=32)
-    stage = memory_of(profile, layout, replace(WEFT, memory=HABITS["zero-bubble"]))[0]
+    stage = memory_of(profile, layout, replace(WEFT, memory=MEMORY_OF_FRAMEWORKS["zero-bubble"]))[0]
     kept = 34 * 2048 * 12288 * 96 / 8
     assert stage.kinds.activations == pytest.approx(kept, rel=0.03)
 
@@ -172,7 +172,7 @@ def test_full_recomputation_keeps_inputs() -> None:
     (stage,) = memory_of(profile_of_sizes(sizes), Layout(recompute="full", microbatch_size=4))
     inputs = 2 * 32 * 4 * 4096 * 4096
     one_block = 4 * 4096 * (16 * 4096 + 6 * 11008)
-    logits = 4 * 4096 * 32000 * HABITS["weft"].logit_bytes
+    logits = 4 * 4096 * 32000 * MEMORY_OF_FRAMEWORKS["weft"].logit_bytes
     larger = max(one_block, logits)
     assert stage.kinds.activations + stage.kinds.logits == pytest.approx(inputs + larger, rel=0.2)
 
@@ -208,7 +208,7 @@ def test_what_saves_memory_never_costs_any(layout: Layout, experts: bool) -> Non
     assert peak(profile, layout, offload="optimizer") <= peak(profile, layout, offload="none")
     assert layout.fused_loss or peak(profile, layout, precision="fp32", gradient_bytes=4) > here
     # Groups that come into being have a price of their own: compared without it.
-    outside = 3 * HABITS["weft"].communicator_bytes
+    outside = 3 * MEMORY_OF_FRAMEWORKS["weft"].communicator_bytes
     assert peak(profile, layout, tensor=layout.tensor * 2) <= here + outside
     if layout.zero in (0, 1):
         assert peak(profile, layout, zero=layout.zero + 1) <= here

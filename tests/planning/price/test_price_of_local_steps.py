@@ -10,7 +10,7 @@ from memories import memory_of
 from weft.config.cluster import parse_cluster_spec
 from weft.config.plan import DataParallelPlan, MeshPlan, Plan
 from weft.model.profile import ModelSizes, profile_of_sizes
-from weft.planning.price import Pricer
+from weft.planning.price import CostModel
 from weft.techniques.cost_terms import Layout
 from weft.techniques.registry import held
 
@@ -30,13 +30,15 @@ LAYOUTS = {
 @pytest.mark.parametrize("zero", LAYOUTS)
 def test_longer_rounds_cost_less(zero: int) -> None:
     """The average is paid once a round; what is left is the replica's own traffic."""
-    pricer = Pricer(SMALL, parse_cluster_spec("2x8xh100"))
+    cost_model = CostModel(SMALL, parse_cluster_spec("2x8xh100"))
     layout = LAYOUTS[zero]
-    often, seldom, never = (pricer.time(replace(layout, local_steps=steps)).data for steps in (10, 100, 1_000_000_000))
-    inside = pricer.time(replace(layout, replicate=1)).data if layout.shard > 1 else 0.0
+    often, seldom, never = (
+        cost_model.time(replace(layout, local_steps=steps)).data for steps in (10, 100, 1_000_000_000)
+    )
+    inside = cost_model.time(replace(layout, replicate=1)).data if layout.shard > 1 else 0.0
     assert never == pytest.approx(inside, rel=1e-3, abs=1e-6)
     assert often - never == pytest.approx(10 * (seldom - never), rel=1e-3)
-    assert seldom < pricer.time(layout).data
+    assert seldom < cost_model.time(layout).data
 
 
 @pytest.mark.parametrize("zero", LAYOUTS)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import pytest
-from benchmarks.published import HABITS
+from benchmarks.published import MEMORY_OF_FRAMEWORKS
 from memories import memory_of
 
 from weft.model.profile import ModelSizes, profile_of_sizes
@@ -47,8 +47,8 @@ def nanotron(data: int, tensor: int, microbatch: int) -> Layout:
      (16, 4, 8, 23.84), (16, 4, 16, 45.85), (4, 4, 16, 46.43)],
 )  # fmt: skip
 def test_nanotron(data: int, tensor: int, microbatch: int, gibibytes: float) -> None:
-    stack = replace(WEFT, memory=HABITS["nanotron"])
-    (stage,) = memory_of(profile_of_sizes(NANOTRON_1B), nanotron(data, tensor, microbatch), stack)
+    framework = replace(WEFT, memory=MEMORY_OF_FRAMEWORKS["nanotron"])
+    (stage,) = memory_of(profile_of_sizes(NANOTRON_1B), nanotron(data, tensor, microbatch), framework)
     assert stage.kinds.allocated / GIBI == pytest.approx(gibibytes, rel=0.04)
 
 
@@ -62,7 +62,7 @@ def test_torchtitan(
     """torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: Llama 3 8B, FSDP2 with torch.compile, reserved."""
     profile = profile_of_sizes(known_model("llama-3-8b").sizes, length)
     layout = Layout(shard=devices, zero=3, microbatch_size=microbatch, recompute=recompute, master_bytes=10)
-    (stage,) = memory_of(profile, layout, replace(WEFT, memory=HABITS["torchtitan"]))
+    (stage,) = memory_of(profile, layout, replace(WEFT, memory=MEMORY_OF_FRAMEWORKS["torchtitan"]))
     assert stage.reserved / GIBI == pytest.approx(gibibytes, rel=0.05)
 
 
@@ -80,8 +80,8 @@ def test_zero_bubble_twice_filled() -> None:
     )
     cuts = tuple(3 * stage - 1 for stage in range(1, 8))
     layout = Layout(pipeline=8, schedule="zero_bubble_2p", cuts=cuts, microbatch_size=6, microbatches=24)
-    stack = replace(WEFT, flash_attention=False, memory=HABITS["zero-bubble"])
-    fullest = max(stage.kinds.allocated for stage in memory_of(profile_of_sizes(sizes), layout, stack))
+    framework = replace(WEFT, flash_attention=False, memory=MEMORY_OF_FRAMEWORKS["zero-bubble"])
+    fullest = max(stage.kinds.allocated for stage in memory_of(profile_of_sizes(sizes), layout, framework))
     assert fullest / GIBI == pytest.approx(59, rel=0.08)
 
 
@@ -98,7 +98,7 @@ def test_torchtitan_in_parts(model: str, length: int, layout: Layout, gibibytes:
     """The same page: the loss in parts over the tensor axis, and pipelines that hold whole weights and gradients."""
     profile = profile_of_sizes(known_model(model).sizes, length)
     layout = replace(layout, zero=3, sequence_parallel=True, recompute="full", master_bytes=10)
-    stages = memory_of(profile, layout, replace(WEFT, memory=HABITS["torchtitan"]))
+    stages = memory_of(profile, layout, replace(WEFT, memory=MEMORY_OF_FRAMEWORKS["torchtitan"]))
     assert max(stage.reserved for stage in stages) / GIBI == pytest.approx(gibibytes, rel=error)
 
 
@@ -113,7 +113,7 @@ def test_torchtitan_in_parts(model: str, length: int, layout: Layout, gibibytes:
 def test_nemo(model: str, length: int, layout: Layout, gibibytes: float) -> None:
     """NVIDIA/dgxc-benchmarking, example log lines: allocated."""
     profile = profile_of_sizes(known_model(model).sizes, length)
-    (stage,) = memory_of(profile, layout, replace(WEFT, memory=HABITS["nemo"]))
+    (stage,) = memory_of(profile, layout, replace(WEFT, memory=MEMORY_OF_FRAMEWORKS["nemo"]))
     assert stage.kinds.allocated / GIBI == pytest.approx(gibibytes, rel=0.04)
 
 
@@ -143,6 +143,6 @@ def test_pipelines(layers: int, hidden: int, heads: int, microbatch: int, chunks
         microbatch_size=microbatch,
         microbatches=24,
     )
-    stack = replace(WEFT, flash_attention=False, memory=HABITS["zero-bubble"])
-    fullest = max(stage.kinds.allocated for stage in memory_of(profile_of_sizes(sizes), layout, stack))
+    framework = replace(WEFT, flash_attention=False, memory=MEMORY_OF_FRAMEWORKS["zero-bubble"])
+    fullest = max(stage.kinds.allocated for stage in memory_of(profile_of_sizes(sizes), layout, framework))
     assert fullest / GIBI == pytest.approx(gibibytes, rel=0.08)

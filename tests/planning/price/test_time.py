@@ -18,7 +18,7 @@ from weft.config.recipe import ConvNetShape
 from weft.errors import ClusterError, PlanError
 from weft.model.description import description_of_shape
 from weft.model.profile import ModelSizes, Profile, profile_of_sizes
-from weft.planning.price import Pricer, check_layout, model_flops, predict
+from weft.planning.price import CostModel, check_layout, model_flops, predict
 from weft.techniques.cost_terms import DATASHEET, WEFT, Layout
 
 SMALL = profile_of_sizes(
@@ -105,9 +105,9 @@ def test_terms_add_up_and_none_is_negative(layout: Layout) -> None:
 @example(layout=Layout(pipeline=2, zero=0, schedule="zbv", chunks=2, precision="fp32"))  # one microbatch on a V
 @settings(max_examples=20, deadline=None)
 def test_the_closed_form_is_close_to_the_played_step(layout: Layout) -> None:
-    pricer = Pricer(SMALL, NODES)
-    played = pricer.predict(layout, exact=True).step_seconds
-    assert pricer.predict(layout).step_seconds == pytest.approx(played, rel=0.1)
+    cost_model = CostModel(SMALL, NODES)
+    played = cost_model.predict(layout, exact=True).step_seconds
+    assert cost_model.predict(layout).step_seconds == pytest.approx(played, rel=0.1)
 
 
 @given(layout=layouts(), faster=st.floats(1.0, 8.0))
@@ -177,7 +177,7 @@ def test_adapters_leave_out_what_weights_need() -> None:
 def test_hidden_reductions_cost_less_than_shown_ones() -> None:
     layout = Layout(replicate=32, microbatches=2)
     shown = replace(WEFT, overlap_gradients=False)
-    assert predict(SMALL, NODES, layout).time.data < predict(SMALL, NODES, layout, stack=shown).time.data
+    assert predict(SMALL, NODES, layout).time.data < predict(SMALL, NODES, layout, framework=shown).time.data
 
 
 def test_compression_pays_most_where_the_network_is_slow() -> None:
@@ -222,7 +222,7 @@ def test_experts_that_travel_far_cost_more_and_less_when_tokens_travel_once() ->
     far = replace(near, expert=16)
     plain = predict(MIXTURE, NODES, far).time.expert
     assert predict(MIXTURE, NODES, near).time.expert < plain
-    once = predict(MIXTURE, NODES, far, stack=replace(WEFT, sends_tokens_once=True)).time.expert
+    once = predict(MIXTURE, NODES, far, framework=replace(WEFT, sends_tokens_once=True)).time.expert
     assert once < plain
 
 
@@ -286,7 +286,9 @@ def test_published_runs_are_within_a_quarter_without_anything_fitted() -> None:
         attention_dropout=0.1,
         norm="layer",
     )
-    stack = replace(WEFT, name="megatron-lm", flash_attention=False, overlap_gradients=False, overlap_parameters=False)
+    framework = replace(
+        WEFT, name="megatron-lm", flash_attention=False, overlap_gradients=False, overlap_parameters=False
+    )
     layout = Layout(
         pipeline=12,
         tensor=8,
@@ -298,7 +300,7 @@ def test_published_runs_are_within_a_quarter_without_anything_fitted() -> None:
         recompute="full",
         precision="fp16",
     )
-    found = predict(profile_of_sizes(sizes), parse_cluster_spec("48x8xa100"), layout, stack=stack)
+    found = predict(profile_of_sizes(sizes), parse_cluster_spec("48x8xa100"), layout, framework=framework)
     batch, parameters = 1536, 96 * 12 * 12_288**2
     hardware = 96 * batch * 2048 * 96 * 12_288**2 * (1 + 2048 / (6 * 12_288) + 51_200 / (16 * 96 * 12_288))
     assert parameters > 170e9
@@ -306,12 +308,12 @@ def test_published_runs_are_within_a_quarter_without_anything_fitted() -> None:
 
 
 def test_a_layout_is_priced_in_well_under_a_millisecond_once_its_parts_are_known() -> None:
-    pricer = Pricer(SMALL, NODES)
+    cost_model = CostModel(SMALL, NODES)
     layout = Layout(pipeline=4, tensor=2, replicate=4, microbatches=16)
-    pricer.time(layout)
+    cost_model.time(layout)
     start = time.process_time()
     for microbatches in range(17, 217):
-        pricer.time(replace(layout, microbatches=microbatches))
+        cost_model.time(replace(layout, microbatches=microbatches))
     assert (time.process_time() - start) / 200 < 1e-3
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from weft.config.cluster import Cluster
 from weft.config.plan import AXES, Axis, ReduceEvery
 from weft.model.profile import Profile
-from weft.planning.price import Pricer, check_layout
+from weft.planning.price import CostModel, check_layout
 from weft.planning.search import Objective, Space
 from weft.techniques.cost_terms import Layout
 from weft.techniques.pipeline.schedules import SPLIT_BACKWARD, chunk_limits
@@ -29,19 +29,19 @@ class Best(NamedTuple):
     count: int
 
 
-def best_by_brute_force(pricer: Pricer, layouts: list[Layout], objective: Objective | None = None) -> Best:
+def best_by_brute_force(cost_model: CostModel, layouts: list[Layout], objective: Objective | None = None) -> Best:
     """Price layouts one by one."""
     best, chosen = float("inf"), None
     for layout in layouts:
-        score = score_of(pricer, layout, objective or Objective())
-        if score < best and pricer.predict(layout).fits:
+        score = score_of(cost_model, layout, objective or Objective())
+        if score < best and cost_model.predict(layout).fits:
             best, chosen = score, layout
     return Best(best, chosen, len(layouts))
 
 
-def score_of(pricer: Pricer, layout: Layout, objective: Objective) -> float:
+def score_of(cost_model: CostModel, layout: Layout, objective: Objective) -> float:
     """The score of a layout with its schedule played action by action."""
-    seconds = objective.pessimistic_seconds(pricer.step_seconds(layout, exact=True), pricer.stack.spread)
+    seconds = objective.pessimistic_seconds(cost_model.step_seconds(layout, exact=True), cost_model.framework.spread)
     return objective.score(seconds, layout.world_size)
 
 

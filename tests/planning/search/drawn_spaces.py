@@ -16,7 +16,7 @@ from weft.config.plan import AXES
 from weft.config.recipe import PermitRecipe
 from weft.model.profile import ModelSizes, Profile, profile_of_sizes
 from weft.model.profile.known import known_model
-from weft.planning.price import Pricer
+from weft.planning.price import CostModel
 from weft.planning.search import Objective, Space, space_of
 from weft.techniques.cost_terms import DATASHEET, FITTED, Layout
 
@@ -46,7 +46,7 @@ class Drawn:
     cluster: Cluster
     batch: int
     space: Space
-    pricer: Pricer
+    cost_model: CostModel
     objective: Objective
     layouts: list[Layout]
 
@@ -86,14 +86,14 @@ def drawn(seed: object, *, specs: tuple[str, ...] = SPECS, most: int, least: int
             cluster=cluster,
             batch=batch,
             space=space,
-            pricer=_pricer(profile, cluster),
+            cost_model=_cost_model(profile, cluster),
             objective=objective,
             layouts=layouts,
         )
 
 
-def _pricer(profile: Profile, cluster: Cluster) -> Pricer:
-    return Pricer(profile, cluster, calibration=FITTED if cluster.has_accelerators else DATASHEET)
+def _cost_model(profile: Profile, cluster: Cluster) -> CostModel:
+    return CostModel(profile, cluster, calibration=FITTED if cluster.has_accelerators else DATASHEET)
 
 
 def _permit(random: Random) -> PermitRecipe:
@@ -153,8 +153,10 @@ def _restrictions(random: Random) -> Iterator[tuple[str, Any]]:
 
 def _with_memory(random: Random, profile: Profile, cluster: Cluster, layouts: list[Layout]) -> Cluster:
     """The cluster with memory for a drawn share of the layouts."""
-    pricer = _pricer(profile, cluster)
-    needs = sorted(pricer.predict(layout).fullest.device for layout in random.sample(layouts, min(40, len(layouts))))
+    cost_model = _cost_model(profile, cluster)
+    needs = sorted(
+        cost_model.predict(layout).fullest.device for layout in random.sample(layouts, min(40, len(layouts)))
+    )
     wanted = random.choice(needs) * random.choice((1.0, 1.0, 1.3, 10.0))
     share = wanted / cluster.usable_memory_bytes
     nodes = tuple(

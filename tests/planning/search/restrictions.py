@@ -14,7 +14,7 @@ from weft.config.cluster import Cluster, parse_cluster_spec
 from weft.config.plan import AXES, Plan
 from weft.model.profile import Profile, profile_of_sizes
 from weft.model.profile.known import known_model
-from weft.planning.price import Pricer
+from weft.planning.price import CostModel
 from weft.planning.search import Space, search, space_of
 from weft.techniques.cost_terms import DATASHEET, FITTED
 
@@ -72,14 +72,14 @@ class Case:
         self.profile: Profile = profile_of_sizes(known_model(model).sizes, length)
         self.cluster: Cluster = parse_cluster_spec(spec)
         calibration = FITTED if self.cluster.has_accelerators else DATASHEET
-        self.pricer = Pricer(self.profile, self.cluster, calibration=calibration)
+        self.cost_model = CostModel(self.profile, self.cluster, calibration=calibration)
         self.space = space_of(self.profile, self.cluster, global_batch_size=self.batch)
 
     def best(self, space: Space) -> float:
         """The score of the best plan of a space; infinite where nothing fits."""
         result = search(
-            self.profile, self.cluster, global_batch_size=self.batch, space=space, pricer=self.pricer,
-            calibration=self.pricer.calibration, top=1,
+            self.profile, self.cluster, global_batch_size=self.batch, space=space, cost_model=self.cost_model,
+            calibration=self.cost_model.calibration, top=1,
         )  # fmt: skip
         return result.best[0].score if result.best else float("inf")
 

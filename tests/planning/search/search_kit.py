@@ -9,7 +9,7 @@ from itertools import permutations, product
 from weft.config.cluster import Cluster, parse_cluster_spec
 from weft.config.plan import AXES, Axis
 from weft.model.profile import ModelSizes, Profile, profile_of_sizes
-from weft.planning.price import Pricer, check_layout
+from weft.planning.price import CostModel, check_layout
 from weft.planning.search import Space
 from weft.techniques.cost_terms import Layout
 from weft.techniques.pipeline.schedules import SPLIT_BACKWARD, chunk_limits
@@ -84,12 +84,12 @@ def all_layouts(profile: Profile, cluster: Cluster, space: Space, batch: int, ba
                     yield layout
 
 
-def best_by_brute_force(pricer: Pricer, space: Space, batch: int, base: Layout) -> tuple[float, int]:
+def best_by_brute_force(cost_model: CostModel, space: Space, batch: int, base: Layout) -> tuple[float, int]:
     """The least step time of all layouts that fit, and how many were priced."""
     best, count = float("inf"), 0
-    for layout in all_layouts(pricer.profile, pricer.cluster, space, batch, base):
+    for layout in all_layouts(cost_model.profile, cost_model.cluster, space, batch, base):
         count += 1
-        prediction = pricer.predict(layout, exact=True)
+        prediction = cost_model.predict(layout, exact=True)
         if prediction.fits:
             best = min(best, prediction.step_seconds)
     return best, count

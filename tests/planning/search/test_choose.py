@@ -41,7 +41,7 @@ def chosen(*settings: str, processes: int | None = None, recipe: Recipe | None =
     facts = facts_of(recipe)
     profile = profile_of(recipe)
     assert profile is not None
-    choice = choose_plan(recipe, slow_bf16(), facts, processes, profile=profile, given=given)
+    choice = choose_plan(recipe, slow_bf16(), facts, processes, profile=profile, pins=given)
     _, plan = apply_overrides(recipe, choice.plan, settings)
     check_plan(plan, recipe, facts, processes)
     return replace(choice, plan=plan)

@@ -19,7 +19,7 @@ from weft.errors import PlanError
 from weft.model.description import facts_of, profile_of
 from weft.model.profile import profile_of_sizes
 from weft.model.profile.known import known_model
-from weft.planning.price import Pricer
+from weft.planning.price import CostModel
 from weft.planning.search import (
     Candidate,
     Objective,
@@ -53,9 +53,9 @@ def small_space(spec: str, batch: int, experts: int = 0, **changes: object) -> S
 def test_equals_brute_force(spec: str, batch: int, experts: int, memory: float, changes: dict[str, object]) -> None:
     profile, cluster = tiny(experts=experts), cluster_of(spec, memory=memory)
     space = small_space(spec, batch, experts, **changes)
-    pricer = Pricer(profile, cluster)
-    best, count = best_by_brute_force(pricer, space, batch, BASE)
-    result = search(profile, cluster, global_batch_size=batch, space=space, pricer=pricer, top=8)
+    cost_model = CostModel(profile, cluster)
+    best, count = best_by_brute_force(cost_model, space, batch, BASE)
+    result = search(profile, cluster, global_batch_size=batch, space=space, cost_model=cost_model, top=8)
     assert count > 100
     assert result.best[0].prediction.step_seconds == pytest.approx(best, rel=1e-9)
 
@@ -77,12 +77,12 @@ def test_more_links_or_memory_are_no_slower(bandwidth: float, memory: float, bat
 def test_no_layout_of_the_space_is_faster() -> None:
     profile, cluster = tiny(layers=6), cluster_of("2x4xh100", memory=0.1)
     space = narrow(space_of(profile, cluster, global_batch_size=12), contexts=(1, 2))
-    pricer = Pricer(profile, cluster)
-    result = search(profile, cluster, global_batch_size=12, space=space, pricer=pricer)
+    cost_model = CostModel(profile, cluster)
+    result = search(profile, cluster, global_batch_size=12, space=space, cost_model=cost_model)
     layouts = list(all_layouts(profile, cluster, space, 12, BASE))[::97]
     assert len(layouts) > 50
     for layout in layouts:
-        prediction = pricer.predict(layout, exact=True)
+        prediction = cost_model.predict(layout, exact=True)
         if prediction.fits:
             assert prediction.step_seconds >= result.best[0].prediction.step_seconds * (1 - 1e-9), layout
 
@@ -161,11 +161,13 @@ def test_gradients_are_reduced_as_often_as_is_best(spec: str, memory: float, eve
     profile, cluster = profile_of_sizes(known_model("gpt3-1.3b").sizes), cluster_of(spec, memory=memory)
     space = space_of(profile, cluster, global_batch_size=512)
     space = replace(space, zeros=(3,), tensors=(1,), pipelines=(1,))
-    pricer = Pricer(profile, cluster)
+    cost_model = CostModel(profile, cluster)
 
     def best(**changes: object) -> Candidate | None:
         fixed = replace(space, **changes)  # pyright: ignore[reportArgumentType]
-        return next(iter(search(profile, cluster, global_batch_size=512, space=fixed, pricer=pricer).best), None)
+        return next(
+            iter(search(profile, cluster, global_batch_size=512, space=fixed, cost_model=cost_model).best), None
+        )
 
     free = best()
     assert free is not None

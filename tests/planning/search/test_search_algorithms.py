@@ -9,9 +9,9 @@ from search_kit import narrow, tiny
 
 from weft.config.cluster import Cluster, parse_cluster_spec
 from weft.config.plan import DataParallelPlan, MeshPlan, Plan
-from weft.planning.price import Pricer
+from weft.planning.price import CostModel
 from weft.planning.search import Space, pinned, search, space_of
-from weft.planning.search._pins import with_given
+from weft.planning.search._pins import with_pins
 from weft.techniques.check import runnability
 from weft.techniques.cost_terms import Layout
 
@@ -43,9 +43,9 @@ def test_hosts_of_cores_get_a_hierarchy() -> None:
     assert plans[0].data_parallel.algorithm.startswith("hierarchical")
     assert runnability(plans[0]) == []
     assert plans == found(cluster, space(cluster))
-    pricer = Pricer(tiny(), cluster)
+    cost_model = CostModel(tiny(), cluster)
     chosen = Layout.of(plans[0])
-    assert pricer.time(chosen).data < 0.8 * pricer.time(replace(chosen, algorithm="auto")).data
+    assert cost_model.time(chosen).data < 0.8 * cost_model.time(replace(chosen, algorithm="auto")).data
 
 
 @pytest.mark.parametrize("spec", ["4xcpu", "4x1xcpu", "2x2xh100"])
@@ -65,7 +65,7 @@ def test_what_is_given_is_kept() -> None:
     )
     stepping = pinned(space(cluster), local)
     assert stepping.algorithms == ("auto",)
-    chosen = [with_given(plan, local) for plan in found(cluster, stepping)]
+    chosen = [with_pins(plan, local) for plan in found(cluster, stepping)]
     assert any(plan.mesh.replicate > 1 for plan in chosen)
     assert all(runnability(plan) == [] for plan in chosen if plan.mesh.replicate > 1)
     sharded = replace(local, mesh=MeshPlan(shard=2), origins={**local.origins, "mesh.shard": "plan.toml, line 3"})

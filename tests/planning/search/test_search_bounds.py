@@ -15,7 +15,7 @@ from weft.planning.search import Space, search
 from weft.planning.search._bounds import Floats
 from weft.planning.search._finalists import Finalists
 from weft.planning.search._frontier import Frontier
-from weft.planning.search._rows import Rows
+from weft.planning.search._rows import LayoutRows
 from weft.planning.search._search import SearchState
 from weft.planning.search._space import without_offload
 from weft.planning.search._splits import enumerate_splits
@@ -67,7 +67,7 @@ class Recording(Frontier):
         table, bases = look.args
         self._keep(np.maximum(bounds, self.bound), table, bases)
 
-    def _keep(self, bounds: Floats, table: Rows, bases: tuple[Layout, ...]) -> None:
+    def _keep(self, bounds: Floats, table: LayoutRows, bases: tuple[Layout, ...]) -> None:
         for place, bound in enumerate(bounds):
             layout = table.layout(place, bases[int(table.case[place])], self.space)
             row = Row(float(bound), int(table.least_shard[place]), layout.shard)
@@ -90,11 +90,11 @@ def all_rows(case: Drawn) -> dict[tuple[object, ...], list[Row]]:
     """Every row of a case's space, with the bounds of each, by what its layouts have in common."""
     space = case.space if case.cluster.has_accelerators else without_offload(case.space)
     state = SearchState(
-        pricer=case.pricer, space=space, objective=case.objective, global_batch_size=case.batch, optimizer=None
+        cost_model=case.cost_model, space=space, objective=case.objective, global_batch_size=case.batch, optimizer=None
     )
     devices = case.cluster.num_devices
     splits, _ = enumerate_splits(space, devices=devices, global_batch_size=case.batch)
-    frontier, finalists = Recording(space), Unlimited(case.pricer, space, case.objective, state.acceptance)
+    frontier, finalists = Recording(space), Unlimited(case.cost_model, space, case.objective, state.acceptance)
     for precision in space.precisions:
         state._begin(frontier, splits, state._base(precision))  # pyright: ignore[reportPrivateUsage]
     frontier.run(finalists)
@@ -114,9 +114,9 @@ def above(case: Drawn) -> list[tuple[float, float, Layout]]:
         sizes = (layout.pipeline, layout.tensor, layout.context, layout.expert, layout.data, layout.microbatch_size)
         if sizes not in there:
             continue
-        score = score_of(case.pricer, layout, case.objective)
+        score = score_of(case.cost_model, layout, case.objective)
         held = [row.bound for row in rows.get(key_of(layout), ()) if row.least_shard <= layout.shard <= row.shard]
-        if min(held, default=math.inf) > score * (1 + 1e-9) and case.pricer.predict(layout).fits:
+        if min(held, default=math.inf) > score * (1 + 1e-9) and case.cost_model.predict(layout).fits:
             found.append((min(held, default=math.inf), score, layout))
     return found
 
@@ -124,8 +124,8 @@ def above(case: Drawn) -> list[tuple[float, float, Layout]]:
 def searched(case: Drawn) -> float:
     """The score of the plan that a search of a case's space finds; infinite where none fits."""
     result = search(
-        case.profile, case.cluster, global_batch_size=case.batch, space=case.space, pricer=case.pricer,
-        calibration=case.pricer.calibration, objective=case.objective, top=1,
+        case.profile, case.cluster, global_batch_size=case.batch, space=case.space, cost_model=case.cost_model,
+        calibration=case.cost_model.calibration, objective=case.objective, top=1,
     )  # fmt: skip
     return result.best[0].score if result.best else math.inf
 
@@ -143,5 +143,5 @@ def test_no_bound_is_above_a_layout_that_fits(specs: tuple[str, ...], seed: int)
 def test_a_search_finds_the_best_of_all_layouts(specs: tuple[str, ...], seed: int) -> None:
     """Or a better one: its buckets may be smaller than those that are listed."""
     case = drawn(f"best {seed}", specs=specs, most=600)
-    best = best_by_brute_force(case.pricer, case.layouts, case.objective)
+    best = best_by_brute_force(case.cost_model, case.layouts, case.objective)
     assert searched(case) == pytest.approx(best.score, rel=1e-9), (str(case), best.layout)

@@ -20,7 +20,7 @@ from search_kit import cluster_of, tiny
 from weft.config.cluster import parse_cluster_spec
 from weft.config.plan import AXES, balanced_cuts, even_shares
 from weft.errors import PlanError
-from weft.planning.price import Pricer
+from weft.planning.price import CostModel
 from weft.planning.search import Space, distinct_orders, plan_of, space_of, unequal_shares
 from weft.planning.search._splits import enumerate_splits  # pyright: ignore[reportPrivateUsage]
 from weft.techniques.cost_terms import Layout
@@ -102,18 +102,18 @@ def test_stages_that_cannot_share_a_sequence_do_not() -> None:
 
 
 def test_every_order_is_priced_like_a_distinct_one() -> None:
-    pricer = Pricer(tiny(), cluster_of("4x4xh100"))
+    cost_model = CostModel(tiny(), cluster_of("4x4xh100"))
     layout = Layout(
         pipeline=2, replicate=2, context=2, tensor=2, zero=1, sequence_parallel=True, microbatches=4, fused_loss=True
     )
     distinct = {
-        round(pricer.time(replace(layout, order=order)).total, 12) for order in distinct_orders(layout, (4, 16))
+        round(cost_model.time(replace(layout, order=order)).total, 12) for order in distinct_orders(layout, (4, 16))
     }
     ranked = ("pipeline", "replicate", "context", "tensor")
     for order in permutations(ranked):
         whole = ("shard", *order, "expert")
         assert sorted(whole) == sorted(AXES)
-        assert round(pricer.time(replace(layout, order=whole)).total, 12) in distinct
+        assert round(cost_model.time(replace(layout, order=whole)).total, 12) in distinct
     assert len(distinct) < 24
 
 

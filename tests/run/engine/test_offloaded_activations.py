@@ -314,6 +314,6 @@ def test_the_dry_run_knows_the_bytes(ranks: Any, name: str) -> None:
     made = recipe_of(plan.compute.precision, steps=STEPS, **SHAPE)
     report = rehearse(made, plan, lambda: build_model(made))
     (note,) = (note for note in report.notes if "activations" in note)
-    from weft.figures import spell_bytes
+    from weft.formatting import format_bytes
 
-    assert note == f"at most {spell_bytes(found[0])} of activations are on the disk until their backward"
+    assert note == f"at most {format_bytes(found[0])} of activations are on the disk until their backward"

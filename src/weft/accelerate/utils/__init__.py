@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.accelerate.not_had import name_of
+from weft.accelerate.unsupported import name_of
 from weft.accelerate.utils.constants import *  # noqa: F403
 from weft.accelerate.utils.dataclasses import *  # noqa: F403
 from weft.accelerate.utils.fsdp_utils import *  # noqa: F403

@@ -15,16 +15,16 @@ from torch.profiler import schedule as when
 from weft.errors import did_you_mean
 
 
-class _Word(StrEnum):
+class _TextEnum(StrEnum):
     """A word that compares and prints as its text."""
 
     @classmethod
     def list(cls) -> Sequence[str]:
         """All of them."""
-        return [str(each.value) for each in cls]
+        return [str(member.value) for member in cls]
 
 
-class DistributedType(_Word):
+class DistributedType(_TextEnum):
     """How a job is shared out."""
 
     NO = "NO"
@@ -43,7 +43,7 @@ class DistributedType(_Word):
     MEGATRON_LM = "MEGATRON_LM"
 
 
-class PrecisionType(_Word):
+class PrecisionType(_TextEnum):
     """Mixed precisions by name."""
 
     NO = "no"
@@ -52,7 +52,7 @@ class PrecisionType(_Word):
     BF16 = "bf16"
 
 
-class LoggerType(_Word):
+class LoggerType(_TextEnum):
     """Trackers by name."""
 
     ALL = "all"
@@ -60,7 +60,7 @@ class LoggerType(_Word):
     WANDB = "wandb"
 
 
-class DynamoBackend(_Word):
+class DynamoBackend(_TextEnum):
     """Compilers by name."""
 
     NO = "NO"
@@ -69,7 +69,7 @@ class DynamoBackend(_Word):
     INDUCTOR = "INDUCTOR"
 
 
-class DDPCommunicationHookType(_Word):
+class DDPCommunicationHookType(_TextEnum):
     """How gradients are sent."""
 
     NO = "no"
@@ -153,12 +153,14 @@ class ProfileKwargs(KwargsHandler):
     def build(self) -> profile:
         """Make the profiler."""
         known = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
-        given = {name: value for name, value in vars(self).items() if name != "output_trace_dir" and value is not None}
+        arguments = {
+            name: value for name, value in vars(self).items() if name != "output_trace_dir" and value is not None
+        }
         if self.activities is not None:
-            given["activities"] = [known[each] for each in self.activities]
+            arguments["activities"] = [known[activity] for activity in self.activities]
         if self.schedule_option is not None:
-            given["schedule_option"] = when(**self.schedule_option)
-        return profile(**{name.removesuffix("_option"): value for name, value in given.items()})
+            arguments["schedule_option"] = when(**self.schedule_option)
+        return profile(**{name.removesuffix("_option"): value for name, value in arguments.items()})
 
 
 @dataclass
@@ -262,12 +264,12 @@ class DeepSpeedPlugin(_Plugin):
     @property
     def deepspeed_config(self) -> dict[str, Any]:
         """The configuration, where one was given."""
-        given = getattr(self.hf_ds_config, "config", self.hf_ds_config)
-        if isinstance(given, str | os.PathLike):
+        config = getattr(self.hf_ds_config, "config", self.hf_ds_config)
+        if isinstance(config, str | os.PathLike):
             from weft.interop.migrate import read_table
 
-            return dict(read_table(Path(given)))
-        return dict(given or {})
+            return dict(read_table(Path(config)))
+        return dict(config or {})
 
 
 class TorchTensorParallelConfig(_Plugin):

@@ -1,6 +1,6 @@
 """What is installed: `is_wandb_available` and its like."""
 
-from weft.accelerate.not_had import name_of
+from weft.accelerate.unsupported import name_of
 
 
 def __getattr__(name: str) -> object:

@@ -32,7 +32,7 @@ def should_reduce_batch_size(exception: Exception) -> bool:
     if isinstance(exception, torch.OutOfMemoryError):
         return True
     text = str(exception).lower()
-    return isinstance(exception, RuntimeError | MemoryError) and any(each in text for each in _OUT_OF_MEMORY)
+    return isinstance(exception, RuntimeError | MemoryError) and any(pattern in text for pattern in _OUT_OF_MEMORY)
 
 
 def find_executable_batch_size(

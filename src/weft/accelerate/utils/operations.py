@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.accelerate._job import SharedJob, job_of
-from weft.accelerate.not_had import name_of
+from weft.accelerate.unsupported import name_of
 from weft.errors import DataError
 
 
@@ -39,9 +39,9 @@ def recursively_apply(
         return recursively_apply(func, part, *args, **how, **kwargs)
 
     if isinstance(data, tuple | list):
-        return honor_type(data, (within(each) for each in data))
+        return honor_type(data, (within(item) for item in data))
     if isinstance(data, Mapping):
-        made = {name: within(each) for name, each in data.items()}
+        made = {name: within(item) for name, item in data.items()}
         return type(data)(made)  # pyright: ignore[reportCallIssue]
     if test_type(data):
         return func(data, *args, **kwargs)
@@ -57,12 +57,12 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
     skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
     if isinstance(tensor, Mapping):
         moved = {
-            name: each if name in skipped else send_to_device(each, device, non_blocking, skip_keys)
-            for name, each in tensor.items()
+            name: item if name in skipped else send_to_device(item, device, non_blocking, skip_keys)
+            for name, item in tensor.items()
         }
         return type(tensor)(moved)  # pyright: ignore[reportCallIssue]
     if isinstance(tensor, tuple | list):
-        return honor_type(tensor, (send_to_device(each, device, non_blocking, skip_keys) for each in tensor))
+        return honor_type(tensor, (send_to_device(item, device, non_blocking, skip_keys) for item in tensor))
     return tensor
 
 
@@ -91,9 +91,9 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     """Concatenate structures of equal form."""
     first = data[0]
     if isinstance(first, tuple | list):
-        return honor_type(first, (concatenate([each[place] for each in data], dim) for place in range(len(first))))
+        return honor_type(first, (concatenate([item[place] for item in data], dim) for place in range(len(first))))
     if isinstance(first, Mapping):
-        return type(first)({name: concatenate([each[name] for each in data], dim) for name in first})  # pyright: ignore[reportCallIssue]
+        return type(first)({name: concatenate([item[name] for item in data], dim) for name in first})  # pyright: ignore[reportCallIssue]
     if not isinstance(first, Tensor):
         raise TypeError(f"a {type(first).__name__} cannot be concatenated.")
     return torch.cat(data, dim=dim)
@@ -112,24 +112,24 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 def tensors_of(data: Any) -> list[Tensor]:
-    found = list[Tensor]()
-    recursively_apply(found.append, data, error_on_other_type=True)
-    return found
+    tensors = list[Tensor]()
+    recursively_apply(tensors.append, data, error_on_other_type=True)
+    return tensors
 
 
 def _put_back(data: Any, tensors: list[Tensor]) -> Any:
-    given = iter(tensors)
+    rest = iter(tensors)
 
     def taken(_: Tensor) -> Tensor:
-        return next(given)
+        return next(rest)
 
     return recursively_apply(taken, data)
 
 
 def gather_in(job: SharedJob, tensor: Any, cut: Callable[[Tensor], Tensor]) -> Any:
     """Put together what every process has of tensors; `cut` takes what counts of each."""
-    tensors = [cut(each.detach()) for each in tensors_of(tensor)]
-    of_all = job.inside.exchange([each.reshape(-1) if each.ndim == 0 else each for each in tensors])
+    tensors = [cut(leaf.detach()) for leaf in tensors_of(tensor)]
+    of_all = job.inside.exchange([tensor.reshape(-1) if tensor.ndim == 0 else tensor for tensor in tensors])
     joined = list[Tensor]()
     for parts in zip(*of_all, strict=True):
         shapes = {tuple(part.shape[1:]) for part in parts}
@@ -163,7 +163,7 @@ def gather_values(object: Any) -> Any:
     job = job_of()
     if job.is_single:
         return object
-    return [each for part in job.inside.exchange([] if job.is_filled_in else list(object)) for each in part]
+    return [value for part in job.inside.exchange([] if job.is_filled_in else list(object)) for value in part]
 
 
 gather_object = gather_values
@@ -200,8 +200,8 @@ def reduce_in(job: SharedJob, tensor: Any, reduction: str, scale: float) -> Any:
     divisor = len(of_all) if reduction == "mean" else 1
     join = torch.maximum if reduction == "max" else torch.add
     sums = [functools.reduce(join, parts) for parts in zip(*of_all, strict=True)]
-    sums = [each / divisor if divisor != 1 else each for each in sums]
-    return _put_back(tensor, [each * scale if scale != 1.0 else each for each in sums])
+    sums = [total / divisor if divisor != 1 else total for total in sums]
+    return _put_back(tensor, [total * scale if scale != 1.0 else total for total in sums])
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
@@ -215,10 +215,11 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: Any = 0, pad_firs
     if job.is_alone:
         return tensor
     tensors = tensors_of(tensor)
-    sizes = job.inside.exchange([each.shape[dim] if -each.ndim <= dim < each.ndim else 0 for each in tensors])
-    longest = [max(each) for each in zip(*sizes, strict=True)]
+    sizes = job.inside.exchange([tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else 0 for tensor in tensors])
+    longest = [max(axis) for axis in zip(*sizes, strict=True)]
     return _put_back(
-        tensor, [_padded(each, dim, size, pad_index, pad_first) for each, size in zip(tensors, longest, strict=True)]
+        tensor,
+        [_padded(tensor, dim, size, pad_index, pad_first) for tensor, size in zip(tensors, longest, strict=True)],
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.accelerate._job import job_of
-from weft.accelerate.not_had import name_of
+from weft.accelerate.unsupported import name_of
 from weft.errors import RecipeError
 
 _UNITS: Mapping[str, int] = {"GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3}
@@ -40,15 +40,17 @@ def write_tensors(obj: Any, file: Any) -> None:
     from safetensors.torch import save_file
 
     tensors = dict(obj) if isinstance(obj, Mapping) else {}
-    if not tensors or not all(isinstance(each, Tensor) for each in tensors.values()):
+    if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise RecipeError(
             f"accelerator.save() was given a {type(obj).__name__} that is no dictionary of tensors, and writes no"
             " pickles. Write it as JSON on accelerator.is_main_process, or all of it by accelerator.save_state(folder)."
         )
     own: dict[str, Tensor] = {}
     for name, tensor in tensors.items():  # safetensors takes no two names of one storage
-        held = any(tensor.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in own.values())
-        own[str(name)] = tensor.detach().cpu().contiguous().clone() if held else tensor.detach().cpu().contiguous()
+        is_shared = any(
+            tensor.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in own.values()
+        )
+        own[str(name)] = tensor.detach().cpu().contiguous().clone() if is_shared else tensor.detach().cpu().contiguous()
     save_file(own, str(file), metadata={"format": "pt"})
 
 
@@ -70,10 +72,10 @@ def convert_file_size_to_int(size: int | str) -> int:
     """Return a size such as `10GB` in bytes."""
     if isinstance(size, int):
         return size
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B)\s*", size.upper())
-    if found is None:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B)\s*", size.upper())
+    if match is None:
         raise ValueError(f"{size!r} is no size. Write a number of bytes, or one such as 10GB or 512MiB.")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 @contextlib.contextmanager
@@ -117,8 +119,8 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 
 def _numbers_of(version: str) -> tuple[int, ...]:
-    found = [int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3]]
-    return (*found, *[0] * (3 - len(found)))
+    numbers = [int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3]]
+    return (*numbers, *[0] * (3 - len(numbers)))
 
 
 def __getattr__(name: str) -> Any:

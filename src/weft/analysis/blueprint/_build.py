@@ -55,7 +55,7 @@ def build_blueprint(recipe: Recipe, plan: Plan | None = None) -> Blueprint:
 def _adapt_and_look(blueprint: Blueprint, recipe: Recipe, *, divides: bool) -> None:
     """Put in adapters of which no rule says how they split, and look at the model that has them: what they compute with
     whole weights stays whole, and what must be whole with it."""
-    from weft.model.adapters import apply_adapter, whole_layers_note
+    from weft.model.adapters import apply_adapter, unsplit_layers_note
 
     apply_adapter(blueprint, recipe)
     if divides and recipe.model.propose_split is not False:
@@ -63,7 +63,7 @@ def _adapt_and_look(blueprint: Blueprint, recipe: Recipe, *, divides: bool) -> N
 
         blueprint.vocabulary_head = None  # a rule of its own says how it splits
         look(blueprint)
-        blueprint.notes = (*blueprint.notes, *whole_layers_note(blueprint, recipe))
+        blueprint.notes = (*blueprint.notes, *unsplit_layers_note(blueprint, recipe))
 
 
 def _needs_blocks(plan: Plan) -> bool:
@@ -82,11 +82,11 @@ def look_for_blocks(blueprint: Blueprint, plan: Plan | None = None) -> None:
     # Ranks do without descriptions and the analysis of graphs, thousands of lines, unless they need them.
     from weft.analysis.find_cut import find_cut
 
-    found = find_cut(blueprint)
-    if isinstance(found, str):
-        blueprint.no_stages = found
+    cut = find_cut(blueprint)
+    if isinstance(cut, str):
+        blueprint.no_stages = cut
     else:
-        blueprint.cut, blueprint.block_costs = found
+        blueprint.cut, blueprint.block_costs = cut
 
 
 def _may_split(blueprint: Blueprint, recipe: Recipe) -> bool:

@@ -49,7 +49,7 @@ class Atoms:
         """Why it must be whole on every rank; None: it may be divided."""
         return self._reasons.get(self.find(atom))
 
-    def keep_whole(self, dim: Sequence[int], reason: str) -> None:
+    def keep_unsplit(self, dim: Sequence[int], reason: str) -> None:
         for leaf in self.leaves(dim):
             self._reasons.setdefault(leaf, reason)
 
@@ -76,10 +76,10 @@ class Atoms:
     def aligned(self, dim: Sequence[int], sizes: Sequence[int]) -> list[Dim] | None:
         """Regroup a dim's atoms into consecutive products of `sizes`, refining atoms where needed."""
         factors: list[Factor] = [(self.size(leaf), leaf) for leaf in self.leaves(dim)]
-        found = self.regrouped(factors, sizes)
-        if found is None:
+        regrouped = self.regrouped(factors, sizes)
+        if regrouped is None:
             return None
-        return [tuple(atom for _, atom in group if atom is not None) for group in found]
+        return [tuple(atom for _, atom in group if atom is not None) for group in regrouped]
 
     def regrouped(self, factors: Sequence[Factor], sizes: Sequence[int]) -> list[list[Factor]] | None:
         """Regroup factors, followed or not, into products of `sizes`; None when a size would cut across factors."""
@@ -87,19 +87,19 @@ class Atoms:
         groups: list[list[Factor]] = []
         for size in sizes:
             group: list[Factor] = []
-            wanted = size
-            while wanted > 1:
+            left = size
+            while left > 1:
                 if not rest:
                     return None
                 first, atom = rest.pop(0)
-                if wanted % first == 0:
+                if left % first == 0:
                     group.append((first, atom))
-                    wanted //= first
-                elif first % wanted == 0:
-                    outer, inner = self._refined(first, atom, wanted)
+                    left //= first
+                elif first % left == 0:
+                    outer, inner = self._refined(first, atom, left)
                     group.append(outer)
                     rest.insert(0, inner)
-                    wanted = 1
+                    left = 1
                 else:
                     return None
             groups.append(group)

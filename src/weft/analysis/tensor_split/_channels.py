@@ -25,7 +25,7 @@ SHARED_WEIGHT = "meets all of it with one weight, of whose gradient each rank wo
 
 
 @dataclass(slots=True, kw_only=True)
-class Layer:
+class LinearLayer:
     """A linear layer or convolution that ran as a module, with plain weights."""
 
     name: str
@@ -47,14 +47,14 @@ class ChannelWalker(DimsWalker):
     trace: Trace
     root: nn.Module
     graph: Graph = field(init=False)
-    layers: dict[str, Layer] = field(default_factory=dict[str, Layer], init=False)
+    layers: dict[str, LinearLayer] = field(default_factory=dict[str, LinearLayer], init=False)
     channelwise: dict[str, Dim] = field(default_factory=dict[str, Dim], init=False)
     parameters: dict[str, Dims] = field(default_factory=dict[str, Dims], init=False)
 
-    def layer(self, name: str, kind: str, features: int, entering: Dim, event: Event) -> Layer:
+    def layer(self, name: str, kind: str, features: int, entering: Dim, event: Event) -> LinearLayer:
         """Note a layer that runs for the first time."""
         size = sum(p.numel() for p in self.root.get_submodule(name).parameters(recurse=False))
-        self.layers[name] = Layer(
+        self.layers[name] = LinearLayer(
             name=name, kind=kind, made=self.atoms.new(features), entering=entering, index=event.index, parameters=size
         )
         return self.layers[name]
@@ -64,14 +64,14 @@ class ChannelWalker(DimsWalker):
         value, output, weights = event.inputs[0], event.outputs[0], event.inputs[1:]
         dims = self.dims_of(value)
         for dim in dims[2:]:
-            self.keep_whole(event, dim, "slides over it")
-        self.keep_whole(event, dims[0], SHARED_WEIGHT)
+            self.keep_unsplit(event, dim, "slides over it")
+        self.keep_unsplit(event, dims[0], SHARED_WEIGHT)
         groups, problem = int(event.arguments[8]), self._problem(event, weights)
         if problem is None and event.arguments[6]:
             problem = "is a transposed convolution"
         if problem is not None:
             for dim in (dims[1], *(dim for weight in weights for dim in self.dims_of(weight))):
-                self.keep_whole(event, dim, problem)
+                self.keep_unsplit(event, dim, problem)
             made: Dim = ()
         elif groups > 1:
             made = self._in_groups(event, dims[1], groups)
@@ -82,7 +82,7 @@ class ChannelWalker(DimsWalker):
     def _layer_of(self, event: Event, entering: Dim) -> Dim:
         for weight in event.inputs[1:]:
             for dim in self.dims_of(weight):
-                self.keep_whole(event, dim, "is part of a convolution")
+                self.keep_unsplit(event, dim, "is part of a convolution")
         known = self.layers.get(event.module)
         if known is None:
             known = self.layer(event.module, "convolution", event.outputs[0].shape[1], entering, event)
@@ -96,13 +96,13 @@ class ChannelWalker(DimsWalker):
         pieces = self.atoms.aligned(entering, (groups, event.inputs[0].shape[1] // groups)) if entering else None
         made: Dim = ()
         if pieces is None:
-            self.keep_whole(event, entering, "is a convolution in groups that lie across its parts")
+            self.keep_unsplit(event, entering, "is a convolution in groups that lie across its parts")
         else:
-            self.keep_whole(event, pieces[1], "mixes it in each group of a convolution")
+            self.keep_unsplit(event, pieces[1], "mixes it in each group of a convolution")
             made = pieces[0]
             if made and each > 1:
                 inside = (self.atoms.new(each),)
-                self.keep_whole(event, inside, "makes it from a whole group")
+                self.keep_unsplit(event, inside, "makes it from a whole group")
                 made = (*made, *inside)
         return self._along_channels(event, made, event.inputs[1:])
 
@@ -111,10 +111,10 @@ class ChannelWalker(DimsWalker):
         dims = list(self.dims_of(event.inputs[0]))
         weights = self._weights(event)
         for dim in (dims[0], *dims[2:]):
-            self.keep_whole(event, dim, "takes statistics over it")
+            self.keep_unsplit(event, dim, "takes statistics over it")
         problem = self._problem(event, weights)
         if problem is not None:
-            self.keep_whole(event, dims[1], problem)
+            self.keep_unsplit(event, dims[1], problem)
         dims[1] = self._along_channels(event, dims[1], weights)
         self.dims[event.outputs[0]] = dims
         for statistic in event.outputs[1:]:
@@ -129,13 +129,15 @@ class ChannelWalker(DimsWalker):
         problem = self._problem(event, weights)
         pieces = self.atoms.aligned(dims[1], (groups, value.shape[1] // groups)) if dims[1] else None
         for dim in dims[2:]:
-            self.keep_whole(event, dim, "normalises over it")
+            self.keep_unsplit(event, dim, "normalises over it")
         if weights:
-            self.keep_whole(event, dims[0], SHARED_WEIGHT)
+            self.keep_unsplit(event, dims[0], SHARED_WEIGHT)
         if problem is not None or pieces is None:
-            self.keep_whole(event, dims[1], problem or "normalises groups that lie across its parts")
+            self.keep_unsplit(event, dims[1], problem or "normalises groups that lie across its parts")
         else:
-            self.keep_whole(event, pieces[1], f"normalises over {'all of it' if groups == 1 else 'each of its groups'}")
+            self.keep_unsplit(
+                event, pieces[1], f"normalises over {'all of it' if groups == 1 else 'each of its groups'}"
+            )
         dims[1] = self._along_channels(event, dims[1], weights)
         self.dims[event.outputs[0]] = dims
         for statistic in event.outputs[1:]:
@@ -150,7 +152,7 @@ class ChannelWalker(DimsWalker):
         for weight in weights:
             first, *others = self.dims_of(weight)
             for other in others:
-                self.keep_whole(event, other, "is part of a layer that works in groups")
+                self.keep_unsplit(event, other, "is part of a layer that works in groups")
             if weight.shape[0] > 1:
                 dim = self.meet(event, dim, first)
         known = self.channelwise.get(event.module)

@@ -32,15 +32,15 @@ class DimsWalker:
             factors += [(self.atoms.size(leaf), leaf) for leaf in leaves] if leaves else [(size, None)]
         return factors
 
-    def keep_whole(self, event: Event, dim: Dim, reason: str) -> None:
+    def keep_unsplit(self, event: Event, dim: Dim, reason: str) -> None:
         """Every rank must have all of it, because of this event."""
-        self.atoms.keep_whole(dim, f"{place_of(event)} {reason}")
+        self.atoms.keep_unsplit(dim, f"{place_of(event)} {reason}")
 
     def give_up(self, event: Event, reason: str) -> None:
         """All that enters must be whole."""
         for value in event.inputs:
             for dim in self.dims.get(value, ()):
-                self.keep_whole(event, dim, f"{reason}")
+                self.keep_unsplit(event, dim, f"{reason}")
 
     def view(self, event: Event) -> None:
         value, output = event.inputs[0], event.outputs[0]
@@ -59,7 +59,7 @@ class DimsWalker:
         for size, atom in wide:
             if atom is None:
                 atom = self.atoms.new(size)
-                self.atoms.keep_whole((atom,), "every rank has it whole")
+                self.atoms.keep_unsplit((atom,), "every rank has it whole")
             dim.append(atom)
         return tuple(dim)
 
@@ -95,7 +95,7 @@ class DimsWalker:
         for output in event.outputs:
             piece = [*dims]
             if event.name in ("select", "unbind"):
-                self.keep_whole(event, dims[at], "picks single entries of it")
+                self.keep_unsplit(event, dims[at], "picks single entries of it")
                 del piece[at]
             elif output.shape[at] != value.shape[at]:
                 piece[at] = self._piece(event, dims[at], value.shape[at], output.shape[at])
@@ -105,9 +105,9 @@ class DimsWalker:
         equal = part > 0 and size % part == 0 and self._is_equal(event, part)
         groups = self.atoms.aligned(dim, (size // part, part)) if dim and equal else None
         if groups is None:
-            self.keep_whole(event, dim, "cuts it into unequal pieces")
+            self.keep_unsplit(event, dim, "cuts it into unequal pieces")
             return ()
-        self.keep_whole(event, groups[0], f"takes one of {size // part} pieces of it")
+        self.keep_unsplit(event, groups[0], f"takes one of {size // part} pieces of it")
         return groups[1]
 
     def _is_equal(self, event: Event, part: int) -> bool:
@@ -127,7 +127,7 @@ class DimsWalker:
             if stacked:
                 dims.insert(at, ())
             else:
-                self.keep_whole(event, dims[at], "joins it with others")
+                self.keep_unsplit(event, dims[at], "joins it with others")
                 dims[at] = ()
             joined = dims if joined is None else [self.meet(event, a, b) for a, b in zip(joined, dims, strict=True)]
         self.dims[output] = joined or []
@@ -138,7 +138,7 @@ class DimsWalker:
             return ()
         if a and b and self.atoms.unify_dims(a, b):
             return a
-        self.keep_whole(event, (*a, *b), "combines it with what every rank has whole")
+        self.keep_unsplit(event, (*a, *b), "combines it with what every rank has whole")
         return ()
 
     def along(self, event: Event) -> None:
@@ -151,7 +151,7 @@ class DimsWalker:
             self.give_up(event, f"computes {event.name} of it")
             return
         for dim in listed:
-            self.keep_whole(event, dims[dim], f"runs along it ({event.name})")
+            self.keep_unsplit(event, dims[dim], f"runs along it ({event.name})")
             dims[dim] = dims[dim] if event.outputs[0].shape[dim] == value.shape[dim] else ()
         for output in event.outputs:
             self.dims[output] = dims
@@ -166,7 +166,7 @@ class DimsWalker:
         padded = [int(amount) != 0 for amount in event.arguments[1]]
         for at, (before, after) in enumerate(zip(padded[::2], padded[1::2], strict=True)):
             if before or after:
-                self.keep_whole(event, dims[-1 - at], "pads it")
+                self.keep_unsplit(event, dims[-1 - at], "pads it")
                 dims[-1 - at] = ()
         self.dims[output] = dims
 
@@ -177,7 +177,7 @@ class DimsWalker:
             self.give_up(event, "looks up by it")
             return
         rows, features = self.dims_of(table)
-        self.keep_whole(event, rows, "looks up rows of it")
+        self.keep_unsplit(event, rows, "looks up rows of it")
         self.dims[event.outputs[0]] = [*[()] * len(indices.shape), features]
 
     def reduce(self, event: Event) -> None:
@@ -188,7 +188,7 @@ class DimsWalker:
         gone = {int(dim) % rank for dim in listed}
         dims = self.dims_of(value)
         for dim in gone:
-            self.keep_whole(event, dims[dim], f"reduces over it ({event.name})")
+            self.keep_unsplit(event, dims[dim], f"reduces over it ({event.name})")
         keeps = len(output.shape) == rank
         left = [() if at in gone else dim for at, dim in enumerate(dims) if keeps or at not in gone]
         for result in event.outputs:
@@ -197,7 +197,7 @@ class DimsWalker:
     def pool(self, event: Event) -> None:
         dims, slid = self.dims_of(event.inputs[0]), POOLS[event.name]
         for dim in dims[-slid:]:
-            self.keep_whole(event, dim, "pools over it")
+            self.keep_unsplit(event, dim, "pools over it")
         for output in event.outputs:
             self.dims[output] = [*dims[:-slid], *[()] * slid]
 

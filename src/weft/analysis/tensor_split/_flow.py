@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from weft.analysis.tensor_split._atoms import Atoms, Dim
-from weft.analysis.tensor_split._channels import SHARED_WEIGHT, ChannelWalker, Layer
+from weft.analysis.tensor_split._channels import SHARED_WEIGHT, ChannelWalker, LinearLayer
 from weft.analysis.tensor_split._dims import ALONG, POOLS, Dims, place_of
 from weft.analysis.trace._events import Event, Trace, Value
 from weft.analysis.trace._graph import BATCH_NORMS, MATMULS, Graph
@@ -21,11 +21,11 @@ class ForwardFlow:
     """Everything found about one forward."""
 
     atoms: Atoms
-    layers: dict[str, Layer]
+    layers: dict[str, LinearLayer]
     channelwise: dict[str, Dim]
     """Modules that work channel by channel (batch norms) or group by group, and the channels that they give."""
     dims: Mapping[Value, Dims]
-    odd: dict[str, str]
+    unsupported: dict[str, str]
     """Parameter → why its product is no layer that could be split."""
     shared: list[tuple[str, Dim, int]]
     """Parameters that are the same along a dim that may be divided, and the event: each rank then has a part of their
@@ -49,13 +49,13 @@ def follow(trace: Trace, root: nn.Module, gathering: Mapping[str, Value] | None 
         walker.step(event)
     for value in trace.outputs:
         for dim in walker.dims.get(value, ()):
-            walker.atoms.keep_whole(dim, OUTPUT)
+            walker.atoms.keep_unsplit(dim, OUTPUT)
     return ForwardFlow(
         walker.atoms,
         walker.layers,
         walker.channelwise,
         walker.dims,
-        walker.odd,
+        walker.unsupported,
         walker.shared,
         walker.parameters,
         walker.uses,
@@ -66,7 +66,7 @@ def follow(trace: Trace, root: nn.Module, gathering: Mapping[str, Value] | None 
 @dataclass(slots=True)
 class _Walker(ChannelWalker):
     gathering: Mapping[str, Value]
-    odd: dict[str, str] = field(default_factory=dict[str, str])
+    unsupported: dict[str, str] = field(default_factory=dict[str, str])
     shared: list[tuple[str, Dim, int]] = field(default_factory=list[tuple[str, Dim, int]])
     uses: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
     notes: dict[str, None] = field(default_factory=dict[str, None])
@@ -141,12 +141,12 @@ class _Walker(ChannelWalker):
         dims = self.dims_of(event.inputs[0])
         count = len(event.arguments[1]) if event.name == "native_layer_norm" else 1
         for dim in dims[-count:]:
-            self.keep_whole(event, dim, "normalises over it")
+            self.keep_unsplit(event, dim, "normalises over it")
         names = [self.graph.derived[v.storage][0] for v in event.inputs[1:] if v.storage in self.graph.derived]
         self.shared += [(name, dim, event.index) for dim in dims[:-count] if dim for name in names]
         for value in event.inputs[1:]:
             for dim in self.dims_of(value):
-                self.keep_whole(event, dim, "normalises with all of it")
+                self.keep_unsplit(event, dim, "normalises with all of it")
         self.dims[event.outputs[0]] = dims
         for statistic in event.outputs[1:]:
             if len(statistic.shape) == len(dims):
@@ -162,14 +162,14 @@ class _Walker(ChannelWalker):
             else:  # grouped: a key head serves consecutive query heads
                 groups = self.atoms.aligned(heads, (size[-3], sizes[0][-3] // size[-3])) if heads else None
                 if groups is None or not other[-3] or not self.atoms.unify_dims(groups[0], other[-3]):
-                    self.keep_whole(event, (*heads, *other[-3]), "shares out key heads unevenly")
+                    self.keep_unsplit(event, (*heads, *other[-3]), "shares out key heads unevenly")
                 else:  # every rank would need the gradient of a key head from all who read it
-                    self.keep_whole(event, groups[1], "shares a key head among them")
-            self.keep_whole(event, other[-2], "attends over it")
+                    self.keep_unsplit(event, groups[1], "shares a key head among them")
+            self.keep_unsplit(event, other[-2], "attends over it")
         for dim in (query[-1], key[-1]):
-            self.keep_whole(event, dim, "multiplies over it")
+            self.keep_unsplit(event, dim, "multiplies over it")
         if any(v.storage in self.trained for v in event.inputs[:2]):  # gradients of the scores sum over it
-            self.keep_whole(event, value[-1], "weighs all of it with the same scores")
+            self.keep_unsplit(event, value[-1], "weighs all of it with the same scores")
         if len(event.inputs) > 3:
             heads = self._masked(event, heads, event.inputs[3])
         self.dims[event.outputs[0]] = [*query[:-3], heads, query[-2], value[-1]]
@@ -178,11 +178,11 @@ class _Walker(ChannelWalker):
         """A mask, or scores that are added: one for all heads, or one for each."""
         dims = self.dims_of(mask)
         for dim in dims[-2:]:
-            self.keep_whole(event, dim, "attends over it")
+            self.keep_unsplit(event, dim, "attends over it")
         if len(mask.shape) > 2 and mask.shape[-3] > 1:
             return self.meet(event, heads, dims[-3])
         if mask.storage in self.trained:
-            self.keep_whole(event, heads, "adds learned scores that are the same for all heads")
+            self.keep_unsplit(event, heads, "adds learned scores that are the same for all heads")
             return ()
         return heads
 
@@ -195,11 +195,11 @@ class _Walker(ChannelWalker):
         a, b = self.dims_of(left), self.dims_of(right)
         batch = [self.meet(event, a[0], b[0])] if len(a) == 3 else []
         for dim in (a[-1], b[-2]):
-            self.keep_whole(event, dim, "multiplies over it")
+            self.keep_unsplit(event, dim, "multiplies over it")
         for other, dim in ((left, b[-1]), (right, a[-2])):
             # The other factor's gradient is a sum over this dim, of which each rank would have a part.
             if other.storage in self.trained:
-                self.keep_whole(event, dim, "multiplies it with what is not divided and has a gradient")
+                self.keep_unsplit(event, dim, "multiplies it with what is not divided and has a gradient")
         dims: Dims = [*batch, a[-2], b[-1]]
         if start:
             dims = self._added(event, event.inputs[0], dims)
@@ -210,7 +210,7 @@ class _Walker(ChannelWalker):
         shape, own = event.outputs[0].shape, self.dims_of(value)
         if value.storage in self.trained and value.shape != shape:
             for dim in dims:
-                self.keep_whole(event, dim, "adds a matrix to its product")
+                self.keep_unsplit(event, dim, "adds a matrix to its product")
             return [()] * len(dims)
         lead = len(shape) - len(value.shape)
         return [
@@ -224,13 +224,13 @@ class _Walker(ChannelWalker):
         owner = name.rpartition(".")[0]
         problem = _problem(self.root, name, event) if storage == right.storage else "it stands left in its product"
         if problem is not None:
-            self.odd[name] = problem
+            self.unsupported[name] = problem
             self.give_up(event, f"multiplies it with {name}, which cannot be split: {problem}")
             return
         *others, entering = self.dims_of(left)
         if self.trained.intersection(value.storage for value in event.inputs if value != left):
             for dim in others:
-                self.keep_whole(event, dim, SHARED_WEIGHT)
+                self.keep_unsplit(event, dim, SHARED_WEIGHT)
         known = self.layers.get(owner)
         if known is None:
             known = self.layer(owner, "linear", event.outputs[0].shape[-1], entering, event)
@@ -248,10 +248,10 @@ class _Walker(ChannelWalker):
         dims: Dims = [()] * len(shape)
         for at in range(-1, -len(shape) - 1, -1):
             wide = [v for v in event.inputs if len(v.shape) >= -at and v.shape[at] == shape[at] and shape[at] > 1]
-            found = [self.dims_of(value)[at] for value in wide]
-            if any(found):
-                dim = found[0]
-                for other in found[1:]:
+            aligned = [self.dims_of(value)[at] for value in wide]
+            if any(aligned):
+                dim = aligned[0]
+                for other in aligned[1:]:
                     dim = self.meet(event, dim, other)
                 dims[at] = self._unless_shared(event, dim, at)
         for result in event.outputs:
@@ -266,7 +266,7 @@ class _Walker(ChannelWalker):
             if value.storage in self.graph.derived:
                 self.shared.append((self.graph.derived[value.storage][0], dim, event.index))
             else:
-                self.keep_whole(event, dim, "combines it with an activation that is shared along it")
+                self.keep_unsplit(event, dim, "combines it with an activation that is shared along it")
                 return ()
         return dim
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.analysis.tensor_split._channels import Layer
+from weft.analysis.tensor_split._channels import LinearLayer
 from weft.analysis.tensor_split._flow import ForwardFlow
 
 _STATES = 64
@@ -20,7 +20,7 @@ Sides = tuple[frozenset[str], frozenset[str]]
 class GroupMember:
     """A layer of a group, and where the divided atom lies in its features."""
 
-    layer: Layer
+    layer: LinearLayer
     blocks: int
     """Equal blocks that are fused in front of the divided size, each cut on its own."""
 
@@ -86,12 +86,12 @@ def choose(
     """Take groups that lie in one block first, then those that split most parameters; a layer is in one group only.
     `refused` are atoms that a rehearsal found wanting, `ruled` layers for which the model has rules already; `only`
     names those that may be columns, and rows."""
-    found, places = [g for g in _groups(flow, set(refused)) if only is None or _fits(g, only)], frozenset(blocks)
-    found.sort(key=lambda group: group.first)
+    groups, places = [g for g in _groups(flow, set(refused)) if only is None or _fits(g, only)], frozenset(blocks)
+    groups.sort(key=lambda group: group.first)
     taken = frozenset(ruled)
     chosen: list[LayerGroup] = []
     for is_local in (True, False):
-        open_ones = [g for g in found if _is_local(g, places) == is_local and not g.names & taken]
+        open_ones = [g for g in groups if _is_local(g, places) == is_local and not g.names & taken]
         chosen += _heaviest(open_ones)
         taken = taken.union(*(group.names for group in chosen))
     chosen.sort(key=lambda group: group.first)
@@ -145,8 +145,8 @@ def _groups(flow: ForwardFlow, refused: set[int]) -> list[LayerGroup]:
         if not rows or len(names) != len(set(names)):
             continue
         local = channelwise.get(atom, {})
-        held = {f"{member.layer.name}.bias" for member in members}
-        met = [p for p in parts.get(atom, ()) if p.name not in held and p.name.rpartition(".")[0] not in local]
+        biases = {f"{member.layer.name}.bias" for member in members}
+        met = [p for p in parts.get(atom, ()) if p.name not in biases and p.name.rpartition(".")[0] not in local]
         if len(met) == len({part.name for part in met}):
             groups.append(
                 LayerGroup(
@@ -163,42 +163,42 @@ def _groups(flow: ForwardFlow, refused: set[int]) -> list[LayerGroup]:
 
 def _channelwise(flow: ForwardFlow) -> Mapping[int, Mapping[str, int]]:
     """Atom → modules that work channel by channel on it, and the blocks in front of it."""
-    found: dict[int, dict[str, int]] = {}
+    channels: dict[int, dict[str, int]] = {}
     for name, dim in flow.channelwise.items():
         for leaf, before in _leaves(flow, dim):
-            found.setdefault(leaf, {})[name] = before
-    return found
+            channels.setdefault(leaf, {})[name] = before
+    return channels
 
 
 def _parts(flow: ForwardFlow) -> dict[int, list[ParameterPart]]:
     """Atom → parameters with that atom in one of their dims."""
-    found: dict[int, list[ParameterPart]] = {}
+    parts: dict[int, list[ParameterPart]] = {}
     for name, dims in flow.parameters.items():
         for at, dim in enumerate(dims):
             for leaf, before in _leaves(flow, dim):
-                found.setdefault(leaf, []).append(ParameterPart(name=name, dim=at, blocks=before))
-    return found
+                parts.setdefault(leaf, []).append(ParameterPart(name=name, dim=at, blocks=before))
+    return parts
 
 
 def _leaves(flow: ForwardFlow, dim: Sequence[int]) -> list[tuple[int, int]]:
     """Each atom of a dim, with the blocks in front of it."""
-    found: list[tuple[int, int]] = []
+    leaves: list[tuple[int, int]] = []
     before = 1
     for leaf in flow.atoms.leaves(dim):
-        found.append((leaf, before))
+        leaves.append((leaf, before))
         before *= flow.atoms.size(leaf)
-    return found
+    return leaves
 
 
-def _places(flow: ForwardFlow, layer: Layer, dim: Sequence[int]) -> list[tuple[GroupMember, int]]:
+def _places(flow: ForwardFlow, layer: LinearLayer, dim: Sequence[int]) -> list[tuple[GroupMember, int]]:
     """Each atom of a layer's features, with the blocks in front of it."""
     return [(GroupMember(layer=layer, blocks=before), leaf) for leaf, before in _leaves(flow, dim)]
 
 
 def _is_local(group: LayerGroup, blocks: frozenset[str]) -> bool:
     """Whether all its layers lie in one block of the model."""
-    found = {_block_of(member.layer.name, blocks) for member in (*group.columns, *group.rows)}
-    return len(found) == 1 and None not in found
+    blocks_of_members = {_block_of(member.layer.name, blocks) for member in (*group.columns, *group.rows)}
+    return len(blocks_of_members) == 1 and None not in blocks_of_members
 
 
 def _block_of(name: str, blocks: frozenset[str]) -> str | None:
@@ -207,7 +207,7 @@ def _block_of(name: str, blocks: frozenset[str]) -> str | None:
     return name or None
 
 
-def _why(flow: ForwardFlow, layer: Layer) -> str:
+def _why(flow: ForwardFlow, layer: LinearLayer) -> str:
     leaves = sorted(flow.atoms.leaves((layer.made,)), key=flow.atoms.size, reverse=True)
     reasons = [flow.atoms.reason(leaf) for leaf in leaves]
     if reasons[0] is not None and None not in reasons:

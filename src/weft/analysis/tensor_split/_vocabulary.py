@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from weft.analysis.tensor_split._flow import OUTPUT, ForwardFlow, Layer
+from weft.analysis.tensor_split._flow import OUTPUT, ForwardFlow, LinearLayer
 from weft.analysis.trace._events import Event, Trace, Value
 from weft.analysis.trace._pointwise import LAYOUT
 from weft.model.blueprint import Blueprint
@@ -71,7 +71,7 @@ class VocabularyAnalysis:
         first = {id(module): known for known, module in reversed(list(root.named_modules()))}
         return {first[id(root.get_submodule(other.rpartition(".")[0]))] for other in names}
 
-    def _head(self) -> Layer | None:
+    def _head(self) -> LinearLayer | None:
         """The linear layer that makes as many features as the vocabulary has entries."""
         blueprint = self.blueprint
         size = blueprint.vocabulary_size
@@ -89,7 +89,7 @@ class VocabularyAnalysis:
                 return layer
         return None
 
-    def _made(self, layer: Layer) -> list[Event]:
+    def _made(self, layer: LinearLayer) -> list[Event]:
         """Products of a layer."""
         weight = f"{layer.name}.weight"
         return [
@@ -100,7 +100,7 @@ class VocabularyAnalysis:
             and any(weight in self.trace.parameters.get(value.storage, ()) for value in event.inputs)
         ]
 
-    def _runs_once(self, layer: Layer) -> bool:
+    def _runs_once(self, layer: LinearLayer) -> bool:
         """Whether it makes one product in a forward, and nobody but it and embeddings reads its parameters."""
         module = self.blueprint.module.get_submodule(layer.name)
         own = {f"{layer.name}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)}
@@ -112,14 +112,14 @@ class VocabularyAnalysis:
         )
         return len(self._made(layer)) == len(self.trace.outputs_of) and not strange
 
-    def _is_read_by_the_loss_alone(self, head: Layer) -> bool:
+    def _is_read_by_the_loss_alone(self, head: LinearLayer) -> bool:
         """Whether the model returns what the head makes, as it is, and reads it nowhere."""
         if self.blueprint.loss is not token_loss:
             return False
         returned = [outputs[0] if outputs else None for outputs in self.trace.outputs_of]
         return all(logits is not None and self._is_only_returned(head, logits) for logits in returned)
 
-    def _is_only_returned(self, head: Layer, logits: Value) -> bool:
+    def _is_only_returned(self, head: LinearLayer, logits: Value) -> bool:
         inside = [event for event in self.trace.events if event.module == head.name]
         made = {value.storage for event in inside for value in event.outputs}
         if logits.storage not in made or self.flow.dims.get(logits, [()])[-1] != (head.made,):
@@ -129,7 +129,7 @@ class VocabularyAnalysis:
         reads |= self.trace.touched.get(logits.storage, frozenset())
         return reads <= {head.name} and self.flow.atoms.reason(head.made) == OUTPUT
 
-    def _tables(self, head: Layer | None) -> tuple[list[str], list[tuple[str, str]]]:
+    def _tables(self, head: LinearLayer | None) -> tuple[list[str], list[tuple[str, str]]]:
         """Embeddings to cut by rows, and those left whole with the reason."""
         tables: list[str] = []
         left: list[tuple[str, str]] = []
@@ -145,7 +145,7 @@ class VocabularyAnalysis:
         refused = {name for name, _ in left}
         return [name for name in tables if name not in refused], left
 
-    def _problem(self, event: Event, module: nn.Embedding | nn.EmbeddingBag, head: Layer | None) -> str | None:
+    def _problem(self, event: Event, module: nn.Embedding | nn.EmbeddingBag, head: LinearLayer | None) -> str | None:
         if self.blueprint.rule_of(event.module) is not None:
             return "a rule of the recipe covers it"
         if not isinstance(module, nn.Embedding) or not self._looks_up_what_enters(event, module):

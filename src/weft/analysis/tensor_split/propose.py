@@ -12,7 +12,7 @@ from weft.analysis._segment import find_blocks
 from weft.analysis.tensor_split._dropped import has_parts_in_front, is_dropout, kind_on, why_dropped_otherwise
 from weft.analysis.tensor_split._flow import ForwardFlow, follow
 from weft.analysis.tensor_split._groups import GroupMember, LayerGroup, Sides, SplitChoice, choose
-from weft.analysis.tensor_split._rehearse import DTYPE, Attribute, Rehearsal, cut_dim
+from weft.analysis.tensor_split._split_trial import DTYPE, CountAttribute, SplitTrial, cut_dim
 from weft.analysis.tensor_split._vocabulary import VocabularyAnalysis, VocabularySplit
 from weft.analysis.tensor_split.proposal import Confidence, Proposal, ProposedRule
 from weft.analysis.trace._events import Event, Trace, Value
@@ -50,12 +50,12 @@ def propose_split(blueprint: Blueprint, only: Sides | None = None) -> Proposal:
         raise RecipeError(f"it cannot be copied ({type(problem).__name__}: {said.rstrip('.')})") from problem
     if not blueprint.module.training:
         blueprint.module.train()
-    found, modes = trace_both(blueprint, DTYPE)
-    flow = follow(found, blueprint.module)
-    gathering = gatherable(found, flow, blueprint)
+    forward, modes = trace_both(blueprint, DTYPE)
+    flow = follow(forward, blueprint.module)
+    gathering = gatherable(forward, flow, blueprint)
     if gathering:
-        flow = follow(found, blueprint.module, gathering)
-    return _Proposer(blueprint, found, flow, gathering, modes, only).proposal()
+        flow = follow(forward, blueprint.module, gathering)
+    return _Proposer(blueprint, forward, flow, gathering, modes, only).proposal()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class _Proposer:
     graph: Graph = field(init=False)
     blocks: tuple[str, ...] = field(init=False)
     places: dict[int, list[tuple[Event, int]]] = field(init=False)
-    useless: set[tuple[str | None, Attribute, tuple[Attribute, ...]]] = field(default_factory=lambda: set())
+    useless: set[tuple[str | None, CountAttribute, tuple[CountAttribute, ...]]] = field(default_factory=lambda: set())
     refusals: dict[str, str] = field(default_factory=dict[str, str])
     """Layer → why a rehearsal left it whole."""
 
@@ -100,7 +100,7 @@ class _Proposer:
         self.places = self._places()
 
     def proposal(self) -> Proposal:
-        choice, attributes, parts = self._rehearsed()
+        choice, attributes, parts = self._with_trial_result()
         groups = choice.groups
         inside = tuple(f"{block}." for block in self.blocks)
         taken = _names(groups) | {name for name in self.flow.layers if name.startswith(inside)}
@@ -122,7 +122,7 @@ class _Proposer:
             notes=(*notes, UNPROVEN) if rules else notes,
         )
 
-    def _rehearsed(self) -> tuple[SplitChoice, tuple[Attribute, ...], int]:
+    def _with_trial_result(self) -> tuple[SplitChoice, tuple[CountAttribute, ...], int]:
         """Drop groups until what is left runs on a share of its weights."""
         refused: set[int] = set()
         ruled = [name for name in self.flow.layers if not self._own(name)]
@@ -131,12 +131,12 @@ class _Proposer:
             groups = choice.groups
             clashing = [group for group in groups if self._clash(group, groups, refused)]
             parts = _common_prime(groups)
-            odd = [group for group in groups if group.size % parts and group not in clashing]
-            self._refuse(odd, refused, f"{parts} does not divide its size, as it does those of most others")
-            if odd or clashing:
+            indivisible = [group for group in groups if group.size % parts and group not in clashing]
+            self._refuse(indivisible, refused, f"{parts} does not divide its size, as it does those of most others")
+            if indivisible or clashing:
                 continue
             gathers = self._gathers(groups)
-            rehearsal = Rehearsal(
+            rehearsal = SplitTrial(
                 self.blueprint, self.trace, self.flow, groups, parts, gathers, self.useless, modes=self.modes
             )
             outcome = rehearsal.run() if groups else None
@@ -191,7 +191,7 @@ class _Proposer:
     def _read_elsewhere(self, group: LayerGroup) -> str:
         """Why a rank needs more than its part of a layer's weights: something else reads them."""
         names = {member.layer.name for member in (*group.columns, *group.rows)}
-        names |= {each.name for each in group.channelwise}
+        names |= {module.name for module in group.channelwise}
         for event in self.trace.events:
             for value in event.inputs:
                 known = self.trace.parameters.get(value.storage) or (self.trace.buffers.get(value.storage, ""),)
@@ -203,20 +203,20 @@ class _Proposer:
     def _met(self, groups: Sequence[LayerGroup]) -> list[str]:
         """Parameters that every rank has whole and uses on its part."""
         chosen = {group.atom for group in groups}
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for name, dim, _ in self.flow.shared:
             if chosen.intersection(self.flow.atoms.leaves(dim)):
-                found[name] = None
-        return list(found)
+                names[name] = None
+        return list(names)
 
     def _gathers(self, groups: Sequence[LayerGroup]) -> dict[str, Value]:
         """Modules that get all of what these groups divide."""
         chosen = {group.atom for group in groups}
-        found: dict[str, Value] = {}
+        gathering: dict[str, Value] = {}
         for name, result in self.gathering.items():
             if chosen.intersection(self.flow.atoms.leaves(self.flow.dims.get(result, [()])[-1])):
-                found[name] = result
-        return found
+                gathering[name] = result
+        return gathering
 
     def _own(self, name: str) -> bool:
         """Whether the blueprint's own rules leave a module to the proposal."""
@@ -243,9 +243,9 @@ class _Proposer:
         """What works channel by channel on each rank's channels."""
         reason = "it works on each rank's channels"
         return [
-            _Decision(each.name, "channels", reason, blocks=each.blocks)
+            _Decision(module.name, "channels", reason, blocks=module.blocks)
             for group in groups
-            for each in group.channelwise
+            for module in group.channelwise
         ]
 
     def _parts(self, groups: Sequence[LayerGroup]) -> list[_Decision]:
@@ -260,7 +260,7 @@ class _Proposer:
     def _aliases(self, decisions: Sequence[_Decision]) -> list[_Decision]:
         """Other names of parameters that are cut, in modules that do not use them: cut alike."""
         made = {decision.name: decision for decision in decisions}
-        found: list[_Decision] = []
+        aliases: list[_Decision] = []
         for names in self.trace.parameters.values():
             for name in names:
                 owner, _, leaf = name.rpartition(".")
@@ -270,9 +270,9 @@ class _Proposer:
                 dim, blocks = cut
                 others = [other for other in names if other not in made and other.rpartition(".")[0] not in made]
                 reason = f"it is {name} by another name"
-                found += [_Decision(other, "part", reason, blocks=blocks, dim=dim) for other in others]
+                aliases += [_Decision(other, "part", reason, blocks=blocks, dim=dim) for other in others]
                 break
-        return found
+        return aliases
 
     def _cut(self, decision: _Decision | None, owner: str, leaf: str) -> tuple[int, int] | None:
         """Dim and blocks along which a decision cuts a parameter."""
@@ -313,17 +313,17 @@ class _Proposer:
 
     def _events_on(self, groups: Sequence[LayerGroup]) -> list[tuple[Event, int]]:
         """Events that work on parts, and the dim of their first result that is divided."""
-        found = [pair for group in groups for pair in self.places.get(group.atom, ())]
-        return sorted(found, key=lambda pair: (pair[0].index, pair[1]))
+        events = [pair for group in groups for pair in self.places.get(group.atom, ())]
+        return sorted(events, key=lambda pair: (pair[0].index, pair[1]))
 
     def _places(self) -> dict[int, list[tuple[Event, int]]]:
         """Atom → events whose result it divides, and along which dim."""
-        atoms, found = self.flow.atoms, dict[int, list[tuple[Event, int]]]()
+        atoms, places = self.flow.atoms, dict[int, list[tuple[Event, int]]]()
         for event in self.trace.events:
             for at, dim in enumerate(self.flow.dims.get(event.outputs[0], ()) if event.outputs else ()):
                 for root in set(atoms.leaves(dim)):
-                    found.setdefault(root, []).append((event, at))
-        return found
+                    places.setdefault(root, []).append((event, at))
+        return places
 
     def _unit(self, group: LayerGroup) -> str:
         if all(member.layer.kind == "convolution" for member in group.columns):
@@ -347,7 +347,7 @@ class _Proposer:
             if event.name == "dropout" and self._is_dropout(event.module):
                 kinds |= dict.fromkeys(self._names_of(event.module), kind_on(event, at))
         made = [_Decision(name, kind, "it works on each rank's part") for name, kind in kinds.items()]
-        made += [_Decision(name, "heads", "it meets each rank's part") for name in self._met_as_wholes(groups)]
+        made += [_Decision(name, "heads", "it meets each rank's part") for name in self._met_as_replicated(groups)]
         reason = "it gets all of what is divided before it, and each rank goes on with its part"
         return made + [_Decision(name, "gather", reason) for name in self._gathers(groups)]
 
@@ -357,17 +357,17 @@ class _Proposer:
         module = root.get_submodule(name)
         return [other for other, each in root.named_modules(remove_duplicate=False) if each is module]
 
-    def _met_as_wholes(self, groups: Sequence[LayerGroup]) -> list[str]:
+    def _met_as_replicated(self, groups: Sequence[LayerGroup]) -> list[str]:
         """Modules all of whose parameters meet parts, and single parameters of others."""
         met = self._met(groups)
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for name in met:
             owner = name.rpartition(".")[0]
             module = self.blueprint.module.get_submodule(owner)
             has_more = any(True for _ in module.children()) or not owner
             all_met = all(f"{owner}.{leaf}" in met for leaf, _ in module.named_parameters(recurse=False))
-            found[name if has_more or not all_met else owner] = None
-        return list(found)
+            names[name if has_more or not all_met else owner] = None
+        return list(names)
 
     def _is_dropout(self, module: str) -> bool:
         return is_dropout(self.blueprint.module.get_submodule(module))
@@ -376,7 +376,7 @@ class _Proposer:
         """Norms and dropouts between the splits of blocks all of whose layers are split."""
         on_parts = {event.module for event, _ in self._events_on(groups)}
         whole = [name for name, _ in left]
-        found: dict[str, None] = {}
+        decisions: dict[str, None] = {}
         for event in self.trace.events:
             block = next((b for b in self.blocks if event.module.startswith(b + ".")), None)
             is_norm = event.name in _NORMS or type(self.blueprint.module.get_submodule(event.module)).__name__ in _NAMES
@@ -387,8 +387,8 @@ class _Proposer:
                 len(event.outputs[0].shape) == 3 and event.outputs[0].shape[1] == self.blueprint.sequence_length
             )
             if is_sequence and not any(f"{name}.".startswith(block + ".") for name in whole):
-                found[event.module] = None
-        return [_Decision(name, "sequence", "it works position by position") for name in found]
+                decisions[event.module] = None
+        return [_Decision(name, "sequence", "it works position by position") for name in decisions]
 
     def _divisible(self, groups: Sequence[LayerGroup], vocabulary: VocabularySplit) -> dict[str, int]:
         sizes: dict[str, int] = {}
@@ -410,14 +410,14 @@ class _Proposer:
         refused = [(name, reason) for name, reason in self.refusals.items() if name not in _names(choice.groups)]
         known = {*(name for name, _ in refused), *(name for name, _ in vocabulary.left), vocabulary.head}
         rest = [(name, why) for name, why in choice.left if name not in known]
-        return refused + rest + list(self.flow.odd.items())
+        return refused + rest + list(self.flow.unsupported.items())
 
     def _summed(self, left: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """One line for the same place in alike blocks."""
-        found: dict[tuple[str, str], None] = {}
+        summed: dict[tuple[str, str], None] = {}
         for name, reason in left:
-            found[glob_of(name), _without_numbers(reason)] = None
-        return list(found)
+            summed[glob_of(name), _without_numbers(reason)] = None
+        return list(summed)
 
 
 _KINDS: Mapping[tuple[str, bool], SplitKind] = {
@@ -433,23 +433,23 @@ _NAMES = ("LlamaRMSNorm", "RMSNorm", "LayerNorm")
 
 def _covers(glob: str, decision: _Decision, made: Mapping[str, _Decision], everything: Sequence[str]) -> bool:
     """Whether all that a glob matches is decided alike."""
-    found = [made.get(name) for name in everything if fnmatchcase(name, glob)]
-    return all(d is not None and d.how == decision.how for d in found)
+    decisions = [made.get(name) for name in everything if fnmatchcase(name, glob)]
+    return all(d is not None and d.how == decision.how for d in decisions)
 
 
 def _of_vocabulary(split: VocabularySplit) -> list[_Decision]:
     lookups = "each rank looks up the rows that it has, and the results are summed"
-    found = [_Decision(name, "vocab", lookups) for name in split.tables]
+    decisions = [_Decision(name, "vocab", lookups) for name in split.tables]
     if split.head is not None:
         reason = "the vocabulary loss takes its logits in parts" if split.fused else "its logits are gathered"
-        found.append(_Decision(split.head, "column", reason, gather_output=not split.fused))
-    return found
+        decisions.append(_Decision(split.head, "column", reason, gather_output=not split.fused))
+    return decisions
 
 
 def gatherable(trace: Trace, flow: ForwardFlow, blueprint: Blueprint) -> dict[str, Value]:
     """Modules without others inside that need all of their input's last dim, and return as much: norms over all heads.
     Each with its result."""
-    found: dict[str, Value] = {}
+    gathering: dict[str, Value] = {}
     for name, module in blueprint.module.named_modules():
         results = trace.results.get(name, ())
         runs_once = trace.num_runs.get(name) == 1 and name in trace.entries
@@ -463,8 +463,8 @@ def gatherable(trace: Trace, flow: ForwardFlow, blueprint: Blueprint) -> dict[st
         because = [reason for reason in reasons if reason is not None and reason.startswith(f"{name} ")]
         flat = all(parameter.dim() == 1 for parameter in module.parameters())
         if because and flat and not any(others) and blueprint.rule_of(name) is None and name not in flow.layers:
-            found[name] = result
-    return found
+            gathering[name] = result
+    return gathering
 
 
 def _leaves(members: Sequence[GroupMember]) -> str:

@@ -59,7 +59,9 @@ def table_problem(blueprint: Blueprint) -> str:
     """
     mine = _dividing(blueprint, blueprint)
     columns, rows = (frozenset(name for name, rule in mine.items() if rule.kind in side) for side in (_COLUMNS, _ROWS))
-    layers = [name for name, each in blueprint.module.named_modules() if isinstance(each, nn.Linear) or _is_layer(each)]
+    layers = [
+        name for name, module in blueprint.module.named_modules() if isinstance(module, nn.Linear) or _is_layer(module)
+    ]
     others = [SplitRule(match=name, kind="replicate") for name in layers if name not in columns | rows]
     bare = replace(blueprint, split=others, localise=(), divisible={}, vocabulary_head=None, vocabulary_size=None)
     proposal = propose_split(bare, only=(columns, rows))
@@ -73,18 +75,18 @@ def _is_layer(module: nn.Module) -> bool:
 
 def _dividing(tables: Blueprint, blueprint: Blueprint) -> dict[str, SplitRule]:
     """Rules that let modules work on parts, by name; those of modules on which they have no effect are left out."""
-    found: dict[str, SplitRule] = {}
+    rules: dict[str, SplitRule] = {}
     for name, module in blueprint.module.named_modules(remove_duplicate=False):
         rule = tables.rule_of(name) if name else None
         has_tensors = any(True for _ in module.parameters(recurse=False)) or is_dropout(module)
         is_whole = rule is None or rule.gather_output or name == blueprint.vocabulary_head
         if rule is not None and not is_whole and rule.kind in _COMPARED and (has_tensors or rule.kind == "channels"):
-            found[name] = rule
+            rules[name] = rule
         for leaf, _ in module.named_parameters(recurse=False):
             own = tables.rule_of_parameter(f"{name}.{leaf}")
             if own is not None:
-                found[f"{name}.{leaf}"] = own
-    return found
+                rules[f"{name}.{leaf}"] = own
+    return rules
 
 
 def _difference(mine: _Rules, theirs: _Rules, proposal: Proposal) -> str:

@@ -75,18 +75,18 @@ def follow_tokens(trace: Trace, fields: Sequence[str], shorter: Trace | None = N
 
 def _counting(whole: Trace, shorter: Trace) -> frozenset[int]:
     """Storages, of the first of two traces, of what may depend on how many tokens a sample has."""
-    found: set[int] = set()
+    storages: set[int] = set()
     for event, other in zip(whole.events, shorter.events, strict=True):
         shapes = [value.shape for value in event.outputs] != [value.shape for value in other.outputs]
         numbers = [n for n in event.arguments if _is_number(n)] != [n for n in other.arguments if _is_number(n)]
         single = [read for read in event.reads if read[0]] != [read for read in other.reads if read[0]]
         if event.name == "expand" and event.inputs[0].shape == other.inputs[0].shape:
             shapes = numbers = False  # the same for however many
-        if shapes or numbers or single or any(value.storage in found for value in event.inputs):
-            found.update(value.storage for value in event.outputs)
+        if shapes or numbers or single or any(value.storage in storages for value in event.inputs):
+            storages.update(value.storage for value in event.outputs)
             if event.mutates:
-                found.add(event.inputs[0].storage)
-    return frozenset(found)
+                storages.add(event.inputs[0].storage)
+    return frozenset(storages)
 
 
 def _is_number(argument: object) -> bool:
@@ -114,8 +114,8 @@ def live_events(trace: Trace) -> frozenset[int]:
 
 def _is_view(event: Event) -> bool:
     """Whether it only looks at what is there, as one of its operands lies."""
-    held = {value.storage for value in event.inputs}
-    return not event.mutates and bool(event.outputs) and all(value.storage in held for value in event.outputs)
+    inputs = {value.storage for value in event.inputs}
+    return not event.mutates and bool(event.outputs) and all(value.storage in inputs for value in event.outputs)
 
 
 def _counts(event: Event) -> bool:
@@ -169,7 +169,7 @@ class _TokenWalker(DimsWalker):
             self.calls.append(self._attention_call(event))
         for value in event.inputs:
             if value.storage in self.held and not self.is_tracked(value):
-                self.keep_whole(event, (0,), "reads in another form what they were written into")
+                self.keep_unsplit(event, (0,), "reads in another form what they were written into")
         if not any(self.is_tracked(value) for value in event.inputs):
             if event.mutates:  # something else lies in it from now on
                 self.bases.pop(event.inputs[0].storage, None)
@@ -187,7 +187,7 @@ class _TokenWalker(DimsWalker):
         for value in event.inputs if event.name != "attention" else ():
             known = self.is_tracked(value) or value.storage in self.constant or value in self.repeated
             if value.storage in self.counting and not known:
-                self.keep_whole(
+                self.keep_unsplit(
                     event,
                     (0,),
                     _COUNTED,
@@ -203,17 +203,17 @@ class _TokenWalker(DimsWalker):
         dims = self.dims_of(value)
         return len(dims) > 1 and self.atoms.leaves(dims[1]) == self.atoms.leaves((tokens,))
 
-    def keep_whole(self, event: Event, dim: Dim, reason: str) -> None:
+    def keep_unsplit(self, event: Event, dim: Dim, reason: str) -> None:
         """Tokens meet in this event, if anything comes of it."""
         if event.index in self.live:
-            self.atoms.keep_whole(dim, f"{place_of(event)} {reason}")
+            self.atoms.keep_unsplit(dim, f"{place_of(event)} {reason}")
 
     def meet(self, event: Event, a: Dim, b: Dim) -> Dim:
         """Two dims of one size in one operator: both of the same tokens."""
         if a and b and self.atoms.unify_dims(a, b):
             return a
         if a or b:
-            self.keep_whole(event, (*a, *b), _MADE)
+            self.keep_unsplit(event, (*a, *b), _MADE)
         return ()
 
     def join(self, event: Event) -> None:
@@ -224,7 +224,7 @@ class _TokenWalker(DimsWalker):
             DimsWalker.join(self, event)  # super() is another class under slots
             return
         for value in values:
-            self.keep_whole(event, self.dims_of(value)[at], "joins it with others")
+            self.keep_unsplit(event, self.dims_of(value)[at], "joins it with others")
         others = range(len(output.shape))
         self.dims[output] = [() if place == at else self._alike(event, values, place) for place in others]
 
@@ -232,7 +232,7 @@ class _TokenWalker(DimsWalker):
         """A row of the table for each index."""
         table, indices = event.inputs[:2]
         for dim in self.dims_of(table):
-            self.keep_whole(event, dim, "looks up rows of it")
+            self.keep_unsplit(event, dim, "looks up rows of it")
         self.dims[event.outputs[0]] = [*self.dims_of(indices), ()]
 
     def _write(self, event: Event) -> None:
@@ -244,18 +244,18 @@ class _TokenWalker(DimsWalker):
         if base is None or not fits or not dims or base.stride != target.stride:
             self.give_up(event, "writes it into something else")
             return
-        found: Dims = []
-        for dim, size, held in zip(self.dims_of(source), base.shape, target.shape, strict=True):
-            if dim and size != held:
-                self.keep_whole(event, dim, "writes it beside others")
-            found.append(dim if size == held else ())
+        written: Dims = []
+        for dim, size, size_of_target in zip(self.dims_of(source), base.shape, target.shape, strict=True):
+            if dim and size != size_of_target:
+                self.keep_unsplit(event, dim, "writes it beside others")
+            written.append(dim if size == size_of_target else ())
         known = self.dims.get(base)
         if known is not None:
-            found = [
+            written = [
                 self.meet(event, mine, theirs) if mine or theirs else ()
-                for mine, theirs in zip(known, found, strict=True)
+                for mine, theirs in zip(known, written, strict=True)
             ]
-        self.dims[base] = self.dims[event.outputs[0]] = found
+        self.dims[base] = self.dims[event.outputs[0]] = written
 
     def _note_constants(self, event: Event) -> None:
         """What is filled with one number stays so through whatever works entry by entry."""
@@ -277,10 +277,10 @@ class _TokenWalker(DimsWalker):
         dims = list(self.dims_of(event.inputs[0]))
         count = len(event.arguments[1]) if event.name == "native_layer_norm" else 1
         for dim in dims[-count:]:
-            self.keep_whole(event, dim, "normalises over it")
+            self.keep_unsplit(event, dim, "normalises over it")
         for value in event.inputs[1:]:
             for dim in self.dims_of(value):
-                self.keep_whole(event, dim, "normalises with all of it")
+                self.keep_unsplit(event, dim, "normalises with all of it")
         self.dims[event.outputs[0]] = dims
         for statistic in event.outputs[1:]:
             if len(statistic.shape) == len(dims):
@@ -294,7 +294,7 @@ class _TokenWalker(DimsWalker):
         left, right = event.inputs[start : start + 2]
         a, b = self.dims_of(left), self.dims_of(right)
         for dim in (a[-1], b[-2]):
-            self.keep_whole(event, dim, "sums over it")
+            self.keep_unsplit(event, dim, "sums over it")
         batch = [self._alike(event, (left, right), 0)] if len(a) == 3 else []
         dims: Dims = [*batch, a[-2], b[-1]]
         if start:
@@ -311,9 +311,9 @@ class _TokenWalker(DimsWalker):
 
     def _alike(self, event: Event, values: Sequence[Value], at: int) -> Dim:
         """Dim `at` of values that have one size there."""
-        found = [self.dims_of(value)[at] for value in values if not self._is_repeated(value, at)]
-        dim = found[0] if found else ()
-        for other in found[1:]:
+        dims = [self.dims_of(value)[at] for value in values if not self._is_repeated(value, at)]
+        dim = dims[0] if dims else ()
+        for other in dims[1:]:
             dim = self.meet(event, dim, other)
         return dim
 
@@ -324,28 +324,28 @@ class _TokenWalker(DimsWalker):
         return value.storage in self.constant or at % len(value.shape) < self.repeated.get(value, 0)
 
     def _attention(self, event: Event) -> None:
-        query, key, value = (list(self.dims_of(each)) for each in event.inputs[:3])
+        query, key, value = (list(self.dims_of(input_)) for input_ in event.inputs[:3])
         tokens = self.atoms.leaves(query[-2])
         if tokens and tokens == self.atoms.leaves(key[-2]) == self.atoms.leaves(value[-2]) == self._every_token():
             self.of_tokens.append(self.calls[-1])
         else:
             for dim in (query[-2], key[-2], value[-2]):
-                self.keep_whole(event, dim, "attends between some of them and something else")
+                self.keep_unsplit(event, dim, "attends between some of them and something else")
         for other in event.inputs[3:]:
             for dim in self.dims_of(other):
-                self.keep_whole(event, dim, "adds to its scores what it has computed of them")
+                self.keep_unsplit(event, dim, "adds to its scores what it has computed of them")
         for by_head in (event.keywords.get(name) for name in ("sinks", "slopes")):
             if by_head is not None and by_head.storage in self.counting and by_head.storage not in self.constant:
-                self.keep_whole(event, (0,), _COUNTED)
+                self.keep_unsplit(event, (0,), _COUNTED)
         for dims in (query, key, value):
             for dim in (*dims[:-2], dims[-1]):
-                self.keep_whole(event, dim, "attends with them as heads or features")
+                self.keep_unsplit(event, dim, "attends with them as heads or features")
         self.dims[event.outputs[0]] = [*[()] * (len(query) - 2), query[-2], ()]
 
     def _experts(self, event: Event) -> None:
         """Rows, what each has chosen, and what that counts: each row's own result (`_expert_calls.py`)."""
         for value in event.inputs:
-            self.keep_whole(event, self.dims_of(value)[1], "mixes them as features or choices")
+            self.keep_unsplit(event, self.dims_of(value)[1], "mixes them as features or choices")
         self.dims[event.outputs[0]] = [self._alike(event, event.inputs, 0), ()]
 
     def _attention_call(self, event: Event) -> AttentionCall:
@@ -363,17 +363,17 @@ class _TokenWalker(DimsWalker):
     def _index(self, event: Event) -> None:
         """A table's rows by one tensor of indices, as tables of rotations are read."""
         table, indices = event.inputs[0], event.arguments[1]
-        given = [index for index in indices if index is not None]
-        if self.is_tracked(table) or len(given) != 1 or indices[0] is None or given[0].dtype.itemsize == 1:
+        indexed = [index for index in indices if index is not None]
+        if self.is_tracked(table) or len(indexed) != 1 or indices[0] is None or indexed[0].dtype.itemsize == 1:
             self.give_up(event, "picks entries of it by number")
             return
-        self.dims[event.outputs[0]] = [*self.dims_of(given[0]), *[()] * (len(table.shape) - 1)]
+        self.dims[event.outputs[0]] = [*self.dims_of(indexed[0]), *[()] * (len(table.shape) - 1)]
 
     def _index_select(self, event: Event) -> None:
         """Entries along a dim by one list of indices, as tables of places are read."""
         value, indices = event.inputs[:2]
         dims, at = list(self.dims_of(value)), int(event.arguments[1]) % len(value.shape)
-        self.keep_whole(event, dims[at], "picks entries of it by number")
+        self.keep_unsplit(event, dims[at], "picks entries of it by number")
         dims[at] = self.dims_of(indices)[0]
         self.dims[event.outputs[0]] = dims
 
@@ -387,10 +387,10 @@ class _TokenWalker(DimsWalker):
         dims: Dims = []
         for place, (mine, theirs) in enumerate(zip(self.dims_of(value), self.dims_of(indices), strict=True)):
             if place == at:
-                self.keep_whole(event, (*mine, *theirs), "picks entries of it by number")
+                self.keep_unsplit(event, (*mine, *theirs), "picks entries of it by number")
                 dims.append(())
             elif value.shape[place] != indices.shape[place]:
-                self.keep_whole(event, (*mine, *theirs), "picks entries of some of it")
+                self.keep_unsplit(event, (*mine, *theirs), "picks entries of some of it")
                 dims.append(())
             else:
                 dims.append(self._alike(event, (value, indices), place))
@@ -404,7 +404,7 @@ class _TokenWalker(DimsWalker):
         for place in range(len(values[0].shape)):
             whole = place == at or len({value.shape[place] for value in values}) > 1
             for value in values if whole else ():
-                self.keep_whole(event, self.dims_of(value)[place], "writes entries of it by number")
+                self.keep_unsplit(event, self.dims_of(value)[place], "writes entries of it by number")
             dims.append(() if whole else self._alike(event, values, place))
         self.dims[event.outputs[0]] = dims
 

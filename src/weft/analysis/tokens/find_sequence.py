@@ -73,14 +73,14 @@ def look_at_tokens(blueprint: Blueprint, ranks: int = 1) -> None:
         blueprint.no_shared_sequence = f"{problem} (`Blueprint.attention` says how its tokens meet)"
         return
     undo = take_interface(blueprint.module)
-    found = find_shared_sequence(blueprint, {tokens_of(length, ranks, rank) for rank in range(ranks)})
-    if isinstance(found, str):
+    sequence = find_shared_sequence(blueprint, {tokens_of(length, ranks, rank) for rank in range(ranks)})
+    if isinstance(sequence, str):
         undo()
-        blueprint.no_shared_sequence = found
+        blueprint.no_shared_sequence = sequence
         return
-    blueprint.position_input, blueprint.attention = found.position_input, found.attention
-    blueprint.attending, blueprint.padding_token = found.attending, found.padding_token
-    blueprint.modifies_scores = found.modified
+    blueprint.position_input, blueprint.attention = sequence.position_input, sequence.attention
+    blueprint.attending, blueprint.padding_token = sequence.attending, sequence.padding_token
+    blueprint.modifies_scores = sequence.modified
     if not _isolates(blueprint):  # masks that keep documents apart are asked for where nobody shares a sequence
         _drop_masks(blueprint.module)
 
@@ -118,8 +118,8 @@ def find_shared_sequence(blueprint: Blueprint, lengths: Iterable[int] = ()) -> S
 def _found(blueprint: Blueprint, lengths: Iterable[int]) -> SharedSequence:
     # That it keeps documents apart is known; who sees whom of one of them is what one sample shows.
     if _isolates(blueprint):
-        given = {keyword: name for keyword, name in blueprint.inputs.items() if keyword != _POSITIONS}
-        blueprint = replace(blueprint, inputs=given)
+        inputs = {keyword: name for keyword, name in blueprint.inputs.items() if keyword != _POSITIONS}
+        blueprint = replace(blueprint, inputs=inputs)
     length, others = blueprint.sequence_length, set(blueprint.inputs.values()) - {"tokens"}
     if length is None or length < _FEWEST or "tokens" not in blueprint.inputs.values():
         raise _NoSequenceError("its samples are no sequences of tokens")
@@ -136,13 +136,13 @@ def _found(blueprint: Blueprint, lengths: Iterable[int]) -> SharedSequence:
     placed = blueprint
     if _POSITIONS in inspect.signature(blueprint.module.forward).parameters:
         placed = replace(blueprint, inputs={**blueprint.inputs, _POSITIONS: "positions"})
-    look = _Look(blueprint, placed)
+    look = _ForwardTrials(blueprint, placed)
     alone = look.alone("as it is")
     if placed is not blueprint and (padding_token := token_beside(alone)) is not None:
         look = look.beside(padding_token)
         alone = look.alone("as it is")
     whole, evaluated = (look.without_masks(mode) for mode in BOTH)
-    found = look.in_mode(alone, whole, lengths, "as it is")
+    flow = look.in_mode(alone, whole, lengths, "as it is")
     where = first_difference(blueprint.module, whole, evaluated)
     alone_evaluated = look.alone("evaluation") if where is not None or look.leaves_out(alone) else None
     if where is None and alone_evaluated is not None:  # masks that are left out may say something else
@@ -152,9 +152,9 @@ def _found(blueprint: Blueprint, lengths: Iterable[int]) -> SharedSequence:
             other = look.in_mode(alone_evaluated, evaluated, lengths, "evaluation")
         except _NoSequenceError as problem:
             raise _NoSequenceError(f"in evaluation, {problem}") from problem
-        if other != found:
+        if other != flow:
             raise _NoSequenceError(f"its tokens meet otherwise in evaluation{f' ({where})' if where else ''}")
-    kind, attending, modified = found
+    kind, attending, modified = flow
     by_places = "" if placed is blueprint else _POSITIONS
     return SharedSequence(by_places, kind, attending, modified, look.placed.padding_token)
 
@@ -163,17 +163,17 @@ _Found = tuple[AttentionKind, tuple[str, ...], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _ForwardTrials:
     """Forwards of a model."""
 
     blueprint: Blueprint
     placed: Blueprint
     """The model that is given the places of its tokens, or the same."""
 
-    def beside(self, padding_token: int) -> _Look:
+    def beside(self, padding_token: int) -> _ForwardTrials:
         """Look at forwards of samples with this token in them, whose places are counted beside it."""
-        alone, placed = (replace(each, padding_token=padding_token) for each in (self.blueprint, self.placed))
-        return _Look(alone, placed)
+        alone, placed = (replace(blueprint, padding_token=padding_token) for blueprint in (self.blueprint, self.placed))
+        return _ForwardTrials(alone, placed)
 
     def alone(self, mode: Mode) -> Trace:
         """Return a forward as one process runs it."""
@@ -237,10 +237,10 @@ class _Look:
             fused = {**fused, mix_by_token: as_event}
         replaced = _replaced_buffers(module)
         blueprint = replace(blueprint, module=module)
-        found = trace(blueprint, torch.float32, loss=False, fused=fused, reads=True, modes=(mode,))
+        forward = trace(blueprint, torch.float32, loss=False, fused=fused, reads=True, modes=(mode,))
         if replaced:  # what a forward writes into a buffer is followed
             raise _NoSequenceError(f"its forward puts something else in the place of its buffer {replaced[0]}")
-        return found
+        return forward
 
 
 def _replaced_buffers(module: nn.Module) -> list[str]:
@@ -297,13 +297,13 @@ def _kind(calls: tuple[AttentionCall, ...]) -> AttentionKind:
     return "causal" if kinds.pop() else "full"
 
 
-def _computed(found: Trace) -> Counter[tuple[object, ...]]:
+def _computed(forward: Trace) -> Counter[tuple[object, ...]]:
     """Operators on numbers that are no integers, with the numbers and places that they are given; layouts left out, and
     what nothing comes of."""
-    live = live_events(found)
+    live = live_events(forward)
     return Counter(
         (event.name, *_numbers(event), *event.reads)
-        for event in found.events
+        for event in forward.events
         if event.index in live
         and event.name not in LAYOUT
         and any(value.dtype.is_floating_point for value in event.outputs)
@@ -317,5 +317,5 @@ def _step(event: Event) -> tuple[object, ...]:
 
 
 def _numbers(event: Event) -> tuple[object, ...]:
-    given = (*event.arguments, *(event.keywords[name] for name in sorted(event.keywords)))
-    return tuple(number for number in given if isinstance(number, bool | int | float))
+    arguments = (*event.arguments, *(event.keywords[name] for name in sorted(event.keywords)))
+    return tuple(number for number in arguments if isinstance(number, bool | int | float))

@@ -33,8 +33,8 @@ class FusedAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         mixed = _laid_out_like(query, value.shape[-1])
         statistics = query.new_empty(query.shape[:-1], dtype=torch.float32, device="meta")
-        held = () if mask is None else (mask,)
-        ctx.save_for_backward(query, key, value, mixed, statistics, *held)
+        masks = () if mask is None else (mask,)
+        ctx.save_for_backward(query, key, value, mixed, statistics, *masks)
         return mixed
 
     @staticmethod
@@ -54,8 +54,8 @@ class FusedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
         statistics = x.new_empty(x.shape[:-1], dtype=torch.float32, device="meta")
-        held = () if weight is None else (weight,)
-        ctx.save_for_backward(x, statistics, *held)
+        weights = () if weight is None else (weight,)
+        ctx.save_for_backward(x, statistics, *weights)
         return torch.empty_like(x, device="meta")
 
     @staticmethod
@@ -78,13 +78,13 @@ class FusedCall:
 
 def _attention(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+    bound = dict(zip(names, args, strict=False)) | dict(kwargs)
+    query, key, value, mask = bound["query"], bound["key"], bound["value"], bound.get("attn_mask")
     if query.dim() < 4:
         return None  # without heads: torch computes it step by step
-    _check_shapes(query, key, mask, grouped=bool(given.get("enable_gqa")))
-    settings = {"causal": bool(given.get("is_causal")), "dropout": float(given.get("dropout_p") or 0.0)}
-    settings["scale"] = float(given.get("scale") or query.shape[-1] ** -0.5)
+    _check_shapes(query, key, mask, grouped=bool(bound.get("enable_gqa")))
+    settings = {"causal": bool(bound.get("is_causal")), "dropout": float(bound.get("dropout_p") or 0.0)}
+    settings["scale"] = float(bound.get("scale") or query.shape[-1] ** -0.5)
     operands = (query, key, value) if mask is None else (query, key, value, mask)
 
     def run() -> Any:
@@ -104,9 +104,9 @@ def _check_shapes(query: Tensor, key: Tensor, mask: Tensor | None, *, grouped: b
 
 
 def _rms_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
-    given = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | dict(kwargs)
-    x, weight = given["input"], given.get("weight")
-    if len(given["normalized_shape"]) != 1:
+    bound = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | dict(kwargs)
+    x, weight = bound["input"], bound.get("weight")
+    if len(bound["normalized_shape"]) != 1:
         return None
     operands = (x,) if weight is None else (x, weight)
 
@@ -117,9 +117,9 @@ def _rms_norm(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | N
 
 
 def _dropout(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
-    given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | dict(kwargs)
-    x, rate = given["input"], float(given.get("p", 0.5))
-    training = bool(given.get("training", given.get("train", True)))
+    bound = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | dict(kwargs)
+    x, rate = bound["input"], float(bound.get("p", 0.5))
+    training = bool(bound.get("training", bound.get("train", True)))
 
     def run() -> Any:
         return torch.native_dropout(x, rate, True)[0] if training and rate > 0 else x
@@ -129,12 +129,12 @@ def _dropout(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | No
 
 def _multi_head_attention(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FusedCall | None:
     """`nn.MultiheadAttention` without its weights returned, as it computes on a device: through fused attention."""
-    given = multi_head_call(args, kwargs)
-    if given is None:
+    bound = multi_head_call(args, kwargs)
+    if bound is None:
         return None
 
     def run() -> Any:
-        return attend_multi_head(given, F.scaled_dot_product_attention)
+        return attend_multi_head(bound, F.scaled_dot_product_attention)
 
     return FusedCall(run=run, name=None, composed=True, settings={})
 
@@ -161,12 +161,12 @@ def _in_one(
 
         mask = None if window_of(mask) == pattern.window else mask
     settings = {"is_causal": pattern.causal and mask is None, "scale": mod.scale}
-    found = _attention((query, key, value, mask), {**settings, "enable_gqa": query.shape[1] != key.shape[1]})
-    if found is None:
+    call = _attention((query, key, value, mask), {**settings, "enable_gqa": query.shape[1] != key.shape[1]})
+    if call is None:
         return None
     more: dict[str, Any] = {"window": pattern.window or 0, "softcap": mod.softcap or 0.0}
     more |= {name: each for name, each in (("slopes", mod.slopes), ("sinks", mod.sinks)) if each is not None}
-    return replace(found, settings={**found.settings, **more})
+    return replace(call, settings={**call.settings, **more})
 
 
 Fused = Mapping[Any, Callable[[tuple[Any, ...], Mapping[str, Any]], FusedCall | None]]

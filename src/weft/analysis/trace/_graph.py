@@ -171,7 +171,7 @@ class WrittenAttention:
 
 def written_attentions(graph: Graph) -> list[WrittenAttention]:
     """Find every softmax between two products of activations."""
-    found: list[WrittenAttention] = []
+    attentions: list[WrittenAttention] = []
     for event in graph.trace.events:
         if event.name in ("_softmax", "_safe_softmax") and graph.works(event):
             before, back = _walk_back(graph, event)
@@ -179,7 +179,7 @@ def written_attentions(graph: Graph) -> list[WrittenAttention]:
             if before is not None and after is not None:
                 inside = [*back, event, *forth, before]
                 names = {item.name for item in inside}
-                found.append(
+                attentions.append(
                     WrittenAttention(
                         first=before,
                         second=after,
@@ -188,7 +188,7 @@ def written_attentions(graph: Graph) -> list[WrittenAttention]:
                         dropped="dropout" in names,
                     )
                 )
-    return found
+    return attentions
 
 
 def _adds_mask(graph: Graph, events: Iterable[Event]) -> bool:

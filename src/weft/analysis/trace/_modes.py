@@ -32,9 +32,9 @@ def trace_both(blueprint: Blueprint, dtype: torch.dtype) -> tuple[Trace, tuple[M
     Raises:
         RecipeError: one of them cannot be followed.
     """
-    found = trace(blueprint, dtype, loss=False)
-    if first_difference(blueprint.module, found, trace_evaluation(blueprint, dtype)) is None:
-        return found, ("as it is",)
+    forward = trace(blueprint, dtype, loss=False)
+    if first_difference(blueprint.module, forward, trace_evaluation(blueprint, dtype)) is None:
+        return forward, ("as it is",)
     return trace(blueprint, dtype, loss=False, modes=BOTH), BOTH
 
 
@@ -69,12 +69,12 @@ def first_difference(root: nn.Module, training: Trace, evaluation: Trace) -> str
 class _Steps(Iterator[_Step]):
     """The operators of a forward, one after another."""
 
-    def __init__(self, root: nn.Module, found: Trace) -> None:
-        self._events = iter(found.events)
-        self._norms = {name for name, each in root.named_modules() if _is_batch_norm(each)}
-        self._names: dict[int, object] = {storage: names[0] for storage, names in found.parameters.items()}
-        self._names |= found.buffers
-        self._names |= {value.storage: f"batch.{name}" for name, value in found.inputs.items()}
+    def __init__(self, root: nn.Module, forward: Trace) -> None:
+        self._events = iter(forward.events)
+        self._norms = {name for name, module in root.named_modules() if _is_batch_norm(module)}
+        self._names: dict[int, object] = {storage: names[0] for storage, names in forward.parameters.items()}
+        self._names |= forward.buffers
+        self._names |= {value.storage: f"batch.{name}" for name, value in forward.inputs.items()}
         self._made = 0
 
     def __next__(self) -> _Step:
@@ -87,21 +87,21 @@ class _Steps(Iterator[_Step]):
             elif event.name in BATCH_NORMS:
                 return ("batch_norm", event.module, self._name(event.inputs[0]), self._name(event.outputs[0]))
 
-    def named(self, given: Any) -> Any:
+    def named(self, arguments: Any) -> Any:
         """Arguments with names for their values."""
-        return tree_map(self._place, given)
+        return tree_map(self._place, arguments)
 
     def _step(self, event: Event) -> _Step:
         keywords: Mapping[str, Any] = event.keywords
         if event.name == "attention":
             keywords = {name: value for name, value in keywords.items() if name not in ("dropout", "drawn")}
-        given = self.named((event.arguments, dict(keywords)))
-        return (event.name, event.module, given, self.named(event.outputs[:1]), event.reads)
+        arguments = self.named((event.arguments, dict(keywords)))
+        return (event.name, event.module, arguments, self.named(event.outputs[:1]), event.reads)
 
-    def _place(self, given: Any) -> Any:
-        if not isinstance(given, Value):
-            return given
-        return (self._name(given), given.offset, given.shape, given.stride)
+    def _place(self, argument: Any) -> Any:
+        if not isinstance(argument, Value):
+            return argument
+        return (self._name(argument), argument.offset, argument.shape, argument.stride)
 
     def _name(self, value: Value) -> object:
         if value.storage not in self._names:

@@ -67,7 +67,7 @@ _READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
 """Calls that make a tensor's values numbers of Python."""
 
 
-class Unfinished(RecipeError):
+class FailedForward(RecipeError):
     """A forward that raised, and what it had done until then."""
 
     def __init__(self, message: str, events: Sequence[Event]) -> None:
@@ -75,7 +75,7 @@ class Unfinished(RecipeError):
         self.events = events
 
 
-class _Held:
+class _SavedTensorHandle:
     """What autograd keeps in place of a saved tensor; alive as long as its node is."""
 
     __slots__ = ("__weakref__",)
@@ -95,7 +95,7 @@ class _Recorder(TorchDispatchMode):
         self._blueprint, self._dtype, self._watch, self._fused, self._reads = blueprint, dtype, watch, fused, reads
         self._stand_ins = StandIns()
         self._events: list[Event] = []
-        self._saves: list[tuple[Save, weakref.ref[_Held]]] = []
+        self._saves: list[tuple[Save, weakref.ref[_SavedTensorHandle]]] = []
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._dtypes: dict[int, torch.dtype] = {}
         self._per_sample: set[int] = set()
@@ -117,7 +117,7 @@ class _Recorder(TorchDispatchMode):
         fields = _fields(self._blueprint, self._dtype)
         self._fields = {name: self.value(tensor) for name, tensor in fields.items()}
         self._per_sample.update(value.storage for value in self._fields.values())
-        given = arguments_for(self._blueprint.module, self._blueprint.keywords(fields))
+        arguments = arguments_for(self._blueprint.module, self._blueprint.keywords(fields))
         with ExitStack() as stack:
             stack.enter_context(self._hooked(module))
             stack.enter_context(without_fast_path())
@@ -127,15 +127,15 @@ class _Recorder(TorchDispatchMode):
             stack.enter_context(_Functions(self))
             with self._explained(module):
                 outputs: Any = None
-                found: list[tuple[Value, ...]] = []
+                results: list[tuple[Value, ...]] = []
                 for mode in modes:
                     with _evaluating(module) if mode == "evaluation" else nullcontext():
-                        outputs = torch.func.functional_call(module, self._each_once(), *given, tie_weights=False)
-                    found.append(tuple(self.value(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)))
+                        outputs = torch.func.functional_call(module, self._each_once(), *arguments, tie_weights=False)
+                    results.append(tuple(self.value(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)))
                 loss_event = len(self._events)
                 self._modules.append(LOSS)
                 total = on_trial(self._blueprint.loss)(outputs, fields) if loss else None
-        made = self._finished(tuple(found), loss_event)
+        made = self._finished(tuple(results), loss_event)
         del outputs, total
         return made
 
@@ -143,13 +143,13 @@ class _Recorder(TorchDispatchMode):
     def _explained(self, module: nn.Module) -> Generator[None]:
         try:
             yield
-        except Unfinished:
+        except FailedForward:
             raise
         except RecipeError as problem:
-            raise Unfinished(str(problem), self._events) from problem
+            raise FailedForward(str(problem), self._events) from problem
         except Exception as problem:
             first = next(iter(str(problem).splitlines()), "")
-            raise Unfinished(
+            raise FailedForward(
                 f"{type(module).__name__} cannot be described: its forward or its loss raised"
                 f" {type(problem).__name__}: {first.rstrip('.')}. Make one forward of its example batch work first.",
                 self._events,
@@ -159,7 +159,7 @@ class _Recorder(TorchDispatchMode):
         return Trace(
             samples=SAMPLES,
             events=self._events,
-            saves=[save for save, held in self._saves if held() is not None],
+            saves=[save for save, handle in self._saves if handle() is not None],
             storage_bytes={key: storage.nbytes() for key, storage in self._storages.items()},
             storage_dtypes=self._dtypes,
             parameters=self._parameters,
@@ -179,11 +179,14 @@ class _Recorder(TorchDispatchMode):
     def value(self, tensor: Tensor) -> Value:
         """The value of a tensor, whose storage is kept from now on: so no other gets its address."""
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage] # looking is no call of the model's
-            found = Value.of(tensor)
-        if found.storage not in self._storages:
+            recorded = Value.of(tensor)
+        if recorded.storage not in self._storages:
             with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-                self._storages[found.storage], self._dtypes[found.storage] = tensor.untyped_storage(), tensor.dtype
-        return found
+                self._storages[recorded.storage], self._dtypes[recorded.storage] = (
+                    tensor.untyped_storage(),
+                    tensor.dtype,
+                )
+        return recorded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one ATen operator and write it down."""
@@ -192,9 +195,9 @@ class _Recorder(TorchDispatchMode):
             self._note(func.overloadpacket.__name__, args, kwargs or {}, result, mutates=func._schema.is_mutable)
         return result
 
-    def touch(self, given: Iterable[Any]) -> None:
+    def touch(self, tensors: Iterable[Any]) -> None:
         """Note what a function was called with, or asked for; tensors inside a `torch.vmap` have no storage."""
-        for leaf in given:
+        for leaf in tensors:
             if isinstance(leaf, Tensor) and not self._paused and not is_batchedtensor(leaf):
                 self._touched.setdefault(self.value(leaf).storage, set()).add(self._modules[-1])
 
@@ -261,14 +264,14 @@ class _Recorder(TorchDispatchMode):
         if self._watch is not None:
             self._watch(self._events[-1])
 
-    def _pack(self, tensor: Tensor) -> _Held:
-        held, value = _Held(), self.value(tensor)
+    def _pack(self, tensor: Tensor) -> _SavedTensorHandle:
+        handle, value = _SavedTensorHandle(), self.value(tensor)
         if self._paused:
             self._inner[value.storage] = value
-        self._saves.append((Save(value.storage, self._call), weakref.ref(held)))
-        return held
+        self._saves.append((Save(value.storage, self._call), weakref.ref(handle)))
+        return handle
 
-    def _unpack(self, held: Any) -> Tensor:
+    def _unpack(self, handle: Any) -> Tensor:
         raise RecipeError(
             "the model's forward or its loss runs a backward of its own, which cannot be described without a real run."
             " Take the gradient outside the forward."
@@ -307,7 +310,7 @@ class _Recorder(TorchDispatchMode):
         owners = {name for name, _ in self._blueprint.module.named_modules()}
         return {name: tensor for name, tensor in self._tensors.items() if name.rpartition(".")[0] in owners}
 
-    def _name_storages(self, given: Mapping[str, Tensor]) -> tuple[dict[int, tuple[str, ...]], dict[int, str]]:
+    def _name_storages(self, tensors: Mapping[str, Tensor]) -> tuple[dict[int, tuple[str, ...]], dict[int, str]]:
         """Storages of the stand-ins and of the real tensors, for modules that hold on to those."""
         parameters: dict[int, tuple[str, ...]] = {}
         buffers: dict[int, str] = {}
@@ -339,7 +342,7 @@ def _evaluating(module: nn.Module) -> Generator[None]:
 
 def _values(given: Any) -> tuple[tuple[bool, str, int], ...]:
     """The values of tensors that have any: floats of activations and weights have none here."""
-    found: list[tuple[bool, str, int]] = []
+    values: list[tuple[bool, str, int]] = []
     with _disable_current_modes(), torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
         for leaf in tree_leaves(given):
             if isinstance(leaf, Tensor) and not leaf.is_meta and not is_batchedtensor(leaf):
@@ -353,8 +356,8 @@ def _values(given: Any) -> tuple[tuple[bool, str, int], ...]:
                 content = (
                     rows.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
                 )
-                found.append((rows.numel() == 1, str(rows.dtype), hash(content)))
-    return tuple(found)
+                values.append((rows.numel() == 1, str(rows.dtype), hash(content)))
+    return tuple(values)
 
 
 class _Functions(TorchFunctionMode):

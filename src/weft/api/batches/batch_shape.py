@@ -33,14 +33,14 @@ _GIVE = "Give a tensor, or a dictionary, list, tuple or dataclass of tensors, te
 
 
 @dataclass(frozen=True, slots=True)
-class _Field:
+class _SampleTensor:
     """A tensor with a row for each sample."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _SampleList:
     """A list with an entry for each sample."""
 
     values: Sequence[Any]
@@ -51,14 +51,14 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Whole:
+class _BatchWide:
     """What belongs to the batch as a whole."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
-class _Inner:
+class _Container:
     """A container, by the names of its entries."""
 
     entries: Mapping[str, Any]
@@ -77,7 +77,7 @@ class BatchShape:
     @property
     def has_rows(self) -> bool:
         """Whether a sample has something that is no tensor with a row for each."""
-        return any(isinstance(leaf, _Rows) for leaf in _leaves(self.root))
+        return any(isinstance(leaf, _SampleList) for leaf in _leaves(self.root))
 
     def restored(self, fields: Mapping[str, Tensor]) -> Any:
         """Return a batch of this shape, of rows that may be fewer."""
@@ -93,8 +93,8 @@ class BatchShape:
 
     def part(self, name: str, fields: Mapping[str, Tensor]) -> Any:
         """Return one entry of the batch by its name, such as "image.boxes" or "1", in the same way."""
-        found = _entry(self._whose(fields).root, name)
-        return None if found is None else _built(found, fields, _rows_of(fields))
+        entry = _entry(self._whose(fields).root, name)
+        return None if entry is None else _built(entry, fields, _rows_of(fields))
 
     def _whose(self, fields: Mapping[str, Tensor]) -> BatchShape:
         return self.spare if self.spare is not None and FILLER in fields else self
@@ -109,7 +109,7 @@ class BatchShape:
         return list(_names(self.root, ""))
 
 
-class Counted(dict[str, Any]):
+class CountedBatch(dict[str, Any]):
     """A batch that says how many samples it has."""
 
     def __init__(self, entries: Mapping[str, Any], samples: int) -> None:
@@ -126,14 +126,18 @@ def taken_apart(batch: Any) -> tuple[dict[str, Tensor], BatchShape]:
     size = samples_in(batch)
     fields: dict[str, Tensor] = {}
     if _is_list_of_samples(batch):
-        root: Any = _Inner({"0": _Rows(cast(Sequence[Any], batch))}, ("0",), lambda entries: entries["0"])
+        root: Any = _Container({"0": _SampleList(cast(Sequence[Any], batch))}, ("0",), lambda entries: entries["0"])
     else:
-        root = _Inner({"0": _Field("0")}, ("0",), lambda entries: entries["0"]) if isinstance(batch, Tensor) else None
+        root = (
+            _Container({"0": _SampleTensor("0")}, ("0",), lambda entries: entries["0"])
+            if isinstance(batch, Tensor)
+            else None
+        )
         if isinstance(batch, Tensor):
             fields["0"] = batch
     root = root if root is not None else _looked_at(batch, "", size, fields)
     shape = BatchShape(root)
-    beside = [leaf for leaf in _leaves(root) if not isinstance(leaf, _Field)]
+    beside = [leaf for leaf in _leaves(root) if not isinstance(leaf, _SampleTensor)]
     if beside:
         fields[ROWS] = _numbered(beside, size)
     return fields, shape
@@ -142,7 +146,7 @@ def taken_apart(batch: Any) -> tuple[dict[str, Tensor], BatchShape]:
 def _looked_at(value: Any, name: str, size: int, fields: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         if value.ndim == 0:
-            return _Whole(value)
+            return _BatchWide(value)
         if value.shape[0] != size:
             raise DataError(
                 f"entry {name} of the batch has {value.shape[0]} rows, and others hold {size} samples. Samples must lie"
@@ -150,31 +154,31 @@ def _looked_at(value: Any, name: str, size: int, fields: dict[str, Tensor]) -> A
                 " loss), or give a row to each sample."
             )
         fields[name] = value
-        return _Field(name)
+        return _SampleTensor(name)
     if isinstance(value, _PLAIN):
-        return _Whole(value)
+        return _BatchWide(value)
     entries = _entries_of(value)
     if entries is None:
         where = f"entry {name} of the batch" if name else "the batch"
         raise DataError(f"{where} is a {type(value).__name__}, which cannot be shared out over ranks. {_GIVE}")
-    if name and _is_sequence(value) and (found := _list_of(value, name, size)) is not None:
-        return found
-    inner = {str(key): _looked_at(each, _joined(name, key), size, fields) for key, each in entries.items()}
-    return _Inner(inner, tuple(entries), _maker(value))
+    if name and _is_sequence(value) and (entries_of_samples := _list_of(value, name, size)) is not None:
+        return entries_of_samples
+    inner = {str(key): _looked_at(entry, _joined(name, key), size, fields) for key, entry in entries.items()}
+    return _Container(inner, tuple(entries), _maker(value))
 
 
 def _list_of(value: Sequence[Any], name: str, size: int) -> Any:
     """What an inner list is: an entry for each sample, a whole; None: a container."""
-    tensors = [each for each in tensors_of(value) if each.ndim]
-    stacked = bool(tensors) and all(each.shape[0] == size for each in tensors)
+    tensors = [tensor for tensor in tensors_of(value) if tensor.ndim]
+    stacked = bool(tensors) and all(tensor.shape[0] == size for tensor in tensors)
     if len(value) != size or not len(value):
-        return None if tensors else _Whole(value)
-    if stacked and all(isinstance(each, Tensor) for each in value):
+        return None if tensors else _BatchWide(value)
+    if stacked and all(isinstance(item, Tensor) for item in value):
         raise DataError(
             f"entry {name} of the batch is a list of {size} tensors with {size} rows each: it cannot be told whether it"
             " has a tensor for each sample or parts of all of them. Name the parts (a dictionary), or stack them."
         )
-    return None if stacked else _Rows(value)
+    return None if stacked else _SampleList(value)
 
 
 def samples_in(batch: Any) -> int:
@@ -183,7 +187,7 @@ def samples_in(batch: Any) -> int:
     Raises:
         DataError: its entries disagree about it, or none says it.
     """
-    if isinstance(batch, Counted):
+    if isinstance(batch, CountedBatch):
         return batch.samples
     if isinstance(batch, Tensor):
         if batch.ndim == 0:
@@ -211,18 +215,18 @@ def _sizes(value: Any, name: str, *, outside: bool) -> Iterator[tuple[str, int]]
         if value.ndim:
             yield name, value.shape[0]
     elif (entries := _entries_of(value)) is not None and (outside or not _is_sequence(value)):
-        for key, each in entries.items():
-            yield from _sizes(each, _joined(name, key), outside=False)
+        for key, entry in entries.items():
+            yield from _sizes(entry, _joined(name, key), outside=False)
 
 
 def _lengths(value: Any, name: str) -> Iterator[tuple[str, int]]:
     """Lengths of the inner lists."""
-    for key, each in (_entries_of(value) or {}).items():
+    for key, entry in (_entries_of(value) or {}).items():
         inner = _joined(name, key)
-        if _is_sequence(each):
-            yield inner, len(each)
+        if _is_sequence(entry):
+            yield inner, len(entry)
         else:
-            yield from _lengths(each, inner)
+            yield from _lengths(entry, inner)
 
 
 def _is_list_of_samples(batch: Any) -> bool:
@@ -230,9 +234,9 @@ def _is_list_of_samples(batch: Any) -> bool:
     if not isinstance(batch, list) or not batch:
         return False
     entries = cast(list[Any], batch)
-    if all(isinstance(each, _PLAIN) for each in entries):
+    if all(isinstance(entry, _PLAIN) for entry in entries):
         return True
-    keys = {tuple(each) if isinstance(each, Mapping) else None for each in entries}
+    keys = {tuple(entry) if isinstance(entry, Mapping) else None for entry in entries}
     if len(keys) != 1 or None in keys:
         return False
     rows = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors_of(entries)}
@@ -267,8 +271,8 @@ def _maker(value: Any) -> Callable[[Mapping[Any, Any]], Any]:
 
     def of_dataclass(entries: Mapping[Any, Any]) -> Any:
         made = copy.copy(value)
-        for name, each in entries.items():
-            object.__setattr__(made, name, each)
+        for name, entry in entries.items():
+            object.__setattr__(made, name, entry)
         return made
 
     return of_dataclass
@@ -283,34 +287,34 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     else:
-        for each in (_entries_of(value) or {}).values():
-            yield from tensors_of(each)
+        for entry in (_entries_of(value) or {}).values():
+            yield from tensors_of(entry)
 
 
 def _leaves(node: Any) -> Iterator[Any]:
-    if isinstance(node, _Inner):
-        for each in node.entries.values():
-            yield from _leaves(each)
+    if isinstance(node, _Container):
+        for entry in node.entries.values():
+            yield from _leaves(entry)
     else:
         yield node
 
 
 def _names(node: Any, name: str) -> Iterator[str]:
-    if isinstance(node, _Inner):
-        for key, each in node.entries.items():
-            yield from _names(each, _joined(name, key))
+    if isinstance(node, _Container):
+        for key, entry in node.entries.items():
+            yield from _names(entry, _joined(name, key))
     else:
         yield name
 
 
 def _entry(node: Any, name: str) -> Any:
-    if not isinstance(node, _Inner):
+    if not isinstance(node, _Container):
         return None
     if name in node.entries:
         return node.entries[name]
-    for key, each in node.entries.items():
+    for key, entry in node.entries.items():
         if name.startswith(f"{key}."):
-            return _entry(each, name[len(key) + 1 :])
+            return _entry(entry, name[len(key) + 1 :])
     return None
 
 
@@ -322,13 +326,13 @@ def _rows_of(fields: Mapping[str, Tensor]) -> Sequence[int]:
 
 
 def _built(node: Any, fields: Mapping[str, Tensor], rows: Sequence[int]) -> Any:
-    if isinstance(node, _Inner):
-        made = [_built(each, fields, rows) for each in node.entries.values()]
+    if isinstance(node, _Container):
+        made = [_built(entry, fields, rows) for entry in node.entries.values()]
         return node.make(dict(zip(node.keys, made, strict=True)))
-    if isinstance(node, _Field):
+    if isinstance(node, _SampleTensor):
         return fields[node.name]
     device = fields[ROWS].device
-    value = node.value if isinstance(node, _Whole) else node.take(rows)
+    value = node.value if isinstance(node, _BatchWide) else node.take(rows)
 
     def move(leaf: Any) -> Any:
         return leaf.to(device) if isinstance(leaf, Tensor) else leaf
@@ -339,16 +343,16 @@ def _built(node: Any, fields: Mapping[str, Tensor], rows: Sequence[int]) -> Any:
 def _numbered(beside: Sequence[Any], size: int) -> Tensor:
     whole = xxhash.xxh3_64()
     for leaf in beside:
-        if isinstance(leaf, _Whole):
+        if isinstance(leaf, _BatchWide):
             add_to_digest(whole, leaf.value)
-    found: list[list[int]] = []
-    lists = [leaf for leaf in beside if isinstance(leaf, _Rows)]
+    numbers: list[list[int]] = []
+    lists = [leaf for leaf in beside if isinstance(leaf, _SampleList)]
     for row in range(size):
         digest = whole.copy()
-        for each in lists:
-            add_to_digest(digest, each.values[row])
-        found.append([row, digest.intdigest() >> 12])
-    return torch.tensor(found, dtype=torch.int64).reshape(size, 2)
+        for entries in lists:
+            add_to_digest(digest, entries.values[row])
+        numbers.append([row, digest.intdigest() >> 12])
+    return torch.tensor(numbers, dtype=torch.int64).reshape(size, 2)
 
 
 def add_to_digest(digest: Any, value: Any) -> None:
@@ -357,9 +361,9 @@ def add_to_digest(digest: Any, value: Any) -> None:
         digest.update(f"{tuple(value.shape)} {value.dtype}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     elif (entries := _entries_of(value)) is not None:
-        for key, each in entries.items():
+        for key, entry in entries.items():
             digest.update(str(key).encode())
-            add_to_digest(digest, each)
+            add_to_digest(digest, entry)
     elif isinstance(value, np.ndarray):
         digest.update(f"{value.shape} {value.dtype}".encode())
         digest.update(np.ascontiguousarray(value).tobytes())

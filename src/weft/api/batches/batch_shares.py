@@ -89,7 +89,7 @@ class BatchShares:
         number = -(-max(sizes) // micro)
         if self._plan.mesh.pipeline > 1:  # whose schedule may ask for a multiple of the plan's number
             number = max(counts) * -(-number // max(counts))
-        if (number > 1 or not min(sizes)) and (whole := whole_share_for(self._blueprint)):
+        if (number > 1 or not min(sizes)) and (whole := full_share_reason(self._blueprint)):
             raise DataError(
                 f"{whole}, and a batch of {size} samples cannot be given to {len(sizes)} data ranks in one piece"
                 f" of 1 to {micro} samples each. Let the loader's batches have {len(sizes)} to {self._batch_size}"
@@ -152,17 +152,17 @@ class BatchShares:
     def microbatches(self, fields: Mapping[str, Tensor], ids: Tensor) -> list[Batch]:
         """Cut a share, whose samples have the numbers `ids`."""
         taken, whole = self._find(fields), {**fields, "sample_ids": ids}
-        found: list[Batch] = []
+        microbatches: list[Batch] = []
         for begin, end in taken.share.cuts:
             if begin < end:
-                found.append({name: value[begin:end] for name, value in whole.items()})
+                microbatches.append({name: value[begin:end] for name, value in whole.items()})
             else:
                 flag = torch.ones(1, dtype=torch.bool)
-                found.append({**taken.first, "sample_ids": torch.zeros(1, dtype=torch.int64), FILLER: flag})
-        return found
+                microbatches.append({**taken.first, "sample_ids": torch.zeros(1, dtype=torch.int64), FILLER: flag})
+        return microbatches
 
     def _known(self, fields: Mapping[str, Tensor]) -> _Taken | None:
-        return next((found for value in fields.values() if (found := self._of_field.get(value)) is not None), None)
+        return next((taken for value in fields.values() if (taken := self._of_field.get(value)) is not None), None)
 
     def _find(self, fields: Mapping[str, Tensor]) -> _Taken:
         known = self._known(fields)
@@ -209,7 +209,7 @@ def gathers_samples(blueprint: Blueprint, plan: Plan) -> bool:
     return not blueprint.per_sample_loss and plan.mesh.data > 1
 
 
-def whole_share_for(blueprint: Blueprint) -> str:
+def full_share_reason(blueprint: Blueprint) -> str:
     """Why a rank must see its whole share of a batch at once, as the beginning of a sentence; empty: it need not."""
     if norm := blueprint.batch_norm:
         return f"{norm} takes the statistics of the whole batch"

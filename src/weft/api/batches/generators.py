@@ -54,9 +54,9 @@ class DrawnReads:
         if not self._look:
             return read()
         before = _states()
-        found = read()
+        result = read()
         if _are(before):
-            return found
+            return result
         self.draw = True
         _restore(before)
         return None
@@ -93,7 +93,7 @@ def _restore(states: _States) -> None:
 @contextmanager
 def generators_kept(loader: object) -> Generator[None]:
     """Look at a loader, and put its generators and the process's back: the training draws what one process draws."""
-    states, own = _states(), [(each, _state(each)) for each in _generators(loader, _DEPTH, set())]
+    states, own = _states(), [(generator, _state(generator)) for generator in _generators(loader, _DEPTH, set())]
     try:
         yield
     finally:
@@ -114,7 +114,7 @@ def take_states(loader: object, device: torch.device, text: str) -> None:
 
 def own_states(loader: object) -> list[Any]:
     """Return where the loader's own generators stand, beside those of the process."""
-    return [_saved(each) for each in _generators(loader, _DEPTH, set())]
+    return [_saved(generator) for generator in _generators(loader, _DEPTH, set())]
 
 
 def take_own_states(loader: object, states: Sequence[Any]) -> None:
@@ -132,7 +132,7 @@ def take_process_states(device: torch.device, states: Mapping[str, Any]) -> None
     known = [
         (each, states[name]) for name, each in zip(_names(device), _of_process(device), strict=True) if name in states
     ]
-    _take([each for each, _ in known], [state for _, state in known])
+    _take([name for name, _ in known], [state for _, state in known])
 
 
 def _generators(held: Any, depth: int, seen: set[int]) -> Iterator[Any]:
@@ -189,8 +189,8 @@ def _saved(generator: Any) -> Any:
 
 
 def _take(generators: Sequence[Any], saved: Sequence[Any]) -> None:
-    for each, state in zip(generators, saved, strict=True):
-        _give(each, _read(state))
+    for generator, state in zip(generators, saved, strict=True):
+        _give(generator, _read(state))
 
 
 def _written(value: Any) -> Any:
@@ -199,14 +199,14 @@ def _written(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return {"array": base64.b64encode(value.tobytes()).decode(), "dtype": str(value.dtype)}
     if isinstance(value, Mapping):
-        return {name: _written(each) for name, each in cast(Mapping[str, Any], value).items()}
-    return [_written(each) for each in cast(Sequence[Any], value)] if isinstance(value, tuple) else value
+        return {name: _written(item) for name, item in cast(Mapping[str, Any], value).items()}
+    return [_written(item) for item in cast(Sequence[Any], value)] if isinstance(value, tuple) else value
 
 
 def _read(value: Any) -> Any:
     if isinstance(value, dict):
-        held = cast(dict[str, Any], value)
-        if held.keys() == {"array", "dtype"}:
-            return np.frombuffer(base64.b64decode(held["array"]), dtype=held["dtype"]).copy()
-        return {name: _read(each) for name, each in held.items()}
-    return tuple(_read(each) for each in cast(list[Any], value)) if isinstance(value, list) else value
+        entries = cast(dict[str, Any], value)
+        if entries.keys() == {"array", "dtype"}:
+            return np.frombuffer(base64.b64decode(entries["array"]), dtype=entries["dtype"]).copy()
+        return {name: _read(value) for name, value in entries.items()}
+    return tuple(_read(item) for item in cast(list[Any], value)) if isinstance(value, list) else value

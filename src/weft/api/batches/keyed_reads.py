@@ -9,7 +9,7 @@ from weft.api.batches.batch_shape import taken_apart
 from weft.api.batches.generators import DrawnReads, seeded
 
 
-class Asked(NamedTuple):
+class SampleRequest(NamedTuple):
     """The samples of a global batch by their indices, and which of them a rank is to have."""
 
     indices: Sequence[Any]
@@ -31,7 +31,7 @@ class KeyedReader:
         """`alone`: whether this rank has all samples."""
         self._dataset, self._collate, self._seed, self._alone = dataset, collate, seed, alone
         self._reads, self._collates = DrawnReads(dataset), DrawnReads(collate)
-        self.collates_whole = False
+        self.collates_full_batch = False
         """Whether the collate function draws, or looks at the whole batch, and is given the whole on every rank."""
 
     def __getattr__(self, name: str) -> Any:
@@ -42,29 +42,29 @@ class KeyedReader:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitems__(self, asked: Asked) -> Asked:
+    def __getitems__(self, asked: SampleRequest) -> SampleRequest:
         """Leave the reading to the collating, which knows whether it needs the other ranks' samples."""
         return asked
 
-    def __call__(self, asked: Asked) -> Any:
+    def __call__(self, asked: SampleRequest) -> Any:
         rows, whole = _rows(asked), (0, len(asked.indices))
-        start, stop = whole if self.collates_whole else rows
+        start, stop = whole if self.collates_full_batch else rows
         samples = self._samples(asked, start, stop)
-        found = None if self._collates.draw else self._collates.tried(lambda: [self._collate(samples)])
-        if found is None:
-            self.collates_whole = not self._alone
+        batch = None if self._collates.draw else self._collates.tried(lambda: [self._collate(samples)])
+        if batch is None:
+            self.collates_full_batch = not self._alone
             samples = samples if self._alone or (start, stop) == whole else self._samples(asked, *whole)
             with seeded(self._seed, asked.first):
-                found = [self._collate(samples)]
-        if not self.collates_whole or rows == whole:
-            return found[0]
-        fields, shape = taken_apart(found[0])
+                batch = [self._collate(samples)]
+        if not self.collates_full_batch or rows == whole:
+            return batch[0]
+        fields, shape = taken_apart(batch[0])
         return shape.restored({name: value[slice(*rows)] for name, value in fields.items()})
 
-    def _samples(self, asked: Asked, start: int, stop: int) -> list[Any]:
+    def _samples(self, asked: SampleRequest, start: int, stop: int) -> list[Any]:
         indices = asked.indices[start:stop]
-        if not self._reads.draw and (found := self._reads.tried(lambda: self._items(indices))) is not None:
-            return found
+        if not self._reads.draw and (items := self._reads.tried(lambda: self._items(indices))) is not None:
+            return items
         samples: list[Any] = []
         for place, index in enumerate(indices, asked.first + start):
             with seeded(self._seed, place):
@@ -76,6 +76,6 @@ class KeyedReader:
         return list(fetch(indices)) if fetch else [self._dataset[index] for index in indices]
 
 
-def _rows(asked: Asked) -> tuple[int, int]:
+def _rows(asked: SampleRequest) -> tuple[int, int]:
     """Those that a rank has; the first sample stands in where it has none."""
     return (asked.start, asked.stop) if asked.start < asked.stop else (0, 1)

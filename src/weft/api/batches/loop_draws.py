@@ -1,8 +1,8 @@
 """Random numbers that a loop of the user's own draws for a batch.
 
 They come from the rank's generator, so that every rank would draw others for its samples than one process does.  Where
-steps are Weft's, a batch that the loop has drawn into is refused (`Yielded`); it may draw for other things.  Where the
-loop keeps its own steps, its draws are made for the whole batch (`PlacedDraws`).
+steps are Weft's, a batch that the loop has drawn into is refused (`YieldedBatch`); it may draw for other things.  Where
+the loop keeps its own steps, its draws are made for the global batch (`PlacedDraws`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _UNTOLD = (
 )
 
 
-class Yielded:
+class YieldedBatch:
     """A batch as it was handed to the loop, and the generators at that time."""
 
     def __init__(self, fields: Mapping[str, Tensor], device: torch.device) -> None:
@@ -171,10 +171,10 @@ class PlacedDraws:
 
     def digest(self) -> str:
         """Where the generators stand; the same on all ranks while all draw alike."""
-        found = xxhash.xxh3_64()
+        digest = xxhash.xxh3_64()
         for state in self._states():
-            found.update(state)
-        return found.hexdigest()
+            digest.update(state)
+        return digest.hexdigest()
 
     def _states(self) -> tuple[bytes, ...]:
         own = torch.get_rng_state().numpy().tobytes()
@@ -203,9 +203,9 @@ class PlacedDraws:
                 return plain(*args, **kwargs)
             self.check()
             self.has_drawn = True
-            found = draw(*args, **kwargs)
+            drawn = draw(*args, **kwargs)
             self._stood = self._states()
-            return found
+            return drawn
 
         setattr(owner, name, placed)
 
@@ -239,29 +239,29 @@ class PlacedDraws:
         rows, place = self._rows, _place_of_call()
         known = self._known.get(place)
         if self._makes and (shape[0] != rows or known is False):
-            found = False  # for a batch that the loop makes
+            is_drawn = False  # for a batch that the loop makes
         elif rows == 1:
-            found = known if known is None or not known else shape[0] == 1 or None
+            is_drawn = known if known is None or not known else shape[0] == 1 or None
         elif shape[0] == rows:
-            found = known is None or known is True or self._alike.get(place) != tuple(shape)
+            is_drawn = known is None or known is True or self._alike.get(place) != tuple(shape)
         else:
-            found = False if shape[0] == 1 or (shape[0] % rows and rows not in shape) else None
-        if found is None:
+            is_drawn = False if shape[0] == 1 or (shape[0] % rows and rows not in shape) else None
+        if is_drawn is None:
             raise PlanError(
                 f"the loop drew {name} of shape {tuple(shape)} where this rank has {rows} of the batch's {self._size}"
                 f" samples, and nothing says which numbers are whose. {_ELSE}"
             )
-        self._known[place] = found
-        if not found:
+        self._known[place] = is_drawn
+        if not is_drawn:
             self._alike[place] = tuple(shape)
-        return found
+        return is_drawn
 
     def _cut(self, whole: Tensor) -> Tensor:
         stop = self._stop if self._start < self._stop else 1
         start = self._start if self._start < self._stop else 0
         return whole[start:stop].clone(memory_format=torch.preserve_format)
 
-    def _like_whole(self, tensor: Tensor) -> Tensor:
+    def _like_full_batch(self, tensor: Tensor) -> Tensor:
         """Room for what a tensor has for this rank's samples, for all samples."""
         order = torch.channels_last if _is_channels_last(tensor) else torch.contiguous_format
         shape = (self._size, *tensor.shape[1:])
@@ -293,26 +293,26 @@ class PlacedDraws:
         op, names = func.overloadpacket.__name__, [argument.name for argument in func._schema.arguments]
         is_in_place = op.endswith("_")
         named = dict(zip(names, args, strict=False)) | dict(kwargs)
-        for each, value in named.items():
-            if each == "size":
-                named[each] = [self._size, *shape[1:]]
+        for key, value in named.items():
+            if key == "size":
+                named[key] = [self._size, *shape[1:]]
             elif isinstance(value, Tensor):
-                has_no_values = each == "self" and (is_in_place or op.endswith("_like"))
-                named[each] = self._like_whole(value) if has_no_values else self._spread(value, len(shape))
-        placed = [named.pop(each) for each in names[: len(args)]]
+                has_no_values = key == "self" and (is_in_place or op.endswith("_like"))
+                named[key] = self._like_full_batch(value) if has_no_values else self._spread(value, len(shape))
+        placed = [named.pop(name) for name in names[: len(args)]]
         whole = self._cut(func(*placed, **named))
         return args[0].copy_(whole) if is_in_place else whole
 
     def _of_numpy(self, plain: Draw) -> Draw:
         def draw(*args: Any, **kwargs: Any) -> Any:
-            found, name = plain(*args, **kwargs), f"numpy.random.{plain.__name__}"
-            if isinstance(found, np.ndarray) and self._is_of_samples(found.shape, name):
+            drawn, name = plain(*args, **kwargs), f"numpy.random.{plain.__name__}"
+            if isinstance(drawn, np.ndarray) and self._is_of_samples(drawn.shape, name):
                 raise PlanError(
                     f"the loop drew {name} with a row for each of this rank's {self._rows} samples, which would be"
                     " others than those of one process. Draw them by torch (torch.rand(len(x))), which draws for the"
                     " whole batch."
                 )
-            return found
+            return drawn
 
         return draw
 
@@ -320,7 +320,7 @@ class PlacedDraws:
         """Of an argument with a row for each of this rank's samples one for all, in which these are in their places."""
         if not isinstance(value, Tensor) or value.ndim != ndim or value.shape[0] != self._rows:
             return value
-        whole = self._like_whole(value.detach())
+        whole = self._like_full_batch(value.detach())
         whole.copy_(value.detach()[:1].expand_as(whole))
         if self._start < self._stop:
             whole[self._start : self._stop] = value.detach()
@@ -329,13 +329,13 @@ class PlacedDraws:
 
 def _place_of_call() -> tuple[Any, ...]:
     """Where in the loop, and in what it calls, a draw stands."""
-    found: list[Any] = []
+    place: list[Any] = []
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None and len(found) < _DEEPEST:
+    while frame is not None and len(place) < _DEEPEST:
         if frame.f_code.co_filename != __file__:
-            found.append((frame.f_code, frame.f_lasti))
+            place.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(place)
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

@@ -26,7 +26,7 @@ class LossOfUser:
     def __init__(self, loss: Callable[[Any, Any], Any], like: BatchShape | None = None, hint: str = "") -> None:
         """`like`: shape of the loader's batches; `hint`: what to say where the loss of the model's outputs is None."""
         self._loss = loss
-        self._told = False
+        self._warned = False
         self.per_sample: bool = getattr(loss, "per_sample", True)
         self.like: BatchShape = like or taken_apart({"x": torch.empty(1)})[1]
         self.auxiliary = {name: self._of_user(term) for name, term in auxiliary_of(loss).items()}
@@ -37,12 +37,12 @@ class LossOfUser:
     @contextmanager
     def on_trial(self, like: BatchShape) -> Generator[None]:
         """Take batches of this shape within, and give no warning: the first step after gives it."""
-        before = self._told, self.like
-        self._told, self.like = True, like
+        before = self._warned, self.like
+        self._warned, self.like = True, like
         try:
             yield
         finally:
-            self._told, self.like = before
+            self._warned, self.like = before
 
     @contextmanager
     def watched(self, look: Callable[[Any, Any], None], *, counts: bool) -> Generator[None]:
@@ -75,14 +75,14 @@ class LossOfUser:
 
     def _call(self, outputs: Any, own: Any) -> Any:
         try:
-            found = self._loss(outputs, own)
+            result = self._loss(outputs, own)
         except TypeError as problem:
             if self._hint and getattr(outputs, "loss", outputs) is None:
                 raise RecipeError(f"the loss raised TypeError: {problem}.{self._hint}") from problem
             raise
-        if found is None:
+        if result is None:
             raise RecipeError(f"the loss returned None.{self._hint or ' ' + _CONTRACT}")
-        return found
+        return result
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         if isinstance(batch, GatheredBatch) and self.like.has_rows:
@@ -96,21 +96,21 @@ class LossOfUser:
         loss_sum, count = self._totals(self._call(outputs, own), batch)
         return (loss_sum * 0.0, torch.zeros_like(count)) if FILLER in batch else (loss_sum, count)
 
-    def _totals(self, found: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _totals(self, result: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """What the user's loss has returned, as sum and count."""
-        learnt = found[0] if isinstance(found, tuple) and found else found
+        learnt = result[0] if isinstance(result, tuple) and result else result
         if isinstance(learnt, Tensor) and torch.is_grad_enabled() and not learnt.requires_grad:
             raise RecipeError(
                 "the loss does not depend on what the model computed, so nothing can be learnt from it. Make it of the"
                 " outputs, without detach(), item() and torch.no_grad()."
             )
-        if isinstance(found, tuple):
-            loss_sum, count = _pair(cast(tuple[Any, ...], found))
+        if isinstance(result, tuple):
+            loss_sum, count = _pair(cast(tuple[Any, ...], result))
             return loss_sum, torch.as_tensor(count, dtype=torch.float64, device=loss_sum.device)
-        _refuse_no_sum(found)
+        _refuse_no_sum(result)
         samples = next(iter(batch.values())).shape[0]
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             warnings.warn(
                 "the loss returned one number, which is taken as the mean over the batch's samples. If it is a mean"
                 " over"
@@ -118,13 +118,13 @@ class LossOfUser:
                 " right.",
                 stacklevel=2,
             )
-        return found * samples, found.new_full((), float(samples), dtype=torch.float64)
+        return result * samples, result.new_full((), float(samples), dtype=torch.float64)
 
 
-def _pair(found: tuple[Any, ...]) -> tuple[Tensor, Any]:
-    if len(found) != 2:
-        raise RecipeError(f"the loss returned {len(found)} values. {_CONTRACT}")
-    loss_sum, count = found
+def _pair(pair: tuple[Any, ...]) -> tuple[Tensor, Any]:
+    if len(pair) != 2:
+        raise RecipeError(f"the loss returned {len(pair)} values. {_CONTRACT}")
+    loss_sum, count = pair
     _refuse_no_sum(loss_sum)
     if isinstance(count, Tensor):
         is_number = count.ndim == 0 and not count.is_complex()
@@ -173,7 +173,7 @@ def is_sum_over_samples(loss: Tensor) -> bool:
         if _is_sum(node):
             sums += 1
         elif node.name().removesuffix("0").startswith(tuple(f"{each}Backward" for each in _JOINING)):
-            waiting += [each for each, _ in node.next_functions if each is not None]
+            waiting += [function for function, _ in node.next_functions if function is not None]
         else:
             return False
     return False
@@ -203,8 +203,8 @@ def _is_divided(node: Any) -> bool:
     if not node.name().startswith("MulBackward"):
         return False
     saved = (getattr(node, "_saved_self", None), getattr(node, "_saved_other", None))
-    factors = [each for each in saved if each is not None]
-    return any(each.numel() != 1 or abs(float(each)) < _SMALL for each in factors)
+    factors = [factor for factor in saved if factor is not None]
+    return any(factor.numel() != 1 or abs(float(factor)) < _SMALL for factor in factors)
 
 
 def stand_in_loss(outputs: Any, batch: Any) -> tuple[Tensor, int]:

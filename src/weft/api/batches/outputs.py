@@ -54,9 +54,9 @@ class GatheredOutputs:
         """Take a microbatch.  Raises `DataError` where samples do not lie along dim 0."""
         self.take(self._select(outputs, batch), samples_in(batch))
 
-    def take(self, found: Any, size: int | None = None) -> None:
+    def take(self, outputs: Any, size: int | None = None) -> None:
         """Take what was selected of a microbatch of `size` samples; None: as many as its first field has rows."""
-        shape, fields = _taken_apart(found)
+        shape, fields = _taken_apart(outputs)
         if not fields:
             raise DataError(
                 f"what is to be put together is an empty {shape}. Give tensors with one row for each sample."
@@ -96,21 +96,21 @@ class GatheredOutputs:
         for _, rank in having:
             self._shape = of_ranks[rank]["shape"]
             whole.append(self._sent(own if rank == view.index else None, of_ranks[rank]["fields"], rank))
-        found = _joined(whole)
-        self._whole.append(found)
-        return _put_together(found, self._shape)
+        joined = _joined(whole)
+        self._whole.append(joined)
+        return _put_together(joined, self._shape)
 
     def _sent(self, own: Fields | None, described: Mapping[str, Any], source: int) -> Fields:
         """The fields of one rank, on all."""
-        found: Fields = {}
+        fields: Fields = {}
         for name, (shape, dtype) in described.items():
             kind = getattr(torch, dtype)
             value = torch.empty(shape, dtype=kind) if own is None else own[name].contiguous()
             moved = value.view(torch.uint8) if kind == torch.bool else value  # not every backend carries bool
             moved = moved.to(self._mesh.device)
             dist.broadcast(moved, src=source, group=self._mesh["world"].group)
-            found[name] = moved.cpu().view(kind)
-        return found
+            fields[name] = moved.cpu().view(kind)
+        return fields
 
     def all(self) -> Any:
         """Everything that `join` has returned, one after another.
@@ -134,8 +134,11 @@ def _check_alike(of_ranks: Sequence[Mapping[str, Any] | None]) -> None:
             continue
         rows = {name: shape[:1] for name, (shape, _) in one["fields"].items()}
         kinds = {name: [shape[1:], dtype] for name, (shape, dtype) in one["fields"].items()}
-        told = {"all": f"a {one['shape']} with rows of {_spelt(kinds)}", one["place"]: f"rows by field {_spelt(rows)}"}
-        for place, text in told.items():
+        listed = {
+            "all": f"a {one['shape']} with rows of {_spelt(kinds)}",
+            one["place"]: f"rows by field {_spelt(rows)}",
+        }
+        for place, text in listed.items():
             other, first = known.setdefault(place, (rank, text))
             if first != text:
                 raise DataError(
@@ -144,16 +147,16 @@ def _check_alike(of_ranks: Sequence[Mapping[str, Any] | None]) -> None:
                 )
 
 
-def _spelt(found: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}: {value}" for name, value in found.items())
+def _spelt(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in values.items())
 
 
-def _taken_apart(found: Any) -> tuple[str, dict[str, Any]]:
-    if isinstance(found, Mapping):
-        return "dict", {str(name): value for name, value in cast(Mapping[Any, Any], found).items()}
-    if isinstance(found, tuple | list):
-        return "tuple", {str(place): value for place, value in enumerate(cast(Sequence[Any], found))}
-    return "tensor", {"0": found}
+def _taken_apart(outputs: Any) -> tuple[str, dict[str, Any]]:
+    if isinstance(outputs, Mapping):
+        return "dict", {str(name): value for name, value in cast(Mapping[Any, Any], outputs).items()}
+    if isinstance(outputs, tuple | list):
+        return "tuple", {str(place): value for place, value in enumerate(cast(Sequence[Any], outputs))}
+    return "tensor", {"0": outputs}
 
 
 def _put_together(fields: Fields, shape: str) -> Any:
@@ -171,7 +174,7 @@ def _described(fields: Fields) -> dict[str, Any]:
 def _joined(parts: Sequence[Fields]) -> Fields:
     if not parts:
         return {}
-    found: Fields = {}
+    fields: Fields = {}
     for name in parts[0]:
         shapes = {tuple(part[name].shape[1:]) for part in parts}
         if len(shapes) > 1:
@@ -179,5 +182,5 @@ def _joined(parts: Sequence[Fields]) -> Fields:
                 f"the selected outputs have rows of other shapes in other microbatches ({', '.join(map(str, shapes))}),"
                 " so they make up no tensor. Select what has one shape for every sample, or pad it."
             )
-        found[name] = torch.cat([part[name] for part in parts])
-    return found
+        fields[name] = torch.cat([part[name] for part in parts])
+    return fields

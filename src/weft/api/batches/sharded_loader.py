@@ -26,11 +26,11 @@ from weft.api.batches.generators import (
     take_process_states,
     take_states,
 )
-from weft.api.batches.keyed_reads import Asked, KeyedReader
+from weft.api.batches.keyed_reads import KeyedReader, SampleRequest
 from weft.api.batches.loop_draws import PlacedDraws
 from weft.api.batches.stream import digest_of, refuse_shared_out
 from weft.api.ranks.agreement import check_same_batches, check_same_facts, gather_texts
-from weft.api.ranks.calls import Calls
+from weft.api.ranks.calls import RankCalls
 from weft.errors import CheckpointError, DataError
 
 _KNOWN = 256
@@ -41,7 +41,7 @@ differs does so from the start.  Later calls are looked at in the agreement of t
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOut:
+class HandedBatch:
     """A global batch of `size` samples, of which this rank was handed those from `start` to `stop`."""
 
     size: int
@@ -61,35 +61,35 @@ class HandedOut:
 
 
 @dataclass(slots=True)
-class Handing:
+class LoaderSharing:
     """How a loop's data are shared out over the data ranks, and what was handed out last."""
 
     ranks: int
     index: int
     device: torch.device
     world: dist.ProcessGroup | None
-    calls: Calls
+    calls: RankCalls
     seed: int
-    last: HandedOut | None = None
+    last: HandedBatch | None = None
     """None: no loader was prepared, or none was gone through yet."""
     draws: PlacedDraws | None = None
     """What places the loop's own draws, on several data ranks."""
-    _given: dict[int, tuple[weakref.ref[Tensor], HandedOut]] = field(default_factory=dict[int, Any])
+    _given: dict[int, tuple[weakref.ref[Tensor], HandedBatch]] = field(default_factory=dict[int, Any])
     """Tensor by its id → the batch that it came with, of the last ones."""
     shared: str = ""
     """Digest of all that the loop has shared out itself; equal on all ranks."""
-    _handed: dict[int, HandedOut] = field(default_factory=dict[int, HandedOut])
+    _handed: dict[int, HandedBatch] = field(default_factory=dict[int, HandedBatch])
     """Batches that were handed out since the last backward, by source, of passes that go on."""
-    _trained: dict[int, HandedOut] = field(default_factory=dict[int, HandedOut])
+    _trained: dict[int, HandedBatch] = field(default_factory=dict[int, HandedBatch])
     """Batches that forwards which train were given since the last backward, by source."""
 
-    def hand_out(self, batch: HandedOut, *, is_made: bool = False) -> None:
+    def hand_out(self, batch: HandedBatch, *, is_made: bool = False) -> None:
         """The loop is handed a batch, or its rows of one that it has made itself."""
         self.last = self._handed[batch.source] = batch
         if self.draws is not None:
             self.draws.begin(batch.size, batch.start, batch.stop, is_made=is_made)
 
-    def know(self, value: Any, batch: HandedOut) -> None:
+    def know(self, value: Any, batch: HandedBatch) -> None:
         """Remember what a batch has handed out: a loop may take several before it trains on the first."""
         for leaf in tree_leaves(dict(value) if isinstance(value, Mapping) else value):
             if isinstance(leaf, Tensor):
@@ -100,11 +100,11 @@ class Handing:
 
     def turn_to(self, leaves: Iterable[Any], *, trains: bool) -> None:
         """A forward, which trains or not, is given these: the batch that they came with is the present one."""
-        found = next((known[1] for leaf in leaves if (known := self._given.get(id(leaf))) and known[0]() is leaf), None)
-        if found is not None:
-            self.last = found
+        batch = next((known[1] for leaf in leaves if (known := self._given.get(id(leaf))) and known[0]() is leaf), None)
+        if batch is not None:
+            self.last = batch
         if trains:  # of what the loop has made of its batches it could be any
-            self._trained |= self._handed if found is None else {found.source: found}
+            self._trained |= self._handed if batch is None else {batch.source: batch}
 
     def check_shares(self) -> None:
         """Refuse a loss of batches of several sources of which this rank has other shares: it can have one weight.
@@ -114,8 +114,8 @@ class Handing:
         """
         trained, self._trained = list(self._trained.values()), {}
         self._handed.clear()
-        if self.ranks > 1 and len({each.share for each in trained}) > 1:
-            sizes = " and ".join(f"{each.stop - each.start} of {each.size}" for each in trained)
+        if self.ranks > 1 and len({parameter.share for parameter in trained}) > 1:
+            sizes = " and ".join(f"{parameter.stop - parameter.start} of {parameter.size}" for parameter in trained)
             raise DataError(
                 f"this loss comes of batches of which the rank has {sizes} samples: no one weight makes a mean over all"
                 f" of its terms. Use batch sizes that {self.ranks} ranks divide (drop_last=True), or call"
@@ -135,15 +135,15 @@ class Handing:
         """What is drawn within is no draw of the loop's."""
         return nullcontext() if self.draws is None else self.draws.aside()
 
-    def at(self, index: int) -> Handing:
+    def at(self, index: int) -> LoaderSharing:
         """How they are shared out to another data rank."""
         return replace(self, index=index)
 
-    def share_of(self, size: int, first: int, source: int = 0) -> HandedOut:
+    def share_of(self, size: int, first: int, source: int = 0) -> HandedBatch:
         """This rank's share of a batch."""
         bounds = bounds_of(size, [1] * self.ranks)
         start, stop = bounds[self.index], bounds[self.index + 1]
-        return HandedOut(size, first, start, stop, has_fillers=size < self.ranks, source=source)
+        return HandedBatch(size, first, start, stop, has_fillers=size < self.ranks, source=source)
 
 
 @final
@@ -154,11 +154,11 @@ class LoopLoader:
     that does not divide.  A pass draws its order as plain PyTorch does on one process, from rank 0's generators.
     """
 
-    def __init__(self, loader: Iterable[Any], handing: Handing, number: int) -> None:
+    def __init__(self, loader: Iterable[Any], sharing: LoaderSharing, number: int) -> None:
         """`number`: of the session's loaders, from 1."""
         refuse_shared_out(loader)
-        self._loader, self._handing, self._number = loader, handing, number
-        self._ahead: deque[HandedOut] = deque()
+        self._loader, self._sharing, self._number = loader, sharing, number
+        self._ahead: deque[HandedBatch] = deque()
         """What the sampler has given out and the loop has not been handed yet: workers read ahead."""
         self._position = self._given = 0
         """Samples of all passes before the present one, and of that."""
@@ -172,7 +172,7 @@ class LoopLoader:
         self._kept: dict[str, Any] | None = None
         self.is_at_end = False
         """Whether the batch that was handed out last ends its pass."""
-        self._inner = _inner_of(loader, _Shares(self), handing.seed + number - 1, alone=handing.ranks == 1)
+        self._inner = _inner_of(loader, _SharedBatchSampler(self), sharing.seed + number - 1, alone=sharing.ranks == 1)
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -192,7 +192,7 @@ class LoopLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._begin_pass()
-        present, batches = self._present, self._whole_batches() if self._inner is None else self._read()
+        present, batches = self._present, self._global_batches() if self._inner is None else self._read()
         try:
             ahead = next(batches, None)
             while ahead is not None:  # one is read ahead, so that a loop can know which is the last
@@ -203,15 +203,15 @@ class LoopLoader:
                     raise DataError(f"batch {self._taken} of the loader has no samples, so no step can be made of it.")
                 self._taken += 1
                 self._given = max(self._given, handed.first + handed.size - self._position)
-                moved = _moved(batch, self._handing.device)
-                self._handing.hand_out(handed)
-                self._handing.know(moved, handed)
+                moved = _moved(batch, self._sharing.device)
+                self._sharing.hand_out(handed)
+                self._sharing.know(moved, handed)
                 yield moved
-                self._handing.take_back()
+                self._sharing.take_back()
             self._passes += 1
         finally:  # of a pass that the loop leaves early, too: the next one begins anew
-            self._handing.take_back()
-            self._handing.has_ended(self._number)
+            self._sharing.take_back()
+            self._sharing.has_ended(self._number)
             if self._present == present:
                 self._taken = 0
 
@@ -263,26 +263,26 @@ class LoopLoader:
 
     def _begin_pass(self) -> None:
         """Let all ranks draw the same order, which is rank 0's."""
-        handing, text = self._handing, self._resumes
-        self._kept = process_states(handing.device) if self._keeps and self._skipped else None
-        with handing.calls.call(f"a pass through loader {self._number}", meets=True):
-            if not text and handing.world is not None:
-                own = states_of(self._loader, handing.device) if dist.get_rank() == 0 else ""
-                text = gather_texts(own, handing.device, handing.world)[0]
+        sharing, text = self._sharing, self._resumes
+        self._kept = process_states(sharing.device) if self._keeps and self._skipped else None
+        with sharing.calls.call(f"a pass through loader {self._number}", meets=True):
+            if not text and sharing.world is not None:
+                own = states_of(self._loader, sharing.device) if dist.get_rank() == 0 else ""
+                text = gather_texts(own, sharing.device, sharing.world)[0]
         if text:
-            take_states(self._loader, handing.device, text)
-        self._begun, self._resumes, self._keeps = text or states_of(self._loader, handing.device), "", False
+            take_states(self._loader, sharing.device, text)
+        self._begun, self._resumes, self._keeps = text or states_of(self._loader, sharing.device), "", False
         self._present += 1
         self._ahead.clear()
         self._position, self._given, self._taken = self._position + self._given, 0, self._skipped
 
-    def _read(self) -> Iterator[tuple[Any, HandedOut]]:
+    def _read(self) -> Iterator[tuple[Any, HandedBatch]]:
         """Of a map-style data set: this rank's samples alone are read."""
         assert self._inner is not None, "asked of loaders that read by index"
         for batch in self._inner:
             yield batch, self._ahead.popleft()
 
-    def asked(self) -> Iterator[Asked]:
+    def asked(self) -> Iterator[SampleRequest]:
         """What this rank reads of the batches of a pass, as the user's own sampler makes them up."""
         sampler = cast(Any, self._loader).batch_sampler
         skipped, self._skipped = self._skipped, 0
@@ -291,21 +291,21 @@ class LoopLoader:
             indices = list(drawn)
             if number >= skipped:
                 self._put_back()
-                handed = self._handing.share_of(len(indices), first, self._number)
+                handed = self._sharing.share_of(len(indices), first, self._number)
                 self._ahead.append(handed)
-                yield Asked(indices, first, handed.start, handed.stop)
+                yield SampleRequest(indices, first, handed.start, handed.stop)
             first += len(indices)
         self._put_back()
 
     def _put_back(self) -> None:
         """The loop goes on from here: its generators stood elsewhere than behind the sampler's draws alone."""
         if self._kept is not None:
-            take_process_states(self._handing.device, self._kept)
+            take_process_states(self._sharing.device, self._kept)
             self._kept = None
 
-    def _whole_batches(self) -> Iterator[tuple[Any, HandedOut]]:
+    def _global_batches(self) -> Iterator[tuple[Any, HandedBatch]]:
         """Of anything else that iterates: every rank takes its rows of batches that it has whole."""
-        handing = self._handing
+        sharing = self._sharing
         skipped, self._skipped = self._skipped, 0
         first = self._position
         for number, batch in enumerate(self._loader):
@@ -314,14 +314,14 @@ class LoopLoader:
                 self._put_back()
             if number < skipped:
                 pass
-            elif handing.world is None:
-                yield batch, handing.share_of(size, first, self._number)
+            elif sharing.world is None:
+                yield batch, sharing.share_of(size, first, self._number)
             else:
                 fields, shape = taken_apart(batch)
                 if number < skipped + _COMPARED:
-                    with handing.calls.call(f"a batch of loader {self._number}", meets=True):
-                        check_same_batches(digest_of(fields), handing.device, handing.world)
-                handed = handing.share_of(next(iter(fields.values())).shape[0], first, self._number)
+                    with sharing.calls.call(f"a batch of loader {self._number}", meets=True):
+                        check_same_batches(digest_of(fields), sharing.device, sharing.world)
+                handed = sharing.share_of(next(iter(fields.values())).shape[0], first, self._number)
                 rows = slice(handed.start, handed.stop) if handed.start < handed.stop else slice(0, 1)
                 yield shape.restored({name: value[rows] for name, value in fields.items()}), handed
             first += size
@@ -329,39 +329,39 @@ class LoopLoader:
 
 
 @final
-class _Shares:
+class _SharedBatchSampler:
     """In place of a batch sampler."""
 
     def __init__(self, loader: LoopLoader) -> None:
         self._of = loader
 
-    def __iter__(self) -> Iterator[Asked]:
+    def __iter__(self) -> Iterator[SampleRequest]:
         return self._of.asked()
 
     def __len__(self) -> int:
         return len(self._of)
 
 
-def _inner_of(loader: Iterable[Any], shares: _Shares, seed: int, *, alone: bool) -> DataLoader[Any] | None:
+def _inner_of(loader: Iterable[Any], shares: _SharedBatchSampler, seed: int, *, alone: bool) -> DataLoader[Any] | None:
     """A loader of the same settings that reads what this rank is to have; None: it cannot be read by index."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
-    given = cast(DataLoader[Any], loader)
-    if given.batch_sampler is None:
+    loader_of_user = cast(DataLoader[Any], loader)
+    if loader_of_user.batch_sampler is None:
         return None
-    reader = KeyedReader(given.dataset, given.collate_fn, seed, alone=alone)
-    ahead: dict[str, Any] = {"prefetch_factor": given.prefetch_factor} if given.num_workers else {}
+    reader = KeyedReader(loader_of_user.dataset, loader_of_user.collate_fn, seed, alone=alone)
+    ahead: dict[str, Any] = {"prefetch_factor": loader_of_user.prefetch_factor} if loader_of_user.num_workers else {}
     return DataLoader(
         cast(Any, reader),
         batch_sampler=cast(Any, shares),
         collate_fn=cast(Any, reader),
-        num_workers=given.num_workers,
-        pin_memory=given.pin_memory,
-        timeout=given.timeout,
-        worker_init_fn=given.worker_init_fn,
-        multiprocessing_context=given.multiprocessing_context if given.num_workers else None,
-        generator=given.generator,
-        persistent_workers=given.persistent_workers,
+        num_workers=loader_of_user.num_workers,
+        pin_memory=loader_of_user.pin_memory,
+        timeout=loader_of_user.timeout,
+        worker_init_fn=loader_of_user.worker_init_fn,
+        multiprocessing_context=loader_of_user.multiprocessing_context if loader_of_user.num_workers else None,
+        generator=loader_of_user.generator,
+        persistent_workers=loader_of_user.persistent_workers,
         **ahead,
     )
 
@@ -377,8 +377,8 @@ def _moved(batch: Any, device: torch.device) -> Any:
 class SharedRows:
     """What `session.share` hands out: this rank's rows of batches that the loop makes itself, equally on every rank."""
 
-    def __init__(self, handing: Handing) -> None:
-        self._handing = handing
+    def __init__(self, sharing: LoaderSharing) -> None:
+        self._sharing = sharing
         self._calls = self._samples = 0
 
     def rows(self, values: Sequence[Any], dim: int) -> list[Any]:
@@ -387,48 +387,48 @@ class SharedRows:
         Raises:
             DataError: there is none, they have not equally many rows, or other ranks gave others.
         """
-        handing, leaves = self._handing, [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+        sharing, leaves = self._sharing, [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
         size = _size_of(leaves, dim)
-        handed = handing.share_of(size, self._samples, source=-size)
-        if handing.world is not None:
+        handed = sharing.share_of(size, self._samples, source=-size)
+        if sharing.world is not None:
             self._compare(leaves)
         self._calls += 1
         self._samples += handed.size
-        handing.hand_out(handed, is_made=True)
-        found = [tree_map_only(Tensor, lambda each: self._part(each, handed, dim), value) for value in values]
-        handing.know(found, handed)
-        return found
+        sharing.hand_out(handed, is_made=True)
+        rows = [tree_map_only(Tensor, lambda each: self._part(each, handed, dim), value) for value in values]
+        sharing.know(rows, handed)
+        return rows
 
-    def _part(self, tensor: Tensor, handed: HandedOut, dim: int) -> Tensor:
+    def _part(self, tensor: Tensor, handed: HandedBatch, dim: int) -> Tensor:
         rows = handed.stop - handed.start
         part = tensor.narrow(dim, handed.start, rows) if rows else tensor.narrow(dim, 0, 1)  # a filler, counted 0
-        return part.to(self._handing.device, non_blocking=True)
+        return part.to(self._sharing.device, non_blocking=True)
 
     def _compare(self, leaves: Sequence[Tensor]) -> None:
         """Note what was given, which must be equal on all ranks."""
-        handing, early = self._handing, self._calls < _COMPARED
-        digest = xxhash.xxh64(handing.shared.encode())
+        sharing, early = self._sharing, self._calls < _COMPARED
+        digest = xxhash.xxh64(sharing.shared.encode())
         digest.update(torch.get_rng_state().numpy().tobytes())  # by which most loops make their batches
-        for each in leaves:
-            digest.update(f"{each.dtype} {[*each.shape]}".encode())
-            if early or each.device.type == "cpu":  # to read it from another device would wait for that
-                digest.update(each.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        handing.shared = digest.hexdigest()
+        for leaf in leaves:
+            digest.update(f"{leaf.dtype} {[*leaf.shape]}".encode())
+            if early or leaf.device.type == "cpu":  # to read it from another device would wait for that
+                digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        sharing.shared = digest.hexdigest()
         if early:
-            with handing.calls.call("session.share()", meets=True):
-                check_same_facts({"data: what session.share was given": handing.shared}, handing.device)
+            with sharing.calls.call("session.share()", meets=True):
+                check_same_facts({"data: what session.share was given": sharing.shared}, sharing.device)
 
 
 def _size_of(leaves: Sequence[Tensor], dim: int) -> int:
     if not leaves:
         raise DataError("session.share() was given no tensor. Give it the tensors of a whole batch.")
-    short = next((each for each in leaves if not -each.ndim <= dim < each.ndim), None)
+    short = next((leaf for leaf in leaves if not -leaf.ndim <= dim < leaf.ndim), None)
     if short is not None:
         raise DataError(
             f"session.share(dim={dim}) was given a tensor of shape {tuple(short.shape)}, which has no such dim. Share"
             " tensors whose samples lie along it, and leave others out."
         )
-    sizes = sorted({each.shape[dim] for each in leaves})
+    sizes = sorted({leaf.shape[dim] for leaf in leaves})
     if len(sizes) > 1 or not sizes[0]:
         raise DataError(
             f"session.share(dim={dim}) was given tensors of {' and '.join(map(str, sizes))} samples. Give it the"

@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from weft.api.batches.batch_shape import ROWS, BatchShape, add_to_digest, taken_apart
 from weft.api.batches.generators import seeded
-from weft.api.batches.keyed_reads import Asked, KeyedReader
+from weft.api.batches.keyed_reads import KeyedReader, SampleRequest
 from weft.api.ranks.agreement import UNKNOWN
 from weft.errors import DataError, RecipeError
 from weft.run.data import Permutation
@@ -57,11 +57,11 @@ def trainable(batch: UserBatch) -> UserBatch:
 
 def digest_of(fields: Mapping[str, Tensor]) -> str:
     """Return what two batches share only if all their values are equal."""
-    found = xxhash.xxh3_64()
+    digest = xxhash.xxh3_64()
     for name, value in fields.items():
-        found.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
-        found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def infer_inputs(model: nn.Module, shape: BatchShape) -> dict[str, str]:
@@ -78,8 +78,8 @@ def infer_inputs(model: nn.Module, shape: BatchShape) -> dict[str, str]:
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if shape.has("0") and named:
         needed = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
-        given = {name: str(place) for place, name in enumerate(needed)}
-        return given if len(needed) > 1 and all(map(shape.has, given.values())) else {named[0]: "0"}
+        inputs = {name: str(place) for place, name in enumerate(needed)}
+        return inputs if len(needed) > 1 and all(map(shape.has, inputs.values())) else {named[0]: "0"}
     wants_labels = needs_labels(model, shape)
     matching = {name: name for name in named if shape.has(name) and (name != "labels" or wants_labels)}
     if not matching:
@@ -106,10 +106,10 @@ def without_labels(model: nn.Module, example: BatchShape, inputs: Mapping[str, s
     takes = "labels" in inspect.signature(model.forward).parameters and example.has("labels")
     if not takes or "labels" in inputs:
         return ""
-    given = ", ".join(f'"{name}": "{field}"' for name, field in {**inputs, "labels": "labels"}.items())
+    listed = ", ".join(f'"{name}": "{field}"' for name, field in {**inputs, "labels": "labels"}.items())
     return (
         f" The model was not given the labels, so its outputs have no loss. Compute it of outputs.logits and"
-        f' batch["labels"], or name them: session.prepare(…, inputs={{{given}}}).'
+        f' batch["labels"], or name them: session.prepare(…, inputs={{{listed}}}).'
     )
 
 
@@ -154,8 +154,8 @@ class BatchStream:
         """Samples per pass; None for a loader that only iterates."""
         if self._dataset is None:
             return None
-        found = len(_sampler(cast(DataLoader[Any], self._loader)).data_source)
-        return found - found % self.batch_size if self._drops_last else found
+        num_samples = len(_sampler(cast(DataLoader[Any], self._loader)).data_source)
+        return num_samples - num_samples % self.batch_size if self._drops_last else num_samples
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -179,20 +179,20 @@ class BatchStream:
     def read(self, step: int, start: int, stop: int) -> UserBatch:
         """Samples [start, stop) of a step's global batch, collated by the loader's own function."""
         first = step * self.batch_size
-        asked = Asked(self._indices(range(first, first + self.batch_size)), first, start, stop)
+        asked = SampleRequest(self._indices(range(first, first + self.batch_size)), first, start, stop)
         is_part = stop - start < self.batch_size
         if is_part and not self._has_looked:
             self._has_looked = True
-            self._reader.collates_whole = self._looks_at_the_whole(asked)
+            self._reader.collates_full_batch = self._collates_differently(asked)
         return self._reader(asked)
 
-    def _looks_at_the_whole(self, asked: Asked) -> bool:
+    def _collates_differently(self, asked: SampleRequest) -> bool:
         """Try the collate function on a batch and on this rank's share of it; lengths that it pads to may differ."""
         # Padding to the longest sample differs between the two and is harmless: a model masks it.  Only the part that
         # both have is compared.
         whole = fields_of(self._reader(asked._replace(start=0, stop=self.batch_size)))
         share = fields_of(self._reader(asked))
-        if self._reader.collates_whole or whole.keys() != share.keys():
+        if self._reader.collates_full_batch or whole.keys() != share.keys():
             return True
         for name, value in share.items():
             other = whole[name][asked.start : asked.stop]
@@ -356,7 +356,7 @@ def _samples(dataset: Any, seed: int) -> str:
     """A digest of samples from the whole data set; `UNKNOWN` where they cannot be read again."""
     size = len(dataset)
     places = np.linspace(0, size - 1, min(_SAMPLES, size)).astype(np.int64).tolist() if size else []
-    found: list[str] = []
+    names: list[str] = []
     for place in places:
         try:
             read = {_read(dataset, place, seed) for _ in range(_READS)}
@@ -364,8 +364,8 @@ def _samples(dataset: Any, seed: int) -> str:
             return UNKNOWN
         if len(read) > 1:
             return UNKNOWN
-        found += read
-    return _digest("".join(found))
+        names += read
+    return _digest("".join(names))
 
 
 def _read(dataset: Any, place: int, seed: int) -> str:

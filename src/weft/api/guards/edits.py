@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from weft.api.guards.state_checks import digest_of, is_due
-from weft.api.guards.telling_parameters import refuse_part_of_sum, telling_class
+from weft.api.guards.watched_parameters import refuse_part_of_sum, watched_class
 from weft.config.plan import BATCH_AXES, Axis, Plan
 from weft.errors import RecipeError
 from weft.techniques.core import ModelPart, ParameterLayout, ReducerSet
 
 
 @dataclass(slots=True)
-class _Watched:
+class _WatchedParameter:
     name: str
     parameter: nn.Parameter
     cut_by: Axis | None
@@ -33,7 +33,7 @@ class _Watched:
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _WriteMarks:
     """What tells that somebody has written into parameters."""
 
     addresses: list[int]
@@ -44,7 +44,7 @@ class _Look:
 
 
 @final
-class Edits:
+class ParameterEdits:
     """Knows which parameters somebody else than Weft has written to, by their versions and their storages.
 
     In bf16 and fp16 the weights are copies of what trains, and a write through `.data`, which has no version that could
@@ -58,71 +58,74 @@ class Edits:
     def __init__(self, parts: Sequence[ModelPart], stores: ReducerSet, plan: Plan) -> None:
         self._stores, self._plan = stores, plan
         self._watched = [
-            _Watched(part.layout[name].name, each, _cut_by(part.layout[name]), each.detach())
+            _WatchedParameter(part.layout[name].name, parameter, _cut_by(part.layout[name]), parameter.detach())
             for part in parts
-            for name, each in part.module.named_parameters()
+            for name, parameter in part.module.named_parameters()
         ]
         self._shards = stores.shards
-        self._parameters = [each.parameter for each in self._watched]
+        self._parameters = [watched.parameter for watched in self._watched]
         self._masters = [shard.master for shard in self._shards]
         self._has_copies = any(shard.weights is not None for shard in self._shards)
         # Alone, and without copies, what is written in place is where it is trained, and differs from nobody's.
         self._counts_writes = self._has_copies or plan.mesh.world_size > 1
         self._turnable = [
             place
-            for place, each in enumerate(self._parameters)
-            if len(longer := [size for size in each.shape if size > 1]) > len(set(longer))
+            for place, parameter in enumerate(self._parameters)
+            if len(longer := [size for size in parameter.shape if size > 1]) > len(set(longer))
         ]
         """Places of parameters with two dimensions of one size."""
         self._seen, self._versions = self._look(), _versions(self._masters)
-        self._structure = Structure([part.module for part in parts])
-        self._spread = [each for each in self._watched if isinstance(each.parameter, DTensor)]
+        self._structure = ModuleStructure([part.module for part in parts])
+        self._spread = [watched for watched in self._watched if isinstance(watched.parameter, DTensor)]
         self._places = _places(self._spread)
         self._touched = False
         self._looks = self._edits = 0
         self._is_inside = False
-        self.has_parts = plan.mesh.pipeline > 1 or any(each.cut_by for each in self._watched)
+        self.has_parts = plan.mesh.pipeline > 1 or any(watched.cut_by for watched in self._watched)
         """Whether ranks have parts of the model, by another plan than ZeRO-3, whose shares know what they are of."""
         self._read = set[int]()
         """Parameters of which the loop has read values, at any time: it may have kept them."""
         self._lent: dict[int, list[Tensor]] = {}
         """Digests of parameters of which the loop has `.data`, as they were when it asked."""
         self._facts: dict[str, str] = {}
-        self._telling = [
-            each.parameter
-            for each in self._watched
-            if type(each.parameter) is nn.Parameter
+        self._watched_parameters = [
+            watched.parameter
+            for watched in self._watched
+            if type(watched.parameter) is nn.Parameter
             and (self.has_parts or (self._has_copies and not plan.compute.compile))
         ]
         self._buffers = [
-            (known.name if (known := part.layout.entries.get(name)) else name, each)
+            (known.name if (known := part.layout.entries.get(name)) else name, buffer)
             for part in parts
-            for name, each in part.module.named_buffers()
+            for name, buffer in part.module.named_buffers()
             if self.has_parts
         ]
         self._buffers_seen: list[tuple[int, int]] = []
         self._written_buffers: list[str] = []
         """Those that the loop has written into since the last step."""
-        self._told = telling_class(weakref.ref(self), reads=self.has_parts)
-        self._is_telling = False
-        self.tell(True)
+        self._watched_class = watched_class(weakref.ref(self), reads=self.has_parts)
+        self._is_watching = False
+        self.watch(True)
 
     # ── told by parameters ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def tell(self, told: bool) -> None:
+    def watch(self, on: bool) -> None:
         """Let parameters tell who asks for `.data` and values, or not: each operator on one that does takes longer, by
         2 % of a step of 5 ms in all (a Xeon core, 2026-11)."""
-        if told is not self._is_telling:
-            self._is_telling = told
-            self._look_at_buffers(is_first=told)
+        if on is not self._is_watching:
+            self._is_watching = on
+            self._look_at_buffers(is_first=on)
             if self._spread:
-                refuse_part_of_sum(told)
-            kind = self._told if told else nn.Parameter
-            for each in self._telling:
-                each.__class__ = kind
+                refuse_part_of_sum(on)
+            kind = self._watched_class if on else nn.Parameter
+            for parameter in self._watched_parameters:
+                parameter.__class__ = kind
 
     def _look_at_buffers(self, *, is_first: bool) -> None:
-        seen, self._buffers_seen = self._buffers_seen, [(each.data_ptr(), each._version) for _, each in self._buffers]
+        seen, self._buffers_seen = (
+            self._buffers_seen,
+            [(buffer.data_ptr(), buffer._version) for _, buffer in self._buffers],
+        )
         if not is_first and seen != self._buffers_seen:
             changed = zip(self._buffers, seen, self._buffers_seen, strict=True)
             self._written_buffers += [name for (name, _), one, other in changed if one != other]
@@ -150,7 +153,9 @@ class Edits:
         """
         if self._is_inside or (new.data_ptr() == old.data_ptr() and _form(new) == _form(old)):
             return self._is_inside is False
-        _check_fits(next((each.name for each in self._watched if each.parameter is parameter), "a parameter"), old, new)
+        _check_fits(
+            next((watched.name for watched in self._watched if watched.parameter is parameter), "a parameter"), old, new
+        )
         with torch.no_grad():
             parameter.copy_(new.clone() if new.data_ptr() == old.data_ptr() else new)  # its own, turned
         return True
@@ -169,13 +174,13 @@ class Edits:
             self.release()
             self._structure.check()
         self._looks += 1
-        self.tell(False)
+        self.watch(False)
         self._refuse_other_storage()
         has_copies = self._has_copies
         edited = self._edited()
         if self._lent:
-            known, lent = {id(each) for each in edited}, self._written_through_data()
-            edited += [each for each in lent if id(each) not in known]
+            known, lent = {id(parameter) for parameter in edited}, self._written_through_data()
+            edited += [parameter for parameter in lent if id(parameter) not in known]
         if _versions(self._masters) != self._versions:
             self._take_optimizers(edited, has_copies=has_copies)
         elif has_copies and (edited or self._touched or is_due(self._looks)):
@@ -198,7 +203,7 @@ class Edits:
             self._plan.data_parallel.shards_weights or self._has_copies
         ):  # elsewhere a step writes into the masters alone
             self._follow()
-        self.tell(not (gathered and self.has_parts))  # a manual step's own forwards read weights as a step does
+        self.watch(not (gathered and self.has_parts))  # a manual step's own forwards read weights as a step does
         self._lent = {}
         self._touched = self._is_inside = False
 
@@ -213,7 +218,9 @@ class Edits:
         if places == self._places:
             return
         name = next(
-            each.name for each, one, other in zip(self._spread, places, self._places, strict=True) if one != other
+            parameter.name
+            for parameter, one, other in zip(self._spread, places, self._places, strict=True)
+            if one != other
         )
         raise RecipeError(
             f"the loop has given {name} another tensor (`.data = …`), which does not reach the share of it that a rank"
@@ -221,7 +228,7 @@ class Edits:
             " use data_parallel.zero = 0, 1 or 2."
         )
 
-    def _edited(self) -> list[_Watched]:
+    def _edited(self) -> list[_WatchedParameter]:
         """Those that were written to, as far as versions tell, or given storages of their own (`.data = …`, `set_`),
         whose values are brought to where they are trained."""
         seen, known = self._look(), self._seen
@@ -230,31 +237,35 @@ class Edits:
         turned = {
             place for place, one, two in zip(self._turnable, seen.strides, known.strides, strict=True) if one != two
         }
-        edited: list[_Watched] = []
-        for place, each in enumerate(self._watched):
+        edited: list[_WatchedParameter] = []
+        for place, watched in enumerate(self._watched):
             is_turned = place in turned
             is_other = is_turned or seen.addresses[place] != known.addresses[place]
-            if is_other and not isinstance(each.parameter, DTensor):
-                given = each.parameter.detach()
-                _check_fits(each.name, each.trained, given)
-                each.trained.copy_(given.clone() if is_turned else given)
-                each.parameter.data = each.trained
+            if is_other and not isinstance(watched.parameter, DTensor):
+                data = watched.parameter.detach()
+                _check_fits(watched.name, watched.trained, data)
+                watched.trained.copy_(data.clone() if is_turned else data)
+                watched.parameter.data = watched.trained
             if self._counts_writes and (is_other or seen.versions[place] != known.versions[place]):
-                edited.append(each)
+                edited.append(watched)
         self._seen = self._look()
         return edited
 
-    def _written_through_data(self) -> list[_Watched]:
+    def _written_through_data(self) -> list[_WatchedParameter]:
         """Those whose `.data` the loop has asked for, and that have other values since."""
-        lent = [(each, self._lent[id(each.parameter)]) for each in self._watched if id(each.parameter) in self._lent]
-        now = [_sums(each.parameter.detach()) for each, _ in lent]
+        lent = [
+            (watched, self._lent[id(watched.parameter)])
+            for watched in self._watched
+            if id(watched.parameter) in self._lent
+        ]
+        now = [_sums(parameter.parameter.detach()) for parameter, _ in lent]
         return [each for (each, then), sums in zip(lent, now, strict=True) if not all(map(torch.equal, then, sums))]
 
-    def _look(self) -> _Look:
+    def _look(self) -> _WriteMarks:
         """After a step no parameter is in a processor's cache, so to look takes 0.2 µs for each number (a Xeon core,
         2026-11)."""
-        return _Look(
-            addresses=[each.data_ptr() for each in self._parameters],
+        return _WriteMarks(
+            addresses=[parameter.data_ptr() for parameter in self._parameters],
             versions=_versions(self._parameters) if self._counts_writes else [],
             strides=[self._parameters[place].stride() for place in self._turnable],
         )
@@ -263,20 +274,20 @@ class Edits:
         """Take up versions, and storages, that Weft itself has given to parameters since `settle`."""
         before, self._seen = self._seen, self._look()
         if before.addresses != self._seen.addresses:
-            for each in self._watched:
-                each.trained = each.parameter.detach()
+            for watched in self._watched:
+                watched.trained = watched.parameter.detach()
 
     def take_facts(self) -> dict[str, str]:
         """Return what must be equal on all ranks of edits since this was asked last."""
         facts, self._facts = self._facts, {}
         return facts
 
-    def let_go(self) -> None:
+    def restore(self) -> None:
         """Watch no more: parameters are torch's own again."""
-        self.tell(False)
-        self._structure.let_go()
+        self.watch(False)
+        self._structure.restore()
 
-    def _take_optimizers(self, edited: Sequence[_Watched], *, has_copies: bool) -> None:
+    def _take_optimizers(self, edited: Sequence[_WatchedParameter], *, has_copies: bool) -> None:
         """The optimizer has changed what it trains between two steps, as those do that average weights."""
         data = self._plan.data_parallel
         cut = any(shard.cut_group is not None for shard in self._shards) and not data.shards_weights
@@ -289,25 +300,25 @@ class Edits:
         if has_copies:
             self._stores.publish()
 
-    def _note_edited(self, edited: Sequence[_Watched]) -> None:
+    def _note_edited(self, edited: Sequence[_WatchedParameter]) -> None:
         if self.has_parts:
             self._refuse_of_parts(edited)
         self._edits += 1
         mesh = self._plan.mesh
         is_same = mesh.tensor * mesh.pipeline * mesh.context == 1 and is_due(self._edits)
-        said = [f"{each.name}{_values_of(each.parameter) if is_same else ''}" for each in edited]
+        said = [f"{parameter.name}{_values_of(parameter.parameter) if is_same else ''}" for parameter in edited]
         if mesh.pipeline == 1:
             self._facts["what the loop has written into the weights"] = ", ".join(said)
 
-    def _refuse_of_parts(self, edited: Sequence[_Watched]) -> None:
+    def _refuse_of_parts(self, edited: Sequence[_WatchedParameter]) -> None:
         """Refuse what may have been computed of parts of the model."""
         mesh, first = self._plan.mesh, edited[0]
-        if (cut := next((each for each in edited if each.cut_by), None)) is not None:
+        if (cut := next((parameter for parameter in edited if parameter.cut_by), None)) is not None:
             raise RecipeError(
                 f"the loop has changed {cut.name} since the last step, {self._part_of(cut)}: what is computed of the"
                 f" whole {_DIFFERS}, or use mesh.{cut.cut_by} = 1."
             )
-        if mesh.pipeline > 1 and len({_module_of(each.name) for each in edited}) > 1:
+        if mesh.pipeline > 1 and len({_module_of(parameter.name) for parameter in edited}) > 1:
             raise RecipeError(
                 f"the loop has changed {first.name} and {len(edited) - 1} more weights since the last step,"
                 f" {self._stages}, change the weights of one module alone, or use mesh.pipeline = 1."
@@ -316,13 +327,13 @@ class Edits:
 
     def _refuse_by_reads(self, changed: str) -> None:
         """Refuse what may have been written by what the loop has read, at any time: it may have kept that."""
-        read = [each for each in self._watched if id(each.parameter) in self._read]
-        if (cut := next((each for each in read if each.cut_by), None)) is not None:
+        read = [watched for watched in self._watched if id(watched.parameter) in self._read]
+        if (cut := next((parameter for parameter in read if parameter.cut_by), None)) is not None:
             raise RecipeError(
                 f"the loop has changed {changed} since the last step, and has read {cut.name}, {self._part_of(cut)}:"
                 f" what is computed of that {_DIFFERS}, read no weights, or use mesh.{cut.cut_by} = 1."
             )
-        others = [each.name for each in read if _module_of(each.name) != _module_of(changed)]
+        others = [parameter.name for parameter in read if _module_of(parameter.name) != _module_of(changed)]
         if self._plan.mesh.pipeline > 1 and others:
             raise RecipeError(
                 f"the loop has changed {changed} since the last step and has read {others[0]}, {self._stages}, read the"
@@ -336,7 +347,7 @@ class Edits:
             f" computed of several weights {_DIFFERS}"
         )
 
-    def _part_of(self, cut: _Watched) -> str:
+    def _part_of(self, cut: _WatchedParameter) -> str:
         return f"of which this rank has a part (mesh.{cut.cut_by} = {getattr(self._plan.mesh, cut.cut_by or '')})"
 
 
@@ -366,13 +377,13 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [each._version for each in tensors]
+    return [tensor._version for tensor in tensors]
 
 
-def _places(watched: Sequence[_Watched]) -> list[tuple[int, ...]]:
+def _places(watched: Sequence[_WatchedParameter]) -> list[tuple[int, ...]]:
     """Which storage torch knows each parameter by, and its strides; a DTensor's own storage is empty, and stays the
     same."""
-    return [(each.parameter.untyped_storage()._cdata, *each.parameter.stride()) for each in watched]  # pyright: ignore[reportPrivateUsage]
+    return [(entry.parameter.untyped_storage()._cdata, *entry.parameter.stride()) for entry in watched]  # pyright: ignore[reportPrivateUsage]
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
@@ -397,7 +408,7 @@ def _said(tensor: Tensor) -> str:
 
 
 @final
-class Structure:
+class ModuleStructure:
     """Knows the parameters of a rank's modules, and refuses to go on without them.
 
     What a loop adds (a teacher, an average, a metric) is its own affair.  Each step looks at the parameters and at the
@@ -408,7 +419,7 @@ class Structure:
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._parts = parts
         self._is_touched = False
-        self._handle = register_module_module_registration_hook(_Touch(weakref.ref(self)))
+        self._handle = register_module_module_registration_hook(_RegistrationHook(weakref.ref(self)))
         self._known = _names(parts)
         self._homes: list[Collection[Any]] = []
         """What the modules hold as parameters, as it is at any time."""
@@ -421,7 +432,7 @@ class Structure:
         """Some module of the process was given another."""
         self._is_touched = True
 
-    def let_go(self) -> None:
+    def restore(self) -> None:
         """Watch no more."""
         self._handle.remove()
 
@@ -453,8 +464,8 @@ class Structure:
 
     def _look(self) -> None:
         modules = [module for part in self._parts for module in part.modules()]
-        self._homes = [own.values() for each in modules if (own := vars(each)["_parameters"])]
-        self._children = [own for each in modules if (own := vars(each)["_modules"])]
+        self._homes = [own.values() for module in modules if (own := vars(module)["_parameters"])]
+        self._children = [own for module in modules if (own := vars(module)["_modules"])]
         self._parameters, self._numbers = [*chain.from_iterable(self._homes)], [*map(len, self._children)]
 
     def _is_same(self) -> bool:
@@ -464,10 +475,10 @@ class Structure:
         return len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
 
 
-class _Touch:
+class _RegistrationHook:
     """Tells of every module that is registered.  Weak, as torch holds it until it is taken out."""
 
-    def __init__(self, structure: weakref.ref[Structure]) -> None:
+    def __init__(self, structure: weakref.ref[ModuleStructure]) -> None:
         self._structure = structure
 
     def __call__(self, *_: Any) -> None:
@@ -476,4 +487,4 @@ class _Touch:
 
 
 def _names(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    return {name: each for part in parts for name, each in part.named_parameters(remove_duplicate=False)}
+    return {name: parameter for part in parts for name, parameter in part.named_parameters(remove_duplicate=False)}

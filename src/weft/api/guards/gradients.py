@@ -53,13 +53,15 @@ class WatchedGradients:
 
     def __init__(self, model: nn.Module, when: str, instead: str) -> None:
         """`when` they may not be changed, and what to write `instead`: both stand in the error."""
-        self._parameters = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+        self._parameters = [
+            (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+        ]
         self._when, self._instead = when, instead
         self._seen: list[tuple[Tensor | None, int]] = []
 
     def note(self) -> None:
         """They are as they should be."""
-        grads = [each.grad for _, each in self._parameters]
+        grads = [parameter.grad for _, parameter in self._parameters]
         self._seen = [(None, 0) if grad is None else (grad, grad._version) for grad in grads]
 
     def check(self) -> None:
@@ -98,7 +100,11 @@ class LossParameters:
             RecipeError: the loss holds other parameters on other ranks.
         """
         self._mesh, self._nominal_count = mesh, nominal_count
-        self._held = [each for each in _reached(loss) if id(each) not in prepared and not isinstance(each, DTensor)]
+        self._held = [
+            parameter
+            for parameter in _reached(loss)
+            if id(parameter) not in prepared and not isinstance(parameter, DTensor)
+        ]
         data = plan.mesh.data == plan.mesh.world_size and not plan.data_parallel.replicas_step_alone
         # A loss that is no sum over samples is computed whole by every rank: there is no part of a sum.
         self._is_reduced = plan.mesh.world_size == 1 or (data and getattr(loss, "per_sample", True))
@@ -108,7 +114,7 @@ class LossParameters:
         self._refused: tuple[int, ...] | None = None
         """Shape of a parameter that had a gradient in this step, which nobody would sum."""
         group = mesh["world"].group
-        shapes = ", ".join(f"{tuple(each.shape)} {each.dtype}" for each in self._held)
+        shapes = ", ".join(f"{tuple(parameter.shape)} {parameter.dtype}" for parameter in self._held)
         check_same_facts({"what the loss holds that wants a gradient": shapes}, mesh.device, group)
         for each in self._held if group is not None and self._is_reduced else ():
             dist.broadcast(each.detach(), src=0, group=group)
@@ -118,13 +124,13 @@ class LossParameters:
         """A step begins: gradients are its own from now on."""
         self._unhook()
         # Others are of models that were prepared since: a loss may name the other side of a game.
-        self._held = [each for each in self._held if id(each) not in self._prepared]
-        hooked = [each for each in self._known if id(each) not in self._prepared]
-        self._handles = [each.register_post_accumulate_grad_hook(self._note) for each in hooked]
+        self._held = [parameter for parameter in self._held if id(parameter) not in self._prepared]
+        hooked = [parameter for parameter in self._known if id(parameter) not in self._prepared]
+        self._handles = [parameter.register_post_accumulate_grad_hook(self._note) for parameter in hooked]
         if self._before is None or len(self._before) != len(self._held):  # else of a step that was left by an error
-            self._before = [each.grad for each in self._held]
-        for each in self._held:
-            each.grad = None
+            self._before = [parameter.grad for parameter in self._held]
+        for parameter in self._held:
+            parameter.grad = None
 
     @torch.no_grad()
     def end(self, event: StepEvent) -> None:
@@ -138,23 +144,23 @@ class LossParameters:
         if not self._held or self._before is None:
             self._before = None
             return
-        used = torch.tensor([float(each.grad is not None) for each in self._held], device=self._mesh.device)
-        kinds = dict.fromkeys(each.dtype for each in self._held)
+        used = torch.tensor([float(parameter.grad is not None) for parameter in self._held], device=self._mesh.device)
+        kinds = dict.fromkeys(parameter.dtype for parameter in self._held)
         flats = [used, *(self._flat(kind) for kind in kinds)]
         if (group := self._mesh["world"].group) is not None and self._is_reduced:
             for flat in flats:
                 dist.all_reduce(flat, group=group)
         factor = self._nominal_count / ((event.count or 1.0) * event.loss_scale)
         sums = {kind: iter(flat.split(self._sizes(kind))) for kind, flat in zip(kinds, flats[1:], strict=True)}
-        for each, before, users in zip(self._held, self._before, used.tolist(), strict=True):
-            summed = next(sums[each.dtype]).view(each.shape).mul(factor).to(each.device)
-            each.grad = before if not users else summed if before is None else before.add_(summed)
+        for parameter, before, users in zip(self._held, self._before, used.tolist(), strict=True):
+            summed = next(sums[parameter.dtype]).view(parameter.shape).mul(factor).to(parameter.device)
+            parameter.grad = before if not users else summed if before is None else before.add_(summed)
         self._before = None
         if self._is_first:  # the others are of modules that a loss only looks at
-            self._held = [each for each, users in zip(self._held, used.tolist(), strict=True) if users]
+            self._held = [parameter for parameter, users in zip(self._held, used.tolist(), strict=True) if users]
             self._is_first = False
 
-    def let_go(self) -> None:
+    def restore(self) -> None:
         """Look after them no more."""
         self._unhook()
         self._held, self._known = [], ()
@@ -164,12 +170,16 @@ class LossParameters:
             self._handles.pop().remove()
 
     def _sizes(self, kind: torch.dtype) -> list[int]:
-        return [each.numel() for each in self._held if each.dtype == kind]
+        return [parameter.numel() for parameter in self._held if parameter.dtype == kind]
 
     def _flat(self, kind: torch.dtype) -> Tensor:
-        found = [each if each.grad is None else each.grad for each in self._held if each.dtype == kind]
-        zeros = [each.grad is None for each in self._held if each.dtype == kind]
-        flat = torch.cat([each.detach().reshape(-1).to(self._mesh.device) for each in found])
+        gradients = [
+            parameter if parameter.grad is None else parameter.grad
+            for parameter in self._held
+            if parameter.dtype == kind
+        ]
+        zeros = [parameter.grad is None for parameter in self._held if parameter.dtype == kind]
+        flat = torch.cat([gradient.detach().reshape(-1).to(self._mesh.device) for gradient in gradients])
         for part, is_zero in zip(flat.split(self._sizes(kind)), zeros, strict=True):
             if is_zero:
                 part.zero_()
@@ -205,7 +215,7 @@ class LossParameters:
 def _reached(loss: Any) -> list[Tensor]:
     """Leaves that want a gradient and that a loss can reach: by its own attributes, its closure, its defaults, and the
     globals that it names."""
-    found: dict[int, Tensor] = {}
+    parameters: dict[int, Tensor] = {}
     seen: set[int] = set()
     level = [loss]
     for _ in range(_DEEPEST):
@@ -216,17 +226,17 @@ def _reached(loss: Any) -> list[Tensor]:
             seen.add(id(value))
             if isinstance(value, Tensor):
                 if value.requires_grad and value.is_leaf:
-                    found[id(value)] = value
+                    parameters[id(value)] = value
             else:
                 inside += _inside(value)
         level = inside
-    return list(found.values())
+    return list(parameters.values())
 
 
 def _inside(value: Any) -> Iterator[Any]:
     if isinstance(value, nn.Module):
         yield from value.parameters()
-        yield from (each for module in value.modules() for each in vars(module).values() if isinstance(each, Tensor))
+        yield from (var for module in value.modules() for var in vars(module).values() if isinstance(var, Tensor))
     elif isinstance(value, functools.partial):
         yield from (cast(Any, value.func), *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):
@@ -257,5 +267,5 @@ def _of_function(function: types.FunctionType) -> Iterator[Any]:
     codes = [function.__code__]
     while codes:
         code = codes.pop()
-        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
         yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from weft.api.guards.edits import Edits
+from weft.api.guards.edits import ParameterEdits
 from weft.api.guards.gradients import LeftGradients, LossParameters
 from weft.api.guards.plain_model import PlainModel
 from weft.api.guards.state_checks import FixedNorms
@@ -24,7 +24,7 @@ from weft.techniques.build import ParallelModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GuardWords:
+class GuardMessages:
     """Errors: each says what would be wrong, and the line to write."""
 
     step: str
@@ -42,7 +42,7 @@ class GuardWords:
 
 
 _WRITE = "Write `state.step(batch)` in place of the forward, loss.backward(), clipping and optimizer.step()"
-STEPS = GuardWords(
+STEPS = GuardMessages(
     step="optimizer.step() of an optimizer that session.prepare was given would change no weight: gradients are reduced"
     f" and applied by the session. {_WRITE}.",
     backward="backward() has reached parameters of a model that session.prepare was given, outside its step: this"
@@ -66,7 +66,7 @@ STEPS = GuardWords(
 """Words for a loop whose steps are `state.step` and `state.manual_step`."""
 
 _STATE = "state = session.state(model)"
-OWN_STEPS = GuardWords(
+OWN_STEPS = GuardMessages(
     step="optimizer.step() was reached past the object that session.prepare was given. Call it as"
     " `optimizer.step()` of that object.",
     backward="backward() has reached a model that session.prepare was given by itself, so that its gradient would not"
@@ -108,18 +108,20 @@ class Guard:
     """Knows when a model's step is under way, and refuses what only makes sense inside one."""
 
     def __init__(
-        self, model: nn.Module, loss_parameters: LossParameters, words: GuardWords, *, watches_edits: bool = True
+        self, model: nn.Module, loss_parameters: LossParameters, messages: GuardMessages, *, watches_edits: bool = True
     ) -> None:
         """`model` is as the user gave it."""
-        self._words = words
+        self._messages = messages
         self._loss_parameters = loss_parameters
         self._plain: PlainModel | None = PlainModel(model)
         self._depth = 0
         self._watches_edits = watches_edits
-        self._edits: Edits | None = None
+        self._edits: ParameterEdits | None = None
         self._is_manual = False
         self.is_closed = False
         """Whether the model takes no more steps."""
+        self.on_restore: list[Callable[[], None]] = []
+        """Called once when the model is left plain, before the guard removes its own hooks."""
         self._norms: FixedNorms | None = None
         self._handles: list[RemovableHandle] = []
         self.refused_backward = False
@@ -180,7 +182,7 @@ class Guard:
                 " the model again in a new session."
             )
         self.refuse_within_manual(call)
-        refuse_untrainable(model, frozen, self._words.untrained)
+        refuse_untrainable(model, frozen, self._messages.untrained)
         if self._norms is not None:
             self._norms.check()
         if left is not None and not self.refused_backward:  # which has left a part of itself
@@ -215,7 +217,7 @@ class Guard:
         self.watch_state(parts[0], model.plan)
         self._norms = FixedNorms(parts, model.blueprint, model.plan, recipe)
         if self._watches_edits and not model.plan.memory.offloads_parameters:  # which come and go by themselves
-            self._edits = Edits(model.parts, model.stores, model.plan)
+            self._edits = ParameterEdits(model.parts, model.stores, model.plan)
             if self._edits.has_parts and model.plan.mesh.pipeline == 1:  # a stage is called by its schedule alone
                 root = model.parts[0].module
                 self._handles.append(root.register_forward_pre_hook(self._hush, prepend=True))
@@ -227,9 +229,9 @@ class Guard:
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse the optimizer's own `step`, `state_dict` and `load_state_dict`."""
-        optimizer.register_step_pre_hook(self._refusal(self._words.step))
-        optimizer.register_state_dict_pre_hook(self._refusal(self._words.optimizer_state))
-        optimizer.register_load_state_dict_pre_hook(self._refusal(self._words.optimizer_load))
+        optimizer.register_step_pre_hook(self._refusal(self._messages.step))
+        optimizer.register_state_dict_pre_hook(self._refusal(self._messages.optimizer_state))
+        optimizer.register_load_state_dict_pre_hook(self._refusal(self._messages.optimizer_load))
 
     def watch_gradients(self, parameters: Iterable[nn.Parameter], roots: Iterable[nn.Module]) -> None:
         """Refuse a backward outside a step into `parameters`; where these are gathered for each forward, a forward of
@@ -240,16 +242,21 @@ class Guard:
             self._handles.append(root.register_forward_pre_hook(self._refuse_forward, prepend=True))
             self._handles.append(root.register_forward_hook(self._drop_gathered))
 
-    def let_go(self) -> None:
-        """Watch gradients no more, and leave the model plain; the optimizer stays refused, it holds nothing of it."""
+    def restore(self) -> None:
+        """Leave the model plain, so that it may be prepared again in another session.  Not collective.
+
+        The optimizer stays refused: it holds none of the model's parameters any more.
+        """
+        while self.on_restore:
+            self.on_restore.pop()()
         while self._handles:
             self._handles.pop().remove()
         if self._edits is not None:
-            self._edits.let_go()
+            self._edits.restore()
             self._edits = None
-        self._loss_parameters.let_go()
+        self._loss_parameters.restore()
         if self._plain is not None:
-            self._plain.restore()
+            self._plain.put_back()
             self._plain = None
 
     def watch_state(self, model: nn.Module, plan: Plan) -> None:
@@ -259,21 +266,21 @@ class Guard:
         is_cut = mesh.tensor > 1 or mesh.pipeline > 1 or plan.data_parallel.shards_weights
         self._plain = None if is_cut else self._plain
         for module in model.modules() if is_cut else ():
-            module.register_state_dict_pre_hook(self._refusal(self._words.model_state))
+            module.register_state_dict_pre_hook(self._refusal(self._messages.model_state))
         if is_cut or plan.compute.precision in ("bf16", "fp16"):
-            model.register_load_state_dict_pre_hook(self._refusal(self._words.model_load))
+            model.register_load_state_dict_pre_hook(self._refusal(self._messages.model_load))
 
     def _refuse_backward(self, *_: Any) -> None:
         if not self._depth:
             self.refused_backward = True
-            raise RecipeError(self._words.backward)
+            raise RecipeError(self._messages.backward)
 
     def _refuse_forward(self, root: nn.Module, *_: Any) -> None:
         """Before anything is gathered: a backward that is given up half way would leave its gathers behind."""
         if self.is_inside or self._is_manual:
             return
         if torch.is_grad_enabled() and any(p.requires_grad for p in root.parameters()):
-            raise RecipeError(self._words.forward)
+            raise RecipeError(self._messages.forward)
 
     def _drop_gathered(self, *_: Any) -> None:
         """After a forward of the loop's own: what is written into weights that were gathered for it would be lost."""
@@ -283,12 +290,12 @@ class Guard:
     def _hush(self, *_: Any) -> None:
         """What Weft or the model itself does with parameters is not told."""
         if self._edits is not None:
-            self._edits.tell(False)
+            self._edits.watch(False)
 
     def _listen_again(self, *_: Any) -> None:
         """After a forward of the loop's own, which reads weights as a step does."""
         if not self.is_inside and not self._is_manual and self._edits is not None:
-            self._edits.tell(True)
+            self._edits.watch(True)
 
     def _refusal(self, reason: str) -> Callable[..., None]:
         """A hook that raises for `reason` outside a step."""

@@ -27,12 +27,15 @@ class PlainModel:
     def __init__(self, model: nn.Module) -> None:
         self._modules = [
             _Module(
-                each, type(each), dict(vars(each)), cast("dict[str, nn.Module | None]", dict(vars(each)["_modules"]))
+                module,
+                type(module),
+                dict(vars(module)),
+                cast("dict[str, nn.Module | None]", dict(vars(module)["_modules"])),
             )
-            for each in model.modules()
+            for module in model.modules()
         ]
 
-    def restore(self) -> None:
+    def put_back(self) -> None:
         """Take everything of Weft's out: classes, forwards, hooks, modules in the place of others.  What the loop has
         changed by itself stays, and so does what was learnt."""
         for known in self._modules:

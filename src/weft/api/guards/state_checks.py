@@ -31,7 +31,7 @@ class FixedNorms:
     def __init__(self, parts: Iterable[nn.Module], blueprint: Blueprint, plan: Plan, recipe: Recipe) -> None:
         self._norms: Sequence[tuple[str, nn.Module]] = ()
         self._problem = ""
-        every = [found for part in parts for found in part.named_modules() if isinstance(found[1], BATCH_NORMS)]
+        every = [named for part in parts for named in part.named_modules() if isinstance(named[1], BATCH_NORMS)]
         if not every:
             return
         try:
@@ -56,7 +56,7 @@ class FixedNorms:
                 )
 
 
-class Modes:
+class ModuleModes:
     """What of a model a loop may switch, and must on all ranks alike; stages have other parts of it.
 
     Modules and parameters are those that were there at `prepare`: to walk through them took 4 % of a step of 5 ms.
@@ -69,12 +69,12 @@ class Modes:
 
     def facts(self) -> dict[str, str]:
         """What must be equal, by name."""
-        found = {"the model's training mode": str(self._model.training)}
+        facts = {"the model's training mode": str(self._model.training)}
         if self._is_whole:
-            found["the number of modules in training mode"] = str(sum(each.training for each in self._modules))
-            wanted = sum(each.requires_grad for each in self._parameters)
-            found["the number of parameters that want a gradient"] = str(wanted)
-        return found
+            facts["the number of modules in training mode"] = str(sum(module.training for module in self._modules))
+            num_trained = sum(parameter.requires_grad for parameter in self._parameters)
+            facts["the number of parameters that want a gradient"] = str(num_trained)
+        return facts
 
 
 class CopiedState:
@@ -83,7 +83,7 @@ class CopiedState:
 
     def __init__(self, model: ParallelModel) -> None:
         self._model = model
-        self._modes = Modes(model.module, model.plan)
+        self._modes = ModuleModes(model.module, model.plan)
         mesh, own = model.plan.mesh, model.mesh
         is_copied = mesh.data == mesh.world_size and model.summing.size("data") == own.size("data")
         self._saved = frozenset(model.module.state_dict(keep_vars=True)) if is_copied else frozenset[str]()
@@ -94,14 +94,14 @@ class CopiedState:
         modes = self._modes.facts()
         if steps <= 0 or not is_due(steps) or not self._first:
             return modes
-        changed = {name: each for name, each in self._held().items() if _state(each) != self._first.get(name)}
+        changed = {name: tensor for name, tensor in self._held().items() if _state(tensor) != self._first.get(name)}
         return modes | {f"{LEFT}{name}": digest_of(value) for name, value in changed.items()}
 
     def _held(self) -> dict[str, Tensor]:
         module = self._model.module
-        held = {name: each for name, each in module.named_buffers() if name in self._saved}
-        held |= {name: each for name, each in module.named_parameters() if not each.requires_grad}
-        return {name: each for name, each in held.items() if not isinstance(each, DTensor)}
+        saved = {name: buffer for name, buffer in module.named_buffers() if name in self._saved}
+        saved |= {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
+        return {name: tensor for name, tensor in saved.items() if not isinstance(tensor, DTensor)}
 
 
 def _state(value: Tensor) -> tuple[int, int]:
@@ -111,5 +111,5 @@ def _state(value: Tensor) -> tuple[int, int]:
 
 def digest_of(value: Tensor) -> str:
     """Shape and a digest of the values."""
-    held = value.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return f"{tuple(value.shape)} {xxhash.xxh3_64_hexdigest(held.numpy().data)}"
+    raw = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return f"{tuple(value.shape)} {xxhash.xxh3_64_hexdigest(raw.numpy().data)}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from weft.api.batches.batch_shape import Counted, taken_apart, tensors_of
+from weft.api.batches.batch_shape import CountedBatch, taken_apart, tensors_of
 from weft.errors import DataError, RecipeError
 
 _CALL = "_call_impl"
@@ -30,11 +30,11 @@ class FirstCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.begin(args, kwargs):
-            self.let_go()
+            self.restore()
             return self._model(*args, **kwargs)
         return getattr(type(self._model), _CALL)(self._model, *args, **kwargs)
 
-    def let_go(self) -> None:
+    def restore(self) -> None:
         """Let the model be called as ever."""
         if vars(self._model).get(_CALL) is self:
             del vars(self._model)[_CALL]
@@ -45,7 +45,7 @@ class FirstCall:
 
 
 @final
-class CallByName:
+class NamedArgumentsCall:
     """In place of a module's call, while it is looked at: what has no name of its own in the forward has one here.
 
     Where a model takes what it is given by `*args` or by position alone, what looks at it could not call it otherwise.
@@ -60,14 +60,14 @@ class CallByName:
         return getattr(type(self._model), _CALL)(self._model, *args, *own, **kwargs)
 
     def __reduce__(self) -> Any:
-        return CallByName, (self._model, self._places)
+        return NamedArgumentsCall, (self._model, self._places)
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
+class CallArguments:
     """What a forward was given by the names of its arguments."""
 
-    example: Counted
+    example: CountedBatch
     """A batch, whose samples lie along dim 0."""
     places: Sequence[str]
     """Those that are given by position alone."""
@@ -79,55 +79,55 @@ class Called:
             yield
             return
         own = vars(model)
-        own[_CALL] = CallByName(model, self.places)
+        own[_CALL] = NamedArgumentsCall(model, self.places)
         try:
             yield
         finally:
             del own[_CALL]
 
 
-def called_with(model: nn.Module, args: Any, kwargs: Mapping[str, Any], samples: int | None) -> Called:
+def called_with(model: nn.Module, args: Any, kwargs: Mapping[str, Any], samples: int | None) -> CallArguments:
     """Look at what a forward was given, perhaps of a batch of so many `samples`.
 
     Raises:
         RecipeError: nothing in it says its samples.
     """
     parameters = inspect.signature(model.forward).parameters
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     places: list[str] = []
     for name, value in inspect.signature(model.forward).bind(*args, **kwargs).arguments.items():
         kind = parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
-            given |= value
+            arguments |= value
         elif kind is inspect.Parameter.VAR_POSITIONAL:
-            places = list(given)  # what stands before these is given by position, too
-            numbered = {f"{name}_{number}": each for number, each in enumerate(value)}
-            places, given = [*places, *numbered], given | numbered
+            places = list(arguments)  # what stands before these is given by position, too
+            numbered = {f"{name}_{number}": item for number, item in enumerate(value)}
+            places, arguments = [*places, *numbered], arguments | numbered
         else:
-            given[name] = value
+            arguments[name] = value
             places += [name] if kind is inspect.Parameter.POSITIONAL_ONLY else []
-    rows = _rows_of(given, samples)
+    rows = _rows_of(arguments, samples)
     if rows is None:
         raise RecipeError(
             f"the first forward of {type(model).__name__} was given no tensor with a row for each sample. Give it one,"
             " or prepare the module that computes with samples."
         )
     # Not such as the state of a recurrent network, whose samples lie along another dim.
-    given = {name: value for name, value in given.items() if _fits(value, rows)}
-    return Called(Counted(tree_map_only(Tensor, Tensor.detach, given), rows), places)
+    arguments = {name: value for name, value in arguments.items() if _fits(value, rows)}
+    return CallArguments(CountedBatch(tree_map_only(Tensor, Tensor.detach, arguments), rows), places)
 
 
-def _rows_of(given: Mapping[str, Any], samples: int | None) -> int | None:
+def _rows_of(arguments: Mapping[str, Any], samples: int | None) -> int | None:
     """Samples that a forward was given: those of the batch in hand, where it has something with so many rows."""
-    sizes = [each.shape[0] for each in tensors_of(given) if each.ndim]
-    lists = [len(cast(Sequence[Any], each)) for each in given.values() if isinstance(each, list | tuple)]
+    sizes = [tensor.shape[0] for tensor in tensors_of(arguments) if tensor.ndim]
+    lists = [len(cast(Sequence[Any], each)) for each in arguments.values() if isinstance(each, list | tuple)]
     return samples if samples in (*sizes, *lists) else next(iter(sizes), None)
 
 
 def _fits(value: Any, rows: int) -> bool:
     """Whether each of its tensors has a row for each sample, or is one of a list with one for each."""
     try:
-        taken_apart(Counted({"value": value}, rows))
+        taken_apart(CountedBatch({"value": value}, rows))
     except DataError:
         return False
     return True

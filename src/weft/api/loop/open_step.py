@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from weft.api.batches.sharded_loader import HandedOut, Handing
+from weft.api.batches.sharded_loader import HandedBatch, LoaderSharing
 from weft.api.guards.gradients import WatchedGradients
 from weft.api.guards.model_guard import OWN_STEPS
-from weft.api.prepared.prepared_model import Given, PreparedModel
-from weft.api.saving.export import whole_weights
+from weft.api.prepared.prepared_model import PreparedModel, PreparedParts
+from weft.api.saving.export import gather_weights
 from weft.api.saving.optimizer_states import PlainStates
 from weft.api.saving.saves import Saves
 from weft.config.document import Json
@@ -47,13 +47,16 @@ class OpenModel(PreparedModel):
     it, as it does in plain PyTorch.
     """
 
-    def __init__(self, given: Given, handing: Handing) -> None:
-        gathers = given.planned.plan.data_parallel.shards_weights
-        self.size = 0 if gathers else sum(each.numel() for each in given.planned.blueprint.module.parameters())
+    def __init__(self, parts: PreparedParts, sharing: LoaderSharing) -> None:
+        gathers = parts.planned.plan.data_parallel.shards_weights
+        self.size = (
+            0 if gathers else sum(parameter.numel() for parameter in parts.planned.blueprint.module.parameters())
+        )
         """Elements whose gradients are reduced in buckets; the same on all ranks."""
-        super().__init__(given, nominal_count=1.0)
-        self._handing = handing
-        self._plain_states = PlainStates(self.optimizer, self._optimizer.runs, given.planned.groups)
+        super().__init__(parts, nominal_count=1.0)
+        self._guard.on_restore.append(self._put_back)
+        self._sharing = sharing
+        self._plain_states = PlainStates(self.optimizer, self._optimizer.runs, parts.planned.groups)
         part = self._parallel.parts[0]
         dtype = self._parallel.dtypes.compute if self._blueprint.casts_inputs else None
         gathers = self.plan.data_parallel.shards_weights and self._mesh.size("shard") > 1
@@ -64,13 +67,13 @@ class OpenModel(PreparedModel):
             *self._forwards.watch(),
             part.module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
         ]
-        if (draws := handing.draws) is not None:
+        if (draws := sharing.draws) is not None:
             self._handles += [
                 part.module.register_forward_pre_hook(draws.enter, prepend=True),
                 part.module.register_forward_hook(draws.leave, always_call=True),
             ]
         self._watched = WatchedGradients(part.module, *_CHANGED) if self._mesh["world"].size > 1 else None
-        self._batch: HandedOut | None = None
+        self._batch: HandedBatch | None = None
         """What forwards are keyed by."""
         self._offset = 0
         """Samples that the step took before those."""
@@ -82,7 +85,7 @@ class OpenModel(PreparedModel):
         """Backwards since the last step, before that, and before each of the last two steps."""
         self._scale = 1.0
         self._totals = LossTotals.empty(self._mesh.device)
-        self._counted: HandedOut | None = None
+        self._counted: HandedBatch | None = None
         self._samples = 0
         """Samples of the global batches whose losses the step has."""
         self._reduced: Reduced | None = None
@@ -99,8 +102,8 @@ class OpenModel(PreparedModel):
             self._open()
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
         rows = leaves[0].shape[0] if leaves else 0
-        self._handing.turn_to(leaves, trains=module.training and torch.is_grad_enabled())
-        batch = self._handing.last
+        self._sharing.turn_to(leaves, trains=module.training and torch.is_grad_enabled())
+        batch = self._sharing.last
         if batch is None and rows != self._rows:
             self._rows = rows
             start = self._mesh.data_index * rows
@@ -141,8 +144,8 @@ class OpenModel(PreparedModel):
 
     def _is_cleared(self) -> bool:
         """Whether the loop has cleared the last step's gradients by hand."""
-        gradients = [each.grad for each in self.model.parameters()]
-        return not any(bool(each.any()) for each in gradients if each is not None)
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        return not any(bool(gradient.any()) for gradient in gradients if gradient is not None)
 
     # ── backwards ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -209,7 +212,7 @@ class OpenModel(PreparedModel):
             return
         self._has_gradients = True
         self._totals.sum += addend.detach()
-        batch = self._handing.last
+        batch = self._sharing.last
         if batch is None:
             self._samples += (self._rows or 1) * self.plan.mesh.data
         elif batch is not self._counted:
@@ -288,7 +291,7 @@ class OpenModel(PreparedModel):
             RecipeError: it has not.
         """
         with self._guard.within():
-            return self._plain_states.whole(OWN_STEPS.optimizer_state)
+            return self._plain_states.full(OWN_STEPS.optimizer_state)
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """What `optimizer.load_state_dict()` does, with a state of whole parameters, on every rank alike."""
@@ -348,7 +351,7 @@ class OpenModel(PreparedModel):
     # ── the run ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _data_facts(self) -> dict[str, str]:
-        draws, shared = self._handing.draws, self._handing.shared
+        draws, shared = self._sharing.draws, self._sharing.shared
         facts = {"data: what session.share was given": shared} if shared else {}
         if draws is None or not draws.has_drawn:
             return facts
@@ -390,15 +393,15 @@ class OpenModel(PreparedModel):
         self._guard.set_manual(False)
         self._is_open = False
 
-    def whole(self, tell: Callable[[Any], list[Any]]) -> dict[str, Tensor]:
+    def gathered_weights(self, all_gather: Callable[[Any], list[Any]]) -> dict[str, Tensor]:
         """The whole model's state, see `Session.weights`."""
         plan = self.plan
         if not (plan.mesh.tensor > 1 or plan.data_parallel.shards_weights):
             self._parallel.stores.settle()
             return dict(self.model.state_dict())
         with self._calls.call("the gathering of weights", meets=True), self._guard.inside():
-            found = whole_weights(self._training.weights(), tell)
-        return found if self._mesh["world"].index == 0 else {}
+            weights = gather_weights(self._training.weights(), all_gather)
+        return weights if self._mesh["world"].index == 0 else {}
 
     def _reports_now(self) -> bool:
         """Not behind each of many short steps: to read the memory of a process takes a part of one."""
@@ -408,12 +411,11 @@ class OpenModel(PreparedModel):
         self._reported = now
         return True
 
-    def let_go(self) -> None:
-        """See `PreparedModel.let_go`."""
+    def _put_back(self) -> None:
+        """Remove the hooks of the loop's own steps, and give the optimizer its methods back."""
         while self._handles:
             self._handles.pop().remove()
         self._methods.put_back()
-        super().let_go()
 
     def _refuse(self) -> NoReturn:
         raise RecipeError(OWN_STEPS.backward)

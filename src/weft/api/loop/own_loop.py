@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from weft.api.batches.batch_shape import Counted, taken_apart
+from weft.api.batches.batch_shape import CountedBatch, taken_apart
 from weft.api.batches.loop_draws import PlacedDraws
 from weft.api.batches.losses import LossOfUser, stand_in_loss, warn_of_sum
 from weft.api.batches.outputs import GatheredOutputs
-from weft.api.batches.sharded_loader import Handing, LoopLoader, SharedRows
+from weft.api.batches.sharded_loader import LoaderSharing, LoopLoader, SharedRows
 from weft.api.guards.model_guard import OWN_STEPS, refuse_wrapped
 from weft.api.loop.first_call import FirstCall, as_prepared, called_with
 from weft.api.loop.open_step import OpenModel
-from weft.api.loop.saves import LoopSaves, LoopThings
+from weft.api.loop.saves import LoopObjects, LoopSaves
 from weft.api.loop.shared_optimizer import SharedOptimizer
 from weft.api.planning.session_plan import Planning
 from weft.api.preflight.proof import variables_kept
@@ -46,7 +46,7 @@ class OwnLoop:
         self._models, self._planning = models, models.planning
         plan = self._planning.plan
         mesh = None if plan is None else models.mesh(plan)
-        self._handing = Handing(
+        self._sharing = LoaderSharing(
             ranks=self._planning.world_size if plan is None else plan.mesh.data,
             index=self._planning.rank if mesh is None else mesh.data_index,
             device=self._planning.device,
@@ -54,10 +54,10 @@ class OwnLoop:
             calls=models.calls,
             seed=self._planning.seed,
         )
-        if self._handing.ranks > 1:
-            self._handing.draws = PlacedDraws(self._planning.device)
-        self._shared = SharedRows(self._handing)
-        self._things = LoopThings()
+        if self._sharing.ranks > 1:
+            self._sharing.draws = PlacedDraws(self._planning.device)
+        self._shared = SharedRows(self._sharing)
+        self._things = LoopObjects()
         self.saves = LoopSaves(self._things, self._planning.device, self._any_mesh)
         self._waiting: dict[int, tuple[nn.Module, FirstCall]] = {}
         """Models that have not been called yet, or have no optimizer."""
@@ -67,19 +67,19 @@ class OwnLoop:
         """Whether a loss was looked at: the first tells what kind the loop has."""
 
     @property
-    def handing(self) -> Handing:
+    def sharing(self) -> LoaderSharing:
         """How data are shared out, and what was handed out last."""
-        return self._handing
+        return self._sharing
 
     # ── prepare ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def take(self, things: Sequence[Any], split: Any) -> list[Any]:
         """Take things over, and return what the loop goes on with, in the same order."""
         kinds = {
-            f"thing {place} that session.prepare was given": _kind_of(each) for place, each in enumerate(things, 1)
+            f"thing {place} that session.prepare was given": _kind_of(thing) for place, thing in enumerate(things, 1)
         }
         check_same_facts(kinds, self._planning.device)
-        return [self._taken(each, split) for each in things]
+        return [self._taken(thing, split) for thing in things]
 
     def _taken(self, thing: Any, split: Any) -> Any:
         match thing:
@@ -93,7 +93,7 @@ class OwnLoop:
                 self._things.schedulers.append(thing)  # it acts on the optimizer, which stays the loop's own
             case _:
                 loaders = self._things.loaders
-                loaders.append(LoopLoader(thing, self._handing, len(loaders) + 1))
+                loaders.append(LoopLoader(thing, self._sharing, len(loaders) + 1))
                 return loaders[-1]
         return thing
 
@@ -109,7 +109,7 @@ class OwnLoop:
             )
         check_same_facts(facts_of_model(model), self._planning.device)
         model.to(self._planning.device)
-        take_weights_of_rank_0(model, self._planning.device, self._handing.world)
+        take_weights_of_rank_0(model, self._planning.device, self._sharing.world)
         self._models.own(model)
         first = FirstCall(model, lambda args, kwargs: self._begin(model, args, kwargs, split))
         self._waiting[id(model)] = (model, first)
@@ -125,14 +125,14 @@ class OwnLoop:
         shared = self._keeper_of(optimizer, model)
         optimizer = optimizer if shared is None else shared.part_of(model)
         _, first = self._waiting.pop(id(model))
-        first.let_go()
+        first.restore()
         carried = CarriedState(optimizer)
         try:
             called = self._models.calls.call(f"the first forward of {type(model).__name__}", meets=True)
             saves = self.saves.beginning(model)
             with (
                 called,
-                self._handing.aside(),
+                self._sharing.aside(),
                 as_prepared(model),
                 saves as begun,
                 variables_kept(model, stand_in_loss, optimizer),
@@ -153,14 +153,16 @@ class OwnLoop:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, split: Any
     ) -> OpenModel:
         check_same_facts(facts_of_model(model, optimizer), self._planning.device)
-        batch = self._handing.last
+        batch = self._sharing.last
         seen = called_with(model, args, kwargs, None if batch is None else max(batch.stop - batch.start, 1))
         with seen.by_name(model):
             return self._laid_over(model, optimizer, seen.example, split)
 
-    def _laid_over(self, model: nn.Module, optimizer: torch.optim.Optimizer, example: Counted, split: Any) -> OpenModel:
-        shape, batch = taken_apart(example)[1], self._handing.last
-        planning, samples = self._planned(example.samples * self._handing.ranks if batch is None else batch.size)
+    def _laid_over(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, example: CountedBatch, split: Any
+    ) -> OpenModel:
+        shape, batch = taken_apart(example)[1], self._sharing.last
+        planning, samples = self._planned(example.samples * self._sharing.ranks if batch is None else batch.size)
         recipe = planning.recipe(model, samples, None)
         inputs = {name: name for name in example}
         blueprint = planning.blueprint(model, inputs, split, None, None, example, checks_inputs=False)
@@ -169,9 +171,9 @@ class OwnLoop:
         state = self._models.bring(
             planned,
             LossOfUser(stand_in_loss, shape),
-            lambda given: OpenModel(given, self._handing),
+            lambda parts: OpenModel(parts, self._sharing),
             nominal_count=1.0,
-            words=OWN_STEPS,
+            messages=OWN_STEPS,
             name="state",
         )
         self._say("proof     not proven: the loop computes its losses itself")
@@ -181,8 +183,8 @@ class OwnLoop:
     def _planned(self, samples: int) -> tuple[Planning, int]:
         """How plans are chosen for steps of a loop that accumulates by itself, and the samples of one: each data rank
         takes its whole share at once."""
-        planning, ranks = self._planning, self._handing.ranks
-        number = planning.given.microbatches
+        planning, ranks = self._planning, self._sharing.ranks
+        number = planning.parts.microbatches
         if number not in (None, 1):
             raise PlanError(
                 f"weft.session(microbatches={number}) says how often a step accumulates, and this loop does so itself."
@@ -191,28 +193,28 @@ class OwnLoop:
         share = -(-samples // ranks)
         planning = replace(planning, batch_size=samples)
         if planning.plan is None:
-            return replace(planning, given=replace(planning.given, microbatches=1)), share * ranks
+            return replace(planning, parts=replace(planning.parts, microbatches=1)), share * ranks
         if planning.plan.microbatch.per_step != 1:
             self._say("batch     one microbatch per step: the plan names more, and this loop accumulates by itself")
         own = MicrobatchPlan(size=share, per_step=1)
         return replace(planning, plan=replace(planning.plan, microbatch=own)), share * ranks
 
     def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        found = self._things.optimizers_of(model)
-        if len(found) > 1:
+        optimizers = self._things.optimizers_of(model)
+        if len(optimizers) > 1:
             raise RecipeError(
-                f"{len(found)} of the optimizers that session.prepare was given hold parameters of one"
-                f" {type(model).__name__}. {_instead_of_several(model, found)}"
+                f"{len(optimizers)} of the optimizers that session.prepare was given hold parameters of one"
+                f" {type(model).__name__}. {_instead_of_several(model, optimizers)}"
             )
-        return found[0] if found else None
+        return optimizers[0] if optimizers else None
 
     def _refuse_unbegun(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before an optimizer's own step: gradients of a model that no forward has begun are this rank's alone."""
         if self._planning.world_size == 1 or any(state.optimizer is optimizer for _, state in self._open):
             return
-        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for model, _first in self._waiting.values():
-            if any(each.grad is not None and id(each) in held for each in model.parameters()):
+            if any(parameter.grad is not None and id(parameter) in ids for parameter in model.parameters()):
                 kind = type(model).__name__
                 raise RecipeError(
                     f"optimizer.step() would update the {kind} by this rank's gradients alone: it has had no forward,"
@@ -222,12 +224,12 @@ class OwnLoop:
 
     def _keeper_of(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> SharedOptimizer | None:
         """What keeps an optimizer for several models; None: it has parameters of this one alone."""
-        known = next((each for each in self._things.shared if each.whole is optimizer), None)
+        known = next((shared for shared in self._things.shared if shared.optimizer is optimizer), None)
         own = {id(parameter) for parameter in model.parameters()}
-        others = {id(each) for group in optimizer.param_groups for each in group["params"]} - own
+        others = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} - own
         if known is not None or not others:
             return known
-        prepared = {id(each) for one in self._things.models if one is not model for each in one.parameters()}
+        prepared = {id(parameter) for one in self._things.models if one is not model for parameter in one.parameters()}
         if not others <= prepared:
             return None  # what is no model's is refused where the groups are looked at
         self._things.shared.append(SharedOptimizer(optimizer))
@@ -250,11 +252,11 @@ class OwnLoop:
                 "session.backward() was called before a prepared model with a prepared optimizer has had its first"
                 " forward. Give both to session.prepare, and go on with what it returns."
             )
-        self._handing.check_shares()
-        if self._handing.draws is not None:
-            self._handing.draws.check()
-        if reduction == "mean" and not self._has_looked and self._handing.ranks > 1:
-            warn_of_sum(loss, self._handing.ranks)
+        self._sharing.check_shares()
+        if self._sharing.draws is not None:
+            self._sharing.draws.check()
+        if reduction == "mean" and not self._has_looked and self._sharing.ranks > 1:
+            warn_of_sum(loss, self._sharing.ranks)
         self._has_looked = True
         share = self._share(models) if reduction == "mean" else self._has_samples
         addend = loss.reshape(()) if share == 1.0 else loss.reshape(()) * share
@@ -267,63 +269,63 @@ class OwnLoop:
         scale, last = scales.pop(), _last_of(models, is_last)
         objective = addend if scale == 1.0 else addend * scale
         # The one whose reductions begin in the backward is left first: all ranks then begin all of them in one order.
-        ordered = [each for each in models if each is not last] + ([last] if last is not None else [])
-        with self._handing.aside(), _within(ordered, last, addend, retain_graph):
+        ordered = [model for model in models if model is not last] + ([last] if last is not None else [])
+        with self._sharing.aside(), _within(ordered, last, addend, retain_graph):
             objective.backward(retain_graph=retain_graph)
 
     def _share(self, models: Sequence[OpenModel]) -> float:
         """What the mean over this rank's samples counts."""
-        batch = self._handing.last
+        batch = self._sharing.last
         if any(model.plan.data_parallel.replicas_step_alone for model in models):
             return 1.0 if batch is None else self._share_of_replica(models[0])
-        return 1.0 / self._handing.ranks if batch is None else batch.share
+        return 1.0 / self._sharing.ranks if batch is None else batch.share
 
     @property
     def _has_samples(self) -> float:
         """1; or 0, where the rank was handed a filler."""
-        batch = self._handing.last
+        batch = self._sharing.last
         return float(batch is None or batch.start < batch.stop)
 
     def _share_of_replica(self, model: OpenModel) -> float:
         """What this rank's samples count in the mean of a replica that steps by itself."""
-        batch, width = self._handing.last, model.plan.mesh.shard
+        batch, width = self._sharing.last, model.plan.mesh.shard
         assert batch is not None, "asked of batches that were handed out"
-        first = self._handing.index // width * width
-        held = [self._handing.at(rank).share_of(batch.size, 0) for rank in range(first, first + width)]
-        return (batch.stop - batch.start) / max(sum(each.stop - each.start for each in held), 1)
+        first = self._sharing.index // width * width
+        shares = [self._sharing.at(rank).share_of(batch.size, 0) for rank in range(first, first + width)]
+        return (batch.stop - batch.start) / max(sum(share.stop - share.start for share in shares), 1)
 
     def clip_norm(self, what: Any, limit: float) -> Tensor:
         """See `Session.clip_grad_norm_`."""
         what = what if isinstance(what, nn.Module | Tensor) else list(what)
-        found = self._whose(what, "session.clip_grad_norm_()")
-        if not found:
+        models = self._whose(what, "session.clip_grad_norm_()")
+        if not models:
             return nn.utils.clip_grad_norm_(what.parameters() if isinstance(what, nn.Module) else what, limit)
-        norms = [each.gradient_norm() for each in found]
+        norms = [model.gradient_norm() for model in models]
         norm = norms[0] if len(norms) == 1 else math.hypot(*norms)
-        for each in found:
-            each.scale_gradients(min(1.0, float(limit) / (norm + 1e-6)))
+        for model in models:
+            model.scale_gradients(min(1.0, float(limit) / (norm + 1e-6)))
         return torch.tensor(norm, device=self._planning.device)
 
     def clip_value(self, what: Any, limit: float) -> None:
         """See `Session.clip_grad_value_`."""
         what = what if isinstance(what, nn.Module | Tensor) else list(what)
-        found = self._whose(what, "session.clip_grad_value_()")
-        if not found:
+        models = self._whose(what, "session.clip_grad_value_()")
+        if not models:
             nn.utils.clip_grad_value_(what.parameters() if isinstance(what, nn.Module) else what, limit)
-        for each in found:
-            each.clip_value(float(limit))
+        for model in models:
+            model.clip_value(float(limit))
 
     def mean(self, value: Tensor | float) -> float:
         """See `Session.mean`."""
-        batch, ranks = self._handing.last, self._handing.ranks
+        batch, ranks = self._sharing.last, self._sharing.ranks
         own = torch.as_tensor(value, dtype=torch.float64, device=self._planning.device).detach()
         if own.numel() != 1:
             raise DataError(f"session.mean() wants a number, and got a tensor of {tuple(own.shape)}.")
         share = 1.0 / ranks if batch is None else batch.share
         own = own.reshape(()) * share if share else torch.zeros_like(own.reshape(()))  # of a filler it may be anything
         with self._models.calls.call("session.mean()"):
-            if self._handing.world is not None:
-                dist.all_reduce(own, group=self._handing.world)
+            if self._sharing.world is not None:
+                dist.all_reduce(own, group=self._sharing.world)
         return float(own) * ranks / self._planning.world_size  # the other ranks have the same samples as these
 
     def share(self, values: Sequence[Any], dim: int) -> list[Any]:
@@ -332,32 +334,32 @@ class OwnLoop:
 
     def gather(self, value: Any) -> Any:
         """See `Session.gather`."""
-        batch = self._handing.last
+        batch = self._sharing.last
         collected = GatheredOutputs(lambda outputs, batch: outputs, self._any_mesh())
         with self._models.calls.call("session.gather()", meets=True):
             none = batch is not None and batch.start == batch.stop
             collected.take(tree_map_only(Tensor, lambda each: each[:0], value) if none else value)
             return collected.join()
 
-    def weights(self, model: nn.Module, tell: Callable[[Any], list[Any]]) -> dict[str, Tensor]:
+    def weights(self, model: nn.Module, all_gather: Callable[[Any], list[Any]]) -> dict[str, Tensor]:
         """See `SessionInternals.weights`."""
-        found = self._things.state_of(model)
-        return dict(model.state_dict()) if found is None else found.whole(tell)
+        state = self._things.state_of(model)
+        return dict(model.state_dict()) if state is None else state.gathered_weights(all_gather)
 
     def forget(self, things: Sequence[Any]) -> None:
         """See `SessionInternals.forget`."""
         for thing in things:
             if waiting := self._waiting.pop(id(thing), None):
-                waiting[1].let_go()
+                waiting[1].restore()
             if (state := self._things.state_of(thing)) is not None:
                 state.close()
             self._things.drop(thing)
-        self._models.disown([each for each in things if isinstance(each, nn.Module)])
+        self._models.disown([thing for thing in things if isinstance(thing, nn.Module)])
 
     def settle(self, seed: int | None, local_steps: int | None) -> None:
         """See `SessionInternals.settle`."""
         planning = self._planning
-        known = planning.given.local_steps if planning.plan is None else planning.plan.data_parallel.local_steps
+        known = planning.parts.local_steps if planning.plan is None else planning.plan.data_parallel.local_steps
         if local_steps not in (None, known) and (self._open or planning.plan is not None):
             raise RecipeError(
                 f"local_steps = {local_steps} came after a plan with {known} was given, or chosen at a"
@@ -365,22 +367,22 @@ class OwnLoop:
             )
         if seed is not None:
             planning = replace(planning, seed=seed)
-            self._handing.seed = seed
+            self._sharing.seed = seed
         if local_steps is not None:
-            given = replace(planning.given, local_steps=local_steps)
-            permit = replace(planning.permit, local_steps=given.most_local_steps)
-            planning = replace(planning, given=given, permit=permit)
+            parts = replace(planning.parts, local_steps=local_steps)
+            permit = replace(planning.permit, local_steps=parts.most_local_steps)
+            planning = replace(planning, parts=parts, permit=permit)
         self._planning = self._models.planning = planning
 
     def state(self, model: nn.Module) -> OpenModel:
         """See `Session.state`."""
-        found = self._things.state_of(model)
-        if found is None:
+        state = self._things.state_of(model)
+        if state is None:
             raise RecipeError(
                 f"this {type(model).__name__} has no state yet: a model that was prepared without a loss= is brought"
                 " under its plan by its first forward, with its prepared optimizer. Call it once before."
             )
-        return found
+        return state
 
     def _any_mesh(self) -> Mesh:
         """One that has all ranks, whatever the models' own."""
@@ -390,64 +392,64 @@ class OwnLoop:
         """The models whose gradients are meant; none: one that is plain still."""
         if isinstance(what, nn.Module):
             return [] if id(what) in self._waiting else [self.state(what)]
-        given = {id(each) for each in (_listed(what))}
-        found: list[OpenModel] = []
+        parts = {id(item) for item in (_listed(what))}
+        models: list[OpenModel] = []
         for _, model in self._open:
-            trained = {id(each) for each in model.model.parameters() if each.requires_grad}
-            if not given & trained:
+            trained = {id(parameter) for parameter in model.model.parameters() if parameter.requires_grad}
+            if not parts & trained:
                 continue
-            if trained - given:
+            if trained - parts:
                 raise RecipeError(
-                    f"{call} was given {len(given & trained)} of the {len(trained)} parameters of a model, whose"
+                    f"{call} was given {len(parts & trained)} of the {len(trained)} parameters of a model, whose"
                     " gradients are clipped as one. Give it the model, or model.parameters()."
                 )
-            found.append(model)
-        if not found:
+            models.append(model)
+        if not models:
             raise RecipeError(
                 f"{call} was given no parameters of a prepared model. Give it the model itself, or what its"
                 " parameters() returns now: at the first forward the plan may have put others in their place."
             )
-        return found
+        return models
 
     def close(self) -> None:
         """Let go of what has not begun; models end with the session's others."""
         for _, first in self._waiting.values():
-            first.let_go()
+            first.restore()
         self._waiting.clear()
-        self.let_go()
+        self.restore()
 
-    def let_go(self) -> None:
+    def restore(self) -> None:
         """Give torch its functions back, and shared optimizers theirs."""
         for shared in self._things.shared:
-            shared.let_go()
+            shared.restore()
         while self._hooks:
             self._hooks.pop().remove()
-        if self._handing.draws is not None:
-            self._handing.draws.close()
+        if self._sharing.draws is not None:
+            self._sharing.draws.close()
 
 
 def _instead_of_several(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str:
     """What to write in place of several optimizers over one model."""
     parts: list[list[str]] = []
     for optimizer in optimizers:
-        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        parts.append([
-            name for name, part in model.named_children() if any(id(each) in held for each in part.parameters())
-        ])  # fmt: skip
+        ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        parts.append(
+            [name for name, part in model.named_children() if any(id(own) in ids for own in part.parameters())]
+        )
     names = [name for part in parts for name in part]
     one = "Make one optimizer of them, with a parameter group for each setting"
     if len(set(names)) < len(names) or not all(len(part) == 1 for part in parts):
         return f"{one}."
-    given = ", ".join(f"model.{name}" for name in names)
+    parts = ", ".join(f"model.{name}" for name in names)
     return (
         f"{one}, where they step together; where each steps by itself, prepare the parts in place of the whole, which"
-        f" goes on calling them: session.prepare({given}, …)."
+        f" goes on calling them: session.prepare({parts}, …)."
     )
 
 
 def _last_of(models: Sequence[OpenModel], is_last: bool | None) -> OpenModel | None:
     """The model whose reductions begin in a backward that is its last, or likely so: the largest."""
-    expected = [each for each in models if each.size and (each.expects_last if is_last is None else is_last)]
+    expected = [model for model in models if model.size and (model.expects_last if is_last is None else is_last)]
     return max(expected, key=lambda each: each.size, default=None)
 
 

@@ -35,7 +35,7 @@ _BESIDE = re.compile(r"(model-\d+|extra|schedulers)/", re.ASCII)
 
 
 @dataclass(slots=True)
-class LoopThings:
+class LoopObjects:
     """What `session.prepare` was given without a loss, each in its order."""
 
     models: list[nn.Module] = field(default_factory=list[nn.Module])
@@ -47,25 +47,25 @@ class LoopThings:
 
     def state_of(self, model: nn.Module) -> OpenModel | None:
         """The model under its plan; None: it has not been called yet, or has no optimizer."""
-        return next((state for given, state in self.begun if given is model), None)
+        return next((state for begun, state in self.begun if begun is model), None)
 
     def optimizers_of(self, model: nn.Module) -> list[torch.optim.Optimizer]:
         """Those that hold parameters of the model."""
         own = {id(parameter) for parameter in model.parameters()}
         return [
-            each
-            for each in self.optimizers
-            if any(id(parameter) in own for group in each.param_groups for parameter in group["params"])
+            optimizer
+            for optimizer in self.optimizers
+            if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
         ]
 
     def drop(self, thing: Any) -> None:
         """Forget a thing."""
-        self.begun[:] = [each for each in self.begun if each[0] is not thing]
+        self.begun[:] = [begun for begun in self.begun if begun[0] is not thing]
         for kind in (self.models, self.optimizers, self.schedulers, self.loaders):
-            cast(list[Any], kind)[:] = [each for each in kind if each is not thing]
+            cast(list[Any], kind)[:] = [item for item in kind if item is not thing]
 
 
-class _Waiting(NamedTuple):
+class _PendingLoad(NamedTuple):
     """A model that was loaded before its first forward, when its plan is chosen and its optimizer's states are cut."""
 
     stored: StoredCheckpoint
@@ -77,10 +77,10 @@ class _Waiting(NamedTuple):
 class LoopSaves:
     """Saves and loads all of a loop.  Every method is called on every rank."""
 
-    def __init__(self, things: LoopThings, device: torch.device, mesh: Callable[[], Mesh]) -> None:
+    def __init__(self, things: LoopObjects, device: torch.device, mesh: Callable[[], Mesh]) -> None:
         """`mesh` is any that has all ranks."""
         self._things, self._device, self._mesh = things, device, mesh
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, _PendingLoad] = {}
 
     # ── saving ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -97,18 +97,18 @@ class LoopSaves:
         for shared in things.shared:
             shared.give_settings()
         world = self._mesh()["world"]
-        loaders = [each.state_dict() for each in things.loaders]
+        loaders = [loader.state_dict() for loader in things.loaders]
         places = {
-            f"data: the place of loader {number}": f"batch {each['batches']} of pass {each['passes']}"
-            for number, each in enumerate(loaders, 1)
+            f"data: the place of loader {number}": f"batch {loader['batches']} of pass {loader['passes']}"
+            for number, loader in enumerate(loaders, 1)
         }
-        forms = {each.member: cast(Json, each.written()) for each in beside}
+        forms = {item.member: cast(Json, item.written()) for item in beside}
         facts = {"the folder of session.save()": str(path), **places}
-        for each in beside:
-            facts |= each.facts()
+        for item in beside:
+            facts |= item.facts()
         check_same_facts(facts, self._device, world.group)
         states = list[Json]()
-        shards = [shard for each in beside for shard in each.checkpoint_shards(counts=world.index == 0)]
+        shards = [shard for item in beside for shard in item.checkpoint_shards(counts=world.index == 0)]
         for number, model in enumerate(things.models, 1):
             state, own = self._part(model).written()
             states.append({"class": type(model).__name__, **state})
@@ -119,15 +119,15 @@ class LoopSaves:
             **forms,
             "generators": cast(Json, process_states(self._device)),
         }
-        steps = max((each.steps for _, each in things.begun), default=0)
+        steps = max((begun.steps for _, begun in things.begun), default=0)
         saved = Checkpointer(path, Peers.of_group(world), keep=1, owned=None).save(steps, shards, whole)
-        for _, each in things.begun:
-            each.note_save(saved, time.monotonic() - started)
+        for _, begun in things.begun:
+            begun.note_save(saved, time.monotonic() - started)
         return path
 
     def _beside(self, extra: Mapping[str, Any] | None) -> list[StatefulObjects]:
         """What is neither model nor optimizer, for one save or load."""
-        schedulers = {str(number): each for number, each in enumerate(self._things.schedulers, 1)}
+        schedulers = {str(number): scheduler for number, scheduler in enumerate(self._things.schedulers, 1)}
         saved = (*self._things.models, *self._things.optimizers)
         return [StatefulObjects(SCHEDULERS, schedulers), StatefulObjects(EXTRA, extra, saved)]
 
@@ -155,19 +155,19 @@ class LoopSaves:
             cut = [_part_of(stored, number, models[number - 1]) for number in range(1, len(parts) + 1)]
             files.fill(
                 [
-                    *(_wanted(one, each) for one, each in zip(cut, fillers, strict=True)),
-                    (_beside_in(stored), [shard for each in beside for shard in each.to_fill(stored)]),
+                    *(_wanted(one, filler) for one, filler in zip(cut, fillers, strict=True)),
+                    (_beside_in(stored), [shard for item in beside for shard in item.to_fill(stored)]),
                 ]
             )
-            for one, each in zip(cut, fillers, strict=True):
-                each.take(one.manifest.state)
+            for one, filler in zip(cut, fillers, strict=True):
+                filler.take(one.manifest.state)
         for model, part, one in zip(things.models, parts, cut, strict=True):
             if isinstance(part, OpenModel):
                 part.loaded(one.manifest.state)
             elif part.has_optimizer:
-                self._waiting[id(model)] = _Waiting(one, _versions(model))
+                self._waiting[id(model)] = _PendingLoad(one, _versions(model))
         self._go_on(stored, beside)
-        return max((cast(int, each["steps"]) for each in models), default=0)
+        return max((cast(int, model["steps"]) for model in models), default=0)
 
     def _check(
         self, state: JsonObject, fillers: Sequence[Saves | PlainSaves], beside: Sequence[StatefulObjects]
@@ -184,19 +184,19 @@ class LoopSaves:
                 f"{state.path} has {len(models)} models and {len(state.items('loaders'))} loaders, and session.prepare"
                 f" was given {len(fillers)} and {len(self._things.loaders)}. Prepare what was saved, in the same order."
             )
-        for one, each in zip(models, fillers, strict=False):
+        for one, filler in zip(models, fillers, strict=False):
             one.count("steps")
-            each.check(one)
-        for each in beside:
-            each.check(state)
+            filler.check(one)
+        for item in beside:
+            item.check(state)
         state.object("generators")
 
     def _go_on(self, stored: StoredCheckpoint, beside: Sequence[StatefulObjects]) -> None:
         state, things = cast(dict[str, Any], stored.manifest.state), self._things
         for shared in things.shared:
             shared.take_settings()
-        for each in beside:
-            each.take(state)
+        for item in beside:
+            item.take(state)
         for loader, place in zip(things.loaders, state["loaders"], strict=False):
             loader.resume(place)
         take_process_states(self._device, state["generators"])
@@ -214,8 +214,8 @@ class LoopSaves:
         """The first forward of a model; within, its state is put into the list.  It takes up what was loaded before."""
         waiting = self._waiting.get(id(model))
         is_untouched = waiting is not None and waiting.versions == _versions(model)
-        found: list[OpenModel] = []
-        yield found
+        models: list[OpenModel] = []
+        yield models
         if waiting is None:
             return
         stored, names = waiting.stored, waiting.stored.runs
@@ -223,12 +223,12 @@ class LoopSaves:
             names = [name for name in names if not name.startswith(("model/", "buffer/"))]
             stored = stored.part({name: name for name in names}, stored.manifest.state)
         path = stored.folder / "manifest.json"
-        with found[0].loading() as filler:
+        with models[0].loading() as filler:
             filler.check(JsonObject(path, CheckpointError, "", dict(stored.manifest.state), "state.models."))
-            wanted = [shard for shard in filler.to_fill(stored) if is_untouched or not _is_weight(shard)]
-            Checkpointer(stored.folder, Peers.of_group(self._mesh()["world"])).fill([(stored, wanted)])
+            shards = [shard for shard in filler.to_fill(stored) if is_untouched or not _is_weight(shard)]
+            Checkpointer(stored.folder, Peers.of_group(self._mesh()["world"])).fill([(stored, shards)])
             filler.take(stored.manifest.state)
-        found[0].loaded(stored.manifest.state)
+        models[0].loaded(stored.manifest.state)
         del self._waiting[id(model)]
 
 
@@ -265,8 +265,8 @@ def _is_weight(shard: CheckpointShard) -> bool:
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
     """What differs once a weight was written to."""
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: (each.data_ptr(), each._version) for name, each in held.items()}  # pyright: ignore[reportPrivateUsage]
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: (value.data_ptr(), value._version) for name, value in tensors.items()}  # pyright: ignore[reportPrivateUsage]
 
 
 @contextmanager

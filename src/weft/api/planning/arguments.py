@@ -32,7 +32,7 @@ def check_session(
     if settings is not None:
         _check_settings(settings)
     if not isinstance(device, str) or device not in _DEVICES:
-        known = " or ".join(f'"{each}"' for each in _DEVICES)
+        known = " or ".join(f'"{device_name}"' for device_name in _DEVICES)
         raise PlanError(f"weft.session(device=…) = {device!r} is no device of a job. Give {known}.")
     if track is not None and not callable(track):
         raise RecipeError(
@@ -107,9 +107,9 @@ def check_prepared(
         )
 
 
-def refuse_without_loss(given: Mapping[str, object]) -> None:
+def refuse_without_loss(arguments: Mapping[str, object]) -> None:
     """Of `prepare` without a loss: what only means something with one."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is None:
             continue
         fix = {
@@ -172,8 +172,12 @@ def check_inputs(inputs: object, model: nn.Module, shape: BatchShape) -> None:
             f' such as {{"x": "{known[0]}"}}.'
         )
     parameters = inspect.signature(model.forward).parameters.values()
-    named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    named = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     for name, field in cast(Mapping[Any, Any], inputs).items():
         if not isinstance(name, str) or not name.isidentifier() or not (takes_any or name in named):
             raise RecipeError(
@@ -186,7 +190,7 @@ def check_inputs(inputs: object, model: nn.Module, shape: BatchShape) -> None:
                     f'inputs takes {field!r} for {name}. Write the field as a text: {{"{name}": "{field}"}}.'
                 )
             # Another field than the loader's may be of a batch that the loop makes itself (a critic's).
-            meant = did_you_mean(str(field), [each for each in known if each not in inputs.values()])
+            meant = did_you_mean(str(field), [name for name in known if name not in inputs.values()])
             if meant or not isinstance(field, str) or field.isdecimal():
                 raise RecipeError(
                     f"inputs takes {field!r} for {name}, and the loader's batch has no such field: it has"
@@ -194,7 +198,7 @@ def check_inputs(inputs: object, model: nn.Module, shape: BatchShape) -> None:
                 )
 
 
-def whole_or_none(what: str, value: object) -> int | None:
+def integer_or_none(what: str, value: object) -> int | None:
     """Return a whole number from 0 on, or None; refuse all else."""
     if value is not None and (type(value) is not int or value < 0):
         raise RecipeError(f"{what} = {value!r} is no number of them. Give a whole number from 0 on, or leave it out.")

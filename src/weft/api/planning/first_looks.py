@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from weft.api.batches.stream import UserBatch
-from weft.api.planning.settings import Nets, PlanSettings
+from weft.api.planning.settings import PlanSettings, SafetyChecks
 from weft.api.preflight.conditional_blocks import conditional_blocks_note, find_conditional_blocks, gathers_blocks
 from weft.api.preflight.coupled_samples import SampleCoupling, WholeBatchLoss, find_coupling, refuse_coupling
 from weft.api.preflight.forward_state import ChangedState, find_changed_state, refuse_changed_state, runs_once
@@ -79,7 +79,7 @@ def look_first(
     loss: Callable[..., Any],
     example: UserBatch,
     plan: Plan | None,
-    nets: Nets,
+    nets: SafetyChecks,
     device: torch.device,
 ) -> FirstLooks:
     """Try a few samples of a batch, on every rank, before `plan` (None: `auto`) is laid over the model, which is told
@@ -110,7 +110,7 @@ def look_first(
 
 
 def _found(
-    looks: FirstLooks, trials: Trials, nets: Nets, blocks: Sequence[str] = (), *, is_declared: bool = False
+    looks: FirstLooks, trials: Trials, nets: SafetyChecks, blocks: Sequence[str] = (), *, is_declared: bool = False
 ) -> FirstLooks:
     """What this rank finds; what raises keeps what `looks` has."""
     if nets.changed_state:
@@ -129,15 +129,15 @@ def agreed_looks(looks: FirstLooks, device: torch.device) -> FirstLooks:
     """What any rank has found: the first that has found something, and the branches of all.  Call on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return looks
-    told: list[dict[str, Any]] = [json.loads(text) for text in gather_texts(json.dumps(asdict(looks)), device)]
+    of_ranks: list[dict[str, Any]] = [json.loads(text) for text in gather_texts(json.dumps(asdict(looks)), device)]
 
     def first(what: str) -> dict[str, str]:
-        return next((one[what] for one in told if any(one[what].values())), told[0][what])
+        return next((one[what] for one in of_ranks if any(one[what].values())), of_ranks[0][what])
 
     return FirstLooks(
         changed=ChangedState(**first("changed")),
         coupling=SampleCoupling(**first("coupling")),
-        branches=list(dict.fromkeys(name for one in told for name in one["branches"])),
+        branches=list(dict.fromkeys(name for one in of_ranks for name in one["branches"])),
     )
 
 
@@ -153,7 +153,7 @@ def refuse_by_first_looks(recipe: Recipe, plan: Plan, blueprint: Blueprint, prep
     if trials is None:
         return
     is_declared = not blueprint.per_sample_loss
-    looks = _found(FirstLooks(), trials, Nets(), is_declared=is_declared)
+    looks = _found(FirstLooks(), trials, SafetyChecks(), is_declared=is_declared)
     looks.check(plan)
     if looks.coupling.in_loss and not is_declared and plan.mesh.data > 1:
         raise PlanError(
@@ -173,7 +173,7 @@ def branches_by_first_looks(
         return ()
     looks, trials = FirstLooks(), _trials(recipe, plan, blueprint, prepared)
     if trials is not None:
-        looks = _found(looks, trials, Nets(changed_state=False, coupled_samples=False), blueprint.cut.blocks)
+        looks = _found(looks, trials, SafetyChecks(changed_state=False, coupled_samples=False), blueprint.cut.blocks)
     return tuple(agreed_looks(looks, torch.device("cpu")).branches)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from weft.config.document import spell
+from weft.config.document import format_value
 from weft.config.plan import PLAN_KEYWORDS, Plan, PlanKeywords, load_plan, plan_by_keywords, refuse_unknown_keyword
 from weft.errors import PlanError
 
@@ -32,7 +32,7 @@ def requested_plan(
     if keywords and plan is not None and (splits or plan != "auto"):
         word, value = next((word, value) for word, value in keywords.items() if not splits or word not in _NARROWING)
         shown = '"auto"' if plan == "auto" else "…"
-        instead = f", or give settings={{{spell(PLAN_KEYWORDS[word])}: {value!r}}} beside the plan"
+        instead = f", or give settings={{{format_value(PLAN_KEYWORDS[word])}: {value!r}}} beside the plan"
         raise PlanError(
             f"{call}(plan={shown}, {word}={value!r}) says twice how to split. Leave one out"
             f"{instead if 'settings' in known else ''}."

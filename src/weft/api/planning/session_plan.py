@@ -124,7 +124,7 @@ class Planning:
                 facts,
                 self.world_size,
                 profile=replace(description.profile, no_gathering=facts.no_gathering),
-                given=looks.limits(self.given, self.world_size).pins(recipe.batch.global_batch_size, self.world_size),
+                pins=looks.limits(self.given, self.world_size).pins(recipe.batch.global_batch_size, self.world_size),
             )
             plan = self.given.beyond(with_timeout(choice.plan, self.timeout_seconds))
             reasons = choice.reasons

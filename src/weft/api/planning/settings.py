@@ -58,11 +58,11 @@ class PlanSettings:
                 f"{_SETTINGS}: {key} splits the model, and a session's auto splits the data only. Give a whole plan:"
                 f" weft.session({key.partition('.')[2]}={self.settings[key]!r})."
             )
-        for each in plan_settings():
-            if each.knob.follows and each.key in self.settings:
-                instead = "microbatches=" if each.key == "microbatch.per_step" else f"{each.knob.follows!r}"
+        for setting in plan_settings():
+            if setting.knob.follows and setting.key in self.settings:
+                instead = "microbatches=" if setting.key == "microbatch.per_step" else f"{setting.knob.follows!r}"
                 raise PlanError(
-                    f"{_SETTINGS}: {each.key} follows from what auto chooses. Give {instead}, or a whole plan."
+                    f"{_SETTINGS}: {setting.key} follows from what auto chooses. Give {instead}, or a whole plan."
                 )
         plan = Plan(origins=dict.fromkeys(_DATA_ONLY, "a session's auto splits the data only"))
         plan = self._laid_over(plan, world_size)
@@ -140,7 +140,7 @@ def session_arguments(plan: Plan | str | Path, seconds: float | None = None) -> 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Nets:
+class SafetyChecks:
     """Which nets are spread.  All are, but in tests that ask what another one finds."""
 
     changed_state: bool = True

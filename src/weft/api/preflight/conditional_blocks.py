@@ -31,15 +31,15 @@ def find_conditional_blocks(trials: Trials, blocks: Sequence[str]) -> list[str]:
     model's forward raises on several samples."""
     grown = trials.grown(_MOST_SAMPLES // 2)
     many = trials if is_costly(grown, share=0.1) else grown
-    found = set[str]()
+    names = set[str]()
     with trials.without_draws():
         whole = _way(many, many.fields, blocks)
-        found |= set(blocks) - set(whole) | _apart([_way(many, half, blocks) for half in (many.first, many.second)])
+        names |= set(blocks) - set(whole) | _apart([_way(many, half, blocks) for half in (many.first, many.second)])
         try:
-            found |= _apart([_way(many, one, blocks) for one in _each(many.fields)])
+            names |= _apart([_way(many, one, blocks) for one in _each(many.fields)])
         except Exception:  # a forward that wants several samples
-            found |= _apart([_way(trials, part, blocks) for part in (trials.first, trials.second)])
-    return [name for name in blocks if name in found]
+            names |= _apart([_way(trials, part, blocks) for part in (trials.first, trials.second)])
+    return [name for name in blocks if name in names]
 
 
 def _each(fields: Batch) -> Iterable[Batch]:
@@ -63,10 +63,10 @@ def _way(trials: Trials, batch: Batch, blocks: Sequence[str]) -> list[str]:
 
 def _apart(ways: Sequence[list[str]]) -> set[str]:
     """What some ways have more often than others, or at another place."""
-    found = {name for way in ways for name in way if len({other.count(name) for other in ways}) > 1}
-    kept = [[name for name in way if name not in found] for way in ways]
+    conditional = {name for way in ways for name in way if len({other.count(name) for other in ways}) > 1}
+    kept = [[name for name in way if name not in conditional] for way in ways]
     places = [set(names) for names in zip(*kept, strict=True)]
-    return found.union(*(names for names in places if len(names) > 1))
+    return conditional.union(*(names for names in places if len(names) > 1))
 
 
 def conditional_blocks_note(branches: Sequence[str], plan: Plan) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from weft.api.batches.losses import LossOfUser
-from weft.api.preflight.sample_trials import Seen, Trials, difference, is_costly, mean_of
+from weft.api.preflight.sample_trials import TrialOutputs, Trials, difference, is_costly, mean_of
 from weft.api.preflight.trial_copies import LOSS, TrialCopy
 from weft.config.plan import Plan
 from weft.errors import PlanError
@@ -79,13 +79,13 @@ _MOST_SAMPLES, _MOST_NUMBERS = 32, 1 << 22
 """Samples that a second look takes, and numbers in what the model may return for them."""
 
 
-def _more(trials: Trials, whole: Seen) -> tuple[Trials, list[Seen]] | None:
+def _more(trials: Trials, whole: TrialOutputs) -> tuple[Trials, list[TrialOutputs]] | None:
     """A look at more of the batch: a mean over tokens is one over samples, too, while all have equally many.
 
     None where it would take long, there are no more, or the model or the loss do not take them together.
     """
     grown = trials.grown(_MOST_SAMPLES // 2)
-    numbers = sum(each.numel() for each in whole.numbers) * grown.part // trials.part
+    numbers = sum(number.numel() for number in whole.numbers) * grown.part // trials.part
     if grown.part == trials.part or numbers > _MOST_NUMBERS or is_costly(grown, share=0.1):
         return None
     try:
@@ -94,24 +94,26 @@ def _more(trials: Trials, whole: Seen) -> tuple[Trials, list[Seen]] | None:
         return None
 
 
-def _at_extremes(trials: Trials, whole: Seen, parts: Sequence[Seen], unit: int, *, is_kept: bool) -> SampleCoupling:
+def _at_extremes(
+    trials: Trials, whole: TrialOutputs, parts: Sequence[TrialOutputs], unit: int, *, is_kept: bool
+) -> SampleCoupling:
     """What samples of very unlike losses say, beside each other and alone."""
-    limit, found = _ROUGHLY.get(trials.dtype, _COARSE), None
+    limit, coupling = _ROUGHLY.get(trials.dtype, _COARSE), None
     with suppress(Exception), trials.without_draws():  # whatever a loss raises of few samples and made-up outputs
         pairs = extremes_of(trials, whole, parts[0], unit, is_kept=is_kept)
-        found = next((pair for pair in pairs if difference(*pair) > limit), None)
-    if found is None:
+        coupling = next((pair for pair in pairs if difference(*pair) > limit), None)
+    if coupling is None:
         return SampleCoupling()
-    figures = f"{found[0].mean:.6g} and {mean_of(found[1]):.6g}"
+    figures = f"{coupling[0].mean:.6g} and {mean_of(coupling[1]):.6g}"
     return SampleCoupling(where=LOSS, figures=figures, no_gathering=_why_no_gathering(trials))
 
 
-def _meet(trials: Trials, whole: Seen, parts: Sequence[Seen]) -> bool:
+def _meet(trials: Trials, whole: TrialOutputs, parts: Sequence[TrialOutputs]) -> bool:
     """Whether the loss of the parts does not add up to that of the whole."""
     return not _adds_up(whole, parts, trials.dtype) and _is_confirmed(trials, whole, parts)
 
 
-def _tried(trials: Trials) -> list[Seen]:
+def _tried(trials: Trials) -> list[TrialOutputs]:
     """What comes of all samples together, and of the parts."""
     with trials.without_draws():
         return [trials.run(trials.copied(), batch) for batch in (trials.fields, trials.first, trials.second)]
@@ -163,11 +165,11 @@ class WholeBatchLoss:
         return self._loss(outputs, batch)
 
 
-def _adds_up(whole: Seen, parts: Sequence[Seen], dtype: torch.dtype) -> bool:
+def _adds_up(whole: TrialOutputs, parts: Sequence[TrialOutputs], dtype: torch.dtype) -> bool:
     return difference(whole, parts) <= _ROUNDING.get(dtype, _COARSE)
 
 
-def _is_confirmed(trials: Trials, whole: Seen, parts: Sequence[Seen]) -> bool:
+def _is_confirmed(trials: Trials, whole: TrialOutputs, parts: Sequence[TrialOutputs]) -> bool:
     """Whether samples meet in fp64, too, where roundings cannot be taken for it; else whether they do by far."""
     if trials.dtype == torch.float64:
         return True
@@ -187,7 +189,7 @@ def _widened(fields: Batch) -> Batch:
 
 
 @dataclass(slots=True)
-class _Calls:
+class _ModuleCalls:
     """What every module was given and made, in the order in which they end."""
 
     found: list[tuple[str, list[Tensor], list[Tensor]]] = field(
@@ -208,7 +210,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _where(trials: Trials) -> str:
     """The first module that is given samples which have not met, and returns some that have; else the loss."""
-    seen = [_Calls(), _Calls(), _Calls()]
+    seen = [_ModuleCalls(), _ModuleCalls(), _ModuleCalls()]
     with trials.without_draws():
         for calls, batch in zip(seen, (trials.fields, trials.first, trials.second), strict=True):
             copied = trials.copied()
@@ -217,8 +219,8 @@ def _where(trials: Trials) -> str:
     kind = type(trials.blueprint.module).__name__
     if len({len(calls.found) for calls in seen}) > 1:
         return f"the forward of {kind}"
-    for (name, given, made), first, second in zip(*(calls.found for calls in seen), strict=True):
-        if _joins(given, first[1], second[1], trials.dtype) and not _joins(made, first[2], second[2], trials.dtype):
+    for (name, inputs, made), first, second in zip(*(calls.found for calls in seen), strict=True):
+        if _joins(inputs, first[1], second[1], trials.dtype) and not _joins(made, first[2], second[2], trials.dtype):
             return f"the forward of {name} in {kind}" if name else f"the forward of {kind}"
     return LOSS
 
@@ -274,14 +276,14 @@ def _gathers(trials: Trials, whole: WholeBatch) -> bool:
     gathered(outputs, whole.outputs, lambda tensor, dim: _kept(tensor, operands))
     expected = trials.judged(copied, outputs, trials.fields)
     for start, batch in ((0, trials.first), (trials.part, trials.second)):
-        rank = _Rank(trials, batch, start, list(operands))
+        rank = _SimulatedRank(trials, batch, start, list(operands))
         if not _adds_up(expected, [rank.loss(whole)], trials.dtype) or rank.differs:
             return False
     return True
 
 
 @dataclass(slots=True)
-class _Rank:
+class _SimulatedRank:
     """One of two ranks, which is given what both gather."""
 
     trials: Trials
@@ -292,7 +294,7 @@ class _Rank:
     differs: bool = False
     """Whether its own part of something was another than of the whole."""
 
-    def loss(self, whole: WholeBatch) -> Seen:
+    def loss(self, whole: WholeBatch) -> TrialOutputs:
         copied = self.trials.copied()
         with Gathering(whole.products, self._gather):
             outputs = self.trials.forward(copied, self.batch)
@@ -318,8 +320,8 @@ _DESCENTS = 12
 
 
 def extremes_of(
-    trials: Trials, whole: Seen, part: Seen, unit: int, *, is_kept: bool
-) -> Iterator[tuple[Seen, Sequence[Seen]]]:
+    trials: Trials, whole: TrialOutputs, part: TrialOutputs, unit: int, *, is_kept: bool
+) -> Iterator[tuple[TrialOutputs, Sequence[TrialOutputs]]]:
     """Yield what the loss makes of two groups of samples of very unlike losses together, and of each alone.
 
     A mean that a loss clamps, or takes the absolute value of, is a sum over samples as long as all of them lie on one
@@ -329,11 +331,11 @@ def extremes_of(
     `whole`, `part`: what came of all samples, and of the first part; `unit`: samples that belong together; `is_kept`:
     the loss may keep something from call to call.  Raises what the loss raises.
     """
-    dims, judge = _rows_of(whole.outputs, part.outputs), _Judge(trials, is_kept=is_kept)
+    dims, judge = _rows_of(whole.outputs, part.outputs), _LossComparison(trials, is_kept=is_kept)
     starts = range(0, 2 * trials.part - unit + 1, unit)
     groups = [_chosen(trials, whole.outputs, dims, range(start, start + unit)) for start in starts]
     seen = [(judge.seen(*group), group) for group in groups]
-    ranked = sorted((each for each in seen if math.isfinite(each[0].mean)), key=lambda each: each[0].mean)
+    ranked = sorted((output for output in seen if math.isfinite(output[0].mean)), key=lambda each: each[0].mean)
     (least, (outputs, batch)), (largest, (others, rest)) = ranked[0], ranked[-1]
     fields = {name: torch.cat([value, rest[name]]) for name, value in batch.items()}
     yield judge.seen(_joined(outputs, others, dims), fields), [least, largest]
@@ -343,7 +345,7 @@ def extremes_of(
         yield judge.seen(_joined(lower, others, dims), fields), [judge.seen(lower, batch), largest]
 
 
-class _Judge:
+class _LossComparison:
     """The loss, each time as it was at first."""
 
     def __init__(self, trials: Trials, *, is_kept: bool) -> None:
@@ -357,13 +359,13 @@ class _Judge:
         kept = copied_call(self._trials.loss, dict[int, Any](self._memo)) if self._is_kept else self._copied.loss
         return LossOfUser(kept, self._trials.like)
 
-    def seen(self, outputs: Any, batch: Batch) -> Seen:
+    def seen(self, outputs: Any, batch: Batch) -> TrialOutputs:
         """What it makes of outputs."""
         loss_sum, count = self.loss()(outputs, batch)
-        return Seen(outputs, float(loss_sum.detach()), float(count.detach()))
+        return TrialOutputs(outputs, float(loss_sum.detach()), float(count.detach()))
 
 
-def _descending(judge: _Judge, outputs: Any, dims: Sequence[int | None], batch: Batch) -> Iterator[Any]:
+def _descending(judge: _LossComparison, outputs: Any, dims: Sequence[int | None], batch: Batch) -> Iterator[Any]:
     """Outputs of less and less loss: steps towards none at all, each as long as the slope says."""
     for _ in range(_DESCENTS):
         leaves, tree = tree_flatten(outputs)
@@ -372,8 +374,8 @@ def _descending(judge: _Judge, outputs: Any, dims: Sequence[int | None], batch: 
         for at in places:
             leaves[at] = leaves[at].detach().requires_grad_()
         total, count = judge.loss()(tree_unflatten(leaves, tree), batch)
-        found = torch.autograd.grad(total / count, [leaves[at] for at in places], allow_unused=True)
-        slopes = cast("tuple[Tensor | None, ...]", found)
+        gradients = torch.autograd.grad(total / count, [leaves[at] for at in places], allow_unused=True)
+        slopes = cast("tuple[Tensor | None, ...]", gradients)
         square = sum(float(slope.square().sum()) for slope in slopes if slope is not None)
         if not square > 0 or not math.isfinite(square):
             return

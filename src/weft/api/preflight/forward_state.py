@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from weft.api.preflight.sample_trials import Trials, changed
-from weft.api.preflight.trial_copies import LOSS, Kept, TrialCopy, is_alike, is_same
+from weft.api.preflight.trial_copies import LOSS, KeptObject, TrialCopy, is_alike, is_same
 from weft.config.plan import Plan
 from weft.errors import PlanError
 from weft.model.blueprint import Batch
@@ -47,9 +47,9 @@ def find_changed_state(trials: Trials) -> ChangedState:
     while True:
         known = set(trials.own)
         with trials.without_draws():
-            found = _found(trials)
+            change = _found(trials)
         if trials.own == known:
-            return found
+            return change
 
 
 def runs_once(plan: Plan) -> bool:
@@ -135,18 +135,20 @@ def _after(trials: Trials, batches: Sequence[Batch]) -> TrialCopy:
     return copied
 
 
-def _changed(before: Mapping[Kept, Any], after: Mapping[Kept, Any]) -> list[Kept]:
+def _changed(before: Mapping[KeptObject, Any], after: Mapping[KeptObject, Any]) -> list[KeptObject]:
     return changed(before, after, lambda kept: is_same(before[kept], after[kept]))
 
 
-def _differing(one: Mapping[Kept, Any], other: Mapping[Kept, Any], before: Mapping[Kept, Any]) -> list[Kept]:
+def _differing(
+    one: Mapping[KeptObject, Any], other: Mapping[KeptObject, Any], before: Mapping[KeptObject, Any]
+) -> list[KeptObject]:
     """What two copies have made differently of what was there before."""
     return changed(one, other, lambda kept: is_alike(one[kept], other[kept], before.get(kept)))
 
 
 def _mattering(
-    left: Sequence[Kept], trials: Trials, ways: tuple[Sequence[Batch], Sequence[Batch]], *, counters: bool = False
-) -> list[Kept]:
+    left: Sequence[KeptObject], trials: Trials, ways: tuple[Sequence[Batch], Sequence[Batch]], *, counters: bool = False
+) -> list[KeptObject]:
     """What is part of the model's state, or makes later forwards differ between copies that have gone two ways."""
     saved = [kept for kept in left if kept.is_saved]
     if saved or not left:
@@ -157,7 +159,7 @@ def _mattering(
     return [kept for kept in left if _differ([one, _exchanged(kept, trials, ways)])] or list(left)
 
 
-def _exchanged(kept: Kept, trials: Trials, ways: tuple[Sequence[Batch], Sequence[Batch]]) -> list[torch.Tensor]:
+def _exchanged(kept: KeptObject, trials: Trials, ways: tuple[Sequence[Batch], Sequence[Batch]]) -> list[torch.Tensor]:
     """What the copy that went the first way makes later, with one thing as it is after the second."""
     mine, theirs = (_after(trials, way) for way in ways)
     mine.set_value(kept, theirs.value_of(kept))
@@ -171,7 +173,7 @@ def _later(trials: Trials, copied: TrialCopy) -> list[torch.Tensor]:
     return [number for one in (*seen, trials.run(copied, trials.first)) for number in one.numbers]
 
 
-def _counts(kept: Kept, trials: Trials) -> bool:
+def _counts(kept: KeptObject, trials: Trials) -> bool:
     """Whether a counter of forwards matters once it has come further."""
     start = trials.copied().value_of(kept)
     if not isinstance(start, int | float) or isinstance(start, bool):
@@ -201,7 +203,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=16 * torch.finfo(one.dtype).eps, atol=0.0, equal_nan=True)
 
 
-def _told(left: Sequence[Kept], trials: Trials) -> str:
+def _told(left: Sequence[KeptObject], trials: Trials) -> str:
     """`vq changes its buffers embed and cluster_size`."""
     if not left:
         return ""

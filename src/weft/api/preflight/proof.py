@@ -140,11 +140,11 @@ class SessionProof:
             self._digest = digest_of(self._model, self._loss, self._optimizer, self._plan, batch, *facts)
             kept = read_kept(self._digest) if self._prove == "auto" else None
         if not reason and kept is None:
-            found = self._plain().run(lambda step_seconds: BUDGET_SECONDS if self._prove == "auto" else math.inf)
-            if isinstance(found, Outcome):
-                self._outcome = found
+            steps = self._plain().run(lambda step_seconds: BUDGET_SECONDS if self._prove == "auto" else math.inf)
+            if isinstance(steps, Outcome):
+                self._outcome = steps
             else:
-                reason = found
+                reason = steps
         self._status = json.dumps({"reason": reason, "kept": None if kept is None else kept.line})
 
     def _unproven(self) -> str:
@@ -190,9 +190,9 @@ class SessionProof:
         samples nobody could tell a list with an entry for each from one of tensors with four rows."""
         whole, shape = taken_apart(self._example)
         if self._stream.num_samples is not None:
-            found, own = taken_apart(self._stream.read(0, start, stop))
-            if found.keys() == whole.keys():
-                return found, own
+            rows, own = taken_apart(self._stream.read(0, start, stop))
+            if rows.keys() == whole.keys():
+                return rows, own
             whole, shape = taken_apart(self._stream.read(0, 0, self._stream.batch_size))
         return {name: value[start:stop] for name, value in whole.items()}, shape
 
@@ -227,8 +227,8 @@ class SessionProof:
         counts, size = shares.shares(self._plan.mesh.data), shares.size
         index = self._mesh.data_index
         start, stop = size * sum(counts[:index]), size * sum(counts[: index + 1])
-        found, shape = self._rows(start, stop)
-        fields = {**found, "sample_ids": torch.arange(start, stop)}
+        rows, shape = self._rows(start, stop)
+        fields = {**rows, "sample_ids": torch.arange(start, stop)}
         cuts = range(0, stop - start, size)
         microbatches = [{name: value[at : at + size] for name, value in fields.items()} for at in cuts]
         try:
@@ -243,7 +243,7 @@ class SessionProof:
                     ends=guard.loss_parameters.end,
                 )
         except Exception as error:
-            guard.let_go()  # nobody else would: there is no state yet that could be closed
+            guard.restore()  # nobody else would: there is no state yet that could be closed
             if not is_of_plan(error):
                 raise
             raise PlanError(failure_of(error, self._plan)) from error

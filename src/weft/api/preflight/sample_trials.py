@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from weft.api.batches.batch_shape import BatchShape, taken_apart
 from weft.api.batches.losses import LossOfUser
 from weft.api.batches.stream import UserBatch
-from weft.api.preflight.trial_copies import Kept, TrialCopy
+from weft.api.preflight.trial_copies import KeptObject, TrialCopy
 from weft.config.plan import Plan
 from weft.model.blueprint import Batch, Blueprint
 from weft.model.positions import call_model
@@ -36,12 +36,12 @@ _SHARE = 0.75
 
 
 @contextlib.contextmanager
-def on_trial(weights: Mapping[str, nn.Parameter]) -> Generator[Written]:
+def on_trial(weights: Mapping[str, nn.Parameter]) -> Generator[WrittenWeights]:
     """Run forwards and losses without draws, words and traces: generators and `weights` are as before at the end.
 
     Yields what was written to weights, known at the end.
     """
-    written = Written(weights)
+    written = WrittenWeights(weights)
     states = random.getstate(), np.random.get_state()
     try:
         with (
@@ -60,7 +60,7 @@ def on_trial(weights: Mapping[str, nn.Parameter]) -> Generator[Written]:
         np.random.set_state(states[1])
 
 
-class Written:
+class WrittenWeights:
     """Which weights were written to; they are kept from before the first write."""
 
     def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
@@ -94,7 +94,7 @@ def _storage(tensor: Tensor) -> int:
 class _FixedDraws(DrawMode):
     """Answers draws with fixed numbers, the same for every sample, and says what is about to be written to."""
 
-    def __init__(self, written: Written) -> None:
+    def __init__(self, written: WrittenWeights) -> None:
         super().__init__(_fixed)
         self._written = written
 
@@ -115,23 +115,25 @@ def _fixed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return args[0] * (1.0 + float(args[1])), torch.ones_like(args[0], dtype=torch.bool)
     if name == "randperm":  # one that moves every sample
         return func(*args, **kwargs).sort(descending=True)[0]
-    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    arguments = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(
+        kwargs
+    )
     result = func(*args, **kwargs)
     for leaf in tree_leaves(result):
         if isinstance(leaf, Tensor):
             with torch.no_grad():
-                leaf.fill_(_value(name, leaf, given))
+                leaf.fill_(_value(name, leaf, arguments))
     return result
 
 
-def _value(name: str, drawn: Tensor, given: Mapping[str, Any]) -> float:
+def _value(name: str, drawn: Tensor, arguments: Mapping[str, Any]) -> float:
     if name.startswith("bernoulli"):
         return 1.0
     if drawn.is_floating_point() or drawn.is_complex():
-        low, high = (given.get(each) for each in (("mean", "std") if "normal" in name else ("from", "to")))
+        low, high = (arguments.get(each) for each in (("mean", "std") if "normal" in name else ("from", "to")))
         low, high = (each if isinstance(each, int | float) else other for each, other in ((low, 0.0), (high, 1.0)))
         return low + _SHARE * (high if "normal" in name else high - low)
-    low = given.get("low", given.get("from", 0))
+    low = arguments.get("low", arguments.get("from", 0))
     return float(low) if isinstance(low, int) else 0.0
 
 
@@ -144,7 +146,7 @@ _LEAST = 1e-2
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class TrialOutputs:
     """What one forward made."""
 
     outputs: Any
@@ -157,16 +159,16 @@ class Seen:
 
     @property
     def numbers(self) -> list[Tensor]:
-        held = [leaf.detach() for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor)]
-        return [*held, torch.tensor([self.loss_sum, self.count], dtype=torch.float64)]
+        leaves = [leaf.detach() for leaf in tree_leaves(self.outputs) if isinstance(leaf, Tensor)]
+        return [*leaves, torch.tensor([self.loss_sum, self.count], dtype=torch.float64)]
 
 
-def mean_of(parts: Sequence[Seen]) -> float:
+def mean_of(parts: Sequence[TrialOutputs]) -> float:
     count = sum(part.count for part in parts)
     return sum(part.loss_sum for part in parts) / count if count else math.nan
 
 
-def difference(whole: Seen, parts: Sequence[Seen]) -> float:
+def difference(whole: TrialOutputs, parts: Sequence[TrialOutputs]) -> float:
     """How far the loss of the whole is from that of the parts, relative; 0 where it is no number."""
     sums, counts = [part.loss_sum for part in parts], [part.count for part in parts]
     if not all(map(math.isfinite, (whole.loss_sum, whole.count, *sums, *counts))):
@@ -196,7 +198,7 @@ class Trials:
     """Weights that a forward writes to."""
     is_wide: bool = False
     """Whether everything is computed in fp64."""
-    seen: tuple[Seen, Seen, Seen] | None = None
+    seen: tuple[TrialOutputs, TrialOutputs, TrialOutputs] | None = None
     """What came of all samples together, of the first part and of the second, where nothing was left behind."""
 
     @property
@@ -253,7 +255,7 @@ class Trials:
                 module.forward = _each_by_itself
         return made
 
-    def run(self, copied: TrialCopy, batch: Batch) -> Seen:
+    def run(self, copied: TrialCopy, batch: Batch) -> TrialOutputs:
         """One forward and its loss."""
         batch = {name: value.clone() for name, value in batch.items()}  # which a forward may write to
         outputs = self.forward(copied, batch)
@@ -265,11 +267,11 @@ class Trials:
         dtype = self.dtype if self.is_wide else compute_dtype_of(copied.model)
         return call_model(copied.model, model_inputs(self.blueprint, batch, dtype))
 
-    def judged(self, copied: TrialCopy, outputs: Any, batch: Batch) -> Seen:
+    def judged(self, copied: TrialCopy, outputs: Any, batch: Batch) -> TrialOutputs:
         loss = LossOfUser(copied.loss)
         loss.like = self.like
         loss_sum, count = loss(outputs, batch)
-        return Seen(outputs, float(loss_sum.detach()), float(count.detach()))
+        return TrialOutputs(outputs, float(loss_sum.detach()), float(count.detach()))
 
     @contextmanager
     def without_draws(self) -> Generator[None]:
@@ -309,9 +311,11 @@ def part_of(plan: Plan | None) -> int:
     return next(iter(factors), 1 if plan is not None else 2)
 
 
-def changed(one: Mapping[Kept, Any], other: Mapping[Kept, Any], alike: Callable[[Kept], bool]) -> list[Kept]:
+def changed(
+    one: Mapping[KeptObject, Any], other: Mapping[KeptObject, Any], alike: Callable[[KeptObject], bool]
+) -> list[KeptObject]:
     """What is there in one of them only, or is not alike."""
-    every: Collection[Kept] = dict.fromkeys([*other, *one])
+    every: Collection[KeptObject] = dict.fromkeys([*other, *one])
     return [kept for kept in every if not (kept in one and kept in other and alike(kept))]
 
 
@@ -324,13 +328,17 @@ def _each_by_itself(input: Tensor) -> Tensor:
 @contextmanager
 def _no_zeros(weights: Mapping[str, nn.Parameter]) -> Generator[None]:
     """Small numbers in place of weights that begin at zero, which would hide what a forward does."""
-    zeros = [each for each in weights.values() if each.is_floating_point() and each.numel() and not each.detach().any()]
-    kept = [each.data for each in zeros]
-    for place, each in enumerate(zeros):
-        numbers = torch.arange(each.numel(), dtype=torch.float64, device=each.device)
-        each.data = (0.02 * torch.sin(12.9898 * numbers + place)).view(each.shape).to(each.dtype)
+    zeros = [
+        weight
+        for weight in weights.values()
+        if weight.is_floating_point() and weight.numel() and not weight.detach().any()
+    ]
+    kept = [zero.data for zero in zeros]
+    for place, zero in enumerate(zeros):
+        numbers = torch.arange(zero.numel(), dtype=torch.float64, device=zero.device)
+        zero.data = (0.02 * torch.sin(12.9898 * numbers + place)).view(zero.shape).to(zero.dtype)
     try:
         yield
     finally:
-        for each, before in zip(zeros, kept, strict=True):
-            each.data = before
+        for zero, before in zip(zeros, kept, strict=True):
+            zero.data = before

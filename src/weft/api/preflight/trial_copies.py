@@ -23,7 +23,7 @@ _DEEPEST = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptObject:
     """One thing that a module or the loss keeps from forward to forward."""
 
     owner: str
@@ -54,33 +54,33 @@ class TrialCopy:
         self.model: nn.Module = copied_model(model, memo)
         self.loss = copied_call(loss, memo)
 
-    def state(self) -> dict[Kept, Any]:
+    def state(self) -> dict[KeptObject, Any]:
         """Everything that it keeps, detached from what will be."""
         seen = set(self._shared)
         saved = self.model.state_dict(keep_vars=True)
-        found: dict[Kept, Any] = {}
+        state: dict[KeptObject, Any] = {}
         for owner, module in self.model.named_modules():
             prefix = f"{owner}." if owner else ""
             for name, value in module.named_parameters(recurse=False):
-                found[Kept(owner, name, "parameter", True)] = _noted(value, seen, 0)
+                state[KeptObject(owner, name, "parameter", True)] = _noted(value, seen, 0)
             for name, value in module.named_buffers(recurse=False):
-                found[Kept(owner, name, "buffer", prefix + name in saved)] = _noted(value, seen, 0)
+                state[KeptObject(owner, name, "buffer", prefix + name in saved)] = _noted(value, seen, 0)
             seen.add(id(module))
         for owner, module in self.model.named_modules():
             for name, value in vars(module).items():
                 if name not in _OF_TORCH:
-                    found[Kept(owner, name, "attribute", False)] = _noted(value, seen, 0)
+                    state[KeptObject(owner, name, "attribute", False)] = _noted(value, seen, 0)
         for name, value in of_call(self.loss).items():
-            found[Kept(LOSS, name, "attribute", False)] = _noted(value, seen, 0)
-        return found
+            state[KeptObject(LOSS, name, "attribute", False)] = _noted(value, seen, 0)
+        return state
 
-    def value_of(self, kept: Kept) -> Any:
+    def value_of(self, kept: KeptObject) -> Any:
         """The value of a buffer or an attribute, as it is."""
         if kept.owner == LOSS:
             return of_call(self.loss).get(kept.name)
         return getattr(self.model.get_submodule(kept.owner), kept.name, None)
 
-    def set_value(self, kept: Kept, value: Any) -> None:
+    def set_value(self, kept: KeptObject, value: Any) -> None:
         """Give a buffer or an attribute of a module, or a variable around the loss, another value."""
         if kept.owner != LOSS:
             setattr(self.model.get_submodule(kept.owner), kept.name, value)
@@ -109,16 +109,16 @@ def set_in_call(function: Any, name: str, value: Any) -> None:
 def of_call(function: Any) -> dict[str, Any]:
     """What a function or a callable object keeps, by name."""
     if isinstance(function, partial):
-        given = cast("partial[Any]", function)
-        named = {str(place): value for place, value in enumerate(given.args)} | given.keywords
-        return named | of_call(given.func)
+        bound = cast("partial[Any]", function)
+        named = {str(place): value for place, value in enumerate(bound.args)} | bound.keywords
+        return named | of_call(bound.func)
     if isinstance(function, types.MethodType):
         return of_call(function.__self__)
     if isinstance(function, types.FunctionType):
-        held = dict(zip(function.__code__.co_freevars, cells_of(function), strict=True))
-        held |= {name: function.__globals__[name] for name in data_around(function)}
+        cells = dict(zip(function.__code__.co_freevars, cells_of(function), strict=True))
+        cells |= {name: function.__globals__[name] for name in data_around(function)}
         defaults = {f"default {place}": value for place, value in enumerate(function.__defaults__ or ())}
-        return held | defaults | vars(function)
+        return cells | defaults | vars(function)
     if isinstance(function, nn.Module):
         tensors = dict(function.named_parameters()) | dict(function.named_buffers())
         inner = {
@@ -155,17 +155,17 @@ def _noted(value: Any, seen: set[int], depth: int) -> Any:
     if inside or not hasattr(value, "__dict__") or type(value).__module__.startswith(FOREIGN):
         return None
     seen.add(id(value))
-    held = of_call(value) if isinstance(value, nn.Module) else vars(value)
-    return {name: _noted(each, seen, depth + 1) for name, each in held.items()}
+    attributes = of_call(value) if isinstance(value, nn.Module) else vars(value)
+    return {name: _noted(value, seen, depth + 1) for name, value in attributes.items()}
 
 
 def _noted_each(values: Any, seen: set[int], depth: int) -> Any:
     if isinstance(values, Mapping):
         items = cast("Mapping[Any, Any]", values).items()
-        return {str(name): _noted(each, seen, depth + 1) for name, each in items}
+        return {str(name): _noted(item, seen, depth + 1) for name, item in items}
     if isinstance(values, set | frozenset):
         return tuple(sorted(map(repr, cast("set[Any]", values))))
-    return tuple(_noted(each, seen, depth + 1) for each in values)
+    return tuple(_noted(value, seen, depth + 1) for value in values)
 
 
 def is_same(one: Any, other: Any) -> bool:

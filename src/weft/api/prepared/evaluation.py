@@ -71,11 +71,11 @@ class Metrics:
 
     def compute(self, pairs: Any) -> dict[str, Any]:
         """Return the values; `pairs` are all predictions and targets."""
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for name, metric in self._metrics.items():
             value = _alone(metric) if isinstance(metric, Metric) else metric(*_two(pairs))
-            found[name] = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        return found
+            results[name] = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        return results
 
 
 def _alone(metric: Metric) -> Any:
@@ -115,7 +115,7 @@ class Evaluation:
         self._mesh, self._plan, self._seed = mesh, plan, recipe.run.seed
         self._batch_size = recipe.batch.global_batch_size
         # Fillers would count in statistics that ranks share.
-        norms = (each for each in blueprint.module.named_modules() if isinstance(each[1], BATCH_NORMS))
+        norms = (module for module in blueprint.module.named_modules() if isinstance(module[1], BATCH_NORMS))
         self._norm = next((name for name, norm in norms if norm.running_mean is None), "")
         self._start, self._stop = rank_range(plan.microbatch, plan.mesh.data, mesh.data_index)
 

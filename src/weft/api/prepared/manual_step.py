@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.api.batches.batch_shape import BatchShape
 from weft.api.guards.gradients import WatchedGradients
 from weft.api.guards.model_guard import Guard
-from weft.api.ranks.calls import Calls
+from weft.api.ranks.calls import RankCalls
 from weft.config.plan import Plan
 from weft.errors import DataError, PlanError, RecipeError
 from weft.events import StepEvent
@@ -58,7 +58,7 @@ class ManualStep:
         seed: int,
         batch_size: int,
         like: BatchShape,
-        calls: Calls,
+        calls: RankCalls,
         guard: Guard,
     ) -> None:
         self._model, self._stepper, self._microbatches = model, stepper, microbatches

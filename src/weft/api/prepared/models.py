@@ -16,13 +16,13 @@ from weft.api.batches.generators import generators_kept
 from weft.api.batches.losses import LossOfUser
 from weft.api.batches.stream import BatchStream, UserBatch
 from weft.api.guards.gradients import LossParameters
-from weft.api.guards.model_guard import Guard, GuardWords
+from weft.api.guards.model_guard import Guard, GuardMessages
 from weft.api.planning.first_looks import look_first
 from weft.api.planning.session_plan import Planning, UserLoss
-from weft.api.planning.settings import Nets
+from weft.api.planning.settings import SafetyChecks
 from weft.api.preflight.proof import SessionProof
-from weft.api.prepared.prepared_model import Given, Planned, PreparedModel, RoundsOfSession
-from weft.api.ranks.calls import Calls
+from weft.api.prepared.prepared_model import PlannedModel, PreparedModel, PreparedParts, SessionRounds
+from weft.api.ranks.calls import RankCalls
 from weft.api.ranks.recording import SessionRuns
 from weft.api.saving.optimizer import cuts_of, group_indices, settings_of
 from weft.comm.mesh import Mesh
@@ -40,8 +40,8 @@ def check_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan)
         RecipeError: names the first parameter, and what to write.
     """
     precision, main = plan.compute.precision, main_dtype(model)
-    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
-    if (name := next((name for name, each in trained if each.is_complex()), None)) is not None:
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if (name := next((name for name, parameter in trained if parameter.is_complex()), None)) is not None:
         if precision not in ("fp32", "fp64"):
             raise RecipeError(
                 f"{name} is complex, and torch has no complex numbers of {precision}. Use compute.precision = fp32."
@@ -54,7 +54,7 @@ def check_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan)
             )
     if precision not in ("fp32", "fp64"):
         return
-    narrow = next(((name, each.dtype) for name, each in trained if each.dtype in NARROW), None)
+    narrow = next(((name, parameter.dtype) for name, parameter in trained if parameter.dtype in NARROW), None)
     if narrow is not None:
         name, kind = narrow[0], str(narrow[1]).removeprefix("torch.")
         short = "bf16" if narrow[1] is torch.bfloat16 else "fp16"
@@ -64,7 +64,7 @@ def check_dtypes(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan)
             f'("{short}",)), compute.precision = "{short}"), which computes in {kind} beside weights in fp32.'
         )
     if main is torch.float64 and precision == "fp32":
-        name = next(name for name, each in trained or model.named_parameters() if each.dtype is torch.float64)
+        name = next(name for name, parameter in trained or model.named_parameters() if parameter.dtype is torch.float64)
         raise RecipeError(
             f"{name} is float64 as most of the model is, and the plan's precision fp32 would round it. Give prepare"
             ' model.float(), or permit fp64 (weft.session(permit=("fp64",)), compute.precision = "fp64").'
@@ -123,17 +123,25 @@ def first_batch_of(loader: Iterable[UserBatch]) -> UserBatch:
 class Models:
     """What a session has prepared.  What is asked here of a new model is asked on every rank."""
 
-    def __init__(self, planning: Planning, calls: Calls, runs: SessionRuns, nets: Callable[[], Nets]) -> None:
+    def __init__(
+        self, planning: Planning, calls: RankCalls, runs: SessionRuns, nets: Callable[[], SafetyChecks]
+    ) -> None:
         self.planning, self.calls, self._runs, self._nets = planning, calls, runs, nets
-        self.rounds = RoundsOfSession(calls)
+        self.rounds = SessionRounds(calls)
         self._number = 0
         self._meshes: dict[MeshPlan, Mesh] = {}
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._owned: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
         self._states: weakref.WeakValueDictionary[int, PreparedModel] = weakref.WeakValueDictionary()
+        self._guards: weakref.WeakValueDictionary[int, Guard] = weakref.WeakValueDictionary()
 
     def __iter__(self) -> Iterator[PreparedModel]:
         return iter([*self._states.values()])
+
+    def restore(self) -> None:
+        """Leave every prepared model plain, where the session ends by an error.  Not collective."""
+        for guard in [*self._guards.values()]:
+            guard.restore()
 
     def refuse_taken(self, model: nn.Module) -> None:
         """A parameter has one owner: prepared twice, the first would go on training storage that the model has left."""
@@ -150,7 +158,7 @@ class Models:
 
     def disown(self, models: Iterable[nn.Module]) -> None:
         """From now on they may be trained by anything."""
-        for parameter in (each for model in models for each in model.parameters()):
+        for parameter in (parameter for model in models for parameter in model.parameters()):
             self._owned.pop(id(parameter), None)
 
     def refuse_foreign_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -181,7 +189,7 @@ class Models:
         optimizer: torch.optim.Optimizer,
         loss: UserLoss,
         example: UserBatch,
-    ) -> Planned:
+    ) -> PlannedModel:
         """Look at a model and choose its plan."""
         model = blueprint.module
         if planning.plan is not None:  # what is chosen here shares out data alone
@@ -192,7 +200,7 @@ class Models:
         groups = group_indices(optimizer, model)
         check_dtypes(model, optimizer, plan)
         blueprint = replace(blueprint, casts_inputs=casts_inputs(model, plan))
-        return Planned(
+        return PlannedModel(
             recipe=recipe,
             plan=plan,
             blueprint=blueprint,
@@ -204,12 +212,12 @@ class Models:
 
     def bring(
         self,
-        planned: Planned,
+        planned: PlannedModel,
         loss: LossOfUser,
-        make: Callable[[Given], PreparedModel],
+        make: Callable[[PreparedParts], PreparedModel],
         *,
         nominal_count: float,
-        words: GuardWords,
+        messages: GuardMessages,
         name: str,
         proof: SessionProof | None = None,
     ) -> PreparedModel:
@@ -217,19 +225,20 @@ class Models:
         model, plan, mesh = planned.blueprint.module, planned.plan, planned.mesh
         self.own(model)
         self._number += 1
-        held = LossParameters(planned.loss, self._owned, plan, mesh, nominal_count=nominal_count)
-        given = Given(
+        loss_parameters = LossParameters(planned.loss, self._owned, plan, mesh, nominal_count=nominal_count)
+        parts = PreparedParts(
             planned=planned,
             loss=loss,
             recorded=self._runs.open(self._number, plan),
             calls=self.calls,
             rounds=self.rounds,
-            guard=Guard(model, held, words, watches_edits=self._nets().edits),
+            guard=Guard(model, loss_parameters, messages, watches_edits=self._nets().edits),
             name=name if self._number == 1 else f"(model {self._number}) {name}",
             proof=proof,
         )
-        state = make(given)
+        state = make(parts)
         self.optimizers.add(planned.optimizer)
         self.own(state.model)
         self._states[self._number] = state
+        self._guards[self._number] = parts.guard
         return state

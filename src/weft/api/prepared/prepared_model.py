@@ -19,7 +19,7 @@ from weft.api.guards.model_guard import Guard, frozen
 from weft.api.guards.state_checks import CopiedState
 from weft.api.planning.session_plan import UserLoss
 from weft.api.ranks.agreement import check_same_facts, take_weights_of_rank_0
-from weft.api.ranks.calls import Calls
+from weft.api.ranks.calls import RankCalls
 from weft.api.ranks.recording import ModelRun
 from weft.api.saving.export import export_model
 from weft.api.saving.optimizer import UserOptimizer, cuts_of, settings_of
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from weft.api.preflight.proof import SessionProof
 
 
-class Rounds:
+class ReplicaRounds:
     """The rounds of one prepared model.  Under plans whose replicas meet in every step nothing here does anything."""
 
-    def __init__(self, training: TrainingState, calls: Calls, name: str, guard: Guard) -> None:
+    def __init__(self, training: TrainingState, calls: RankCalls, name: str, guard: Guard) -> None:
         self._training: TrainingState | None = training
         self._calls, self._name, self._guard = calls, name, guard
         self._length = training.model.plan.data_parallel.local_steps
@@ -84,17 +84,17 @@ class Rounds:
         self._training = None
 
 
-class RoundsOfSession:
+class SessionRounds:
     """The rounds of all models of a session, in the order in which they were prepared: what ends them holds them, also
     where the loop has let go of a state, because garbage is collected at other times on other ranks."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: RankCalls) -> None:
         self._calls = calls
-        self._all: list[Rounds] = []
+        self._all: list[ReplicaRounds] = []
 
-    def of(self, training: TrainingState, name: str, guard: Guard) -> Rounds:
+    def of(self, training: TrainingState, name: str, guard: Guard) -> ReplicaRounds:
         """Return those of a model, whose guard knows that Weft itself averages."""
-        made = Rounds(training, self._calls, name, guard)
+        made = ReplicaRounds(training, self._calls, name, guard)
         if training.model.plan.data_parallel.replicas_step_alone:
             self._all.append(made)
         return made
@@ -107,7 +107,7 @@ class RoundsOfSession:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class PlannedModel:
     """A model with the plan that it is to be brought under, before anything of it is touched."""
 
     recipe: Recipe
@@ -121,14 +121,14 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class PreparedParts:
     """What a prepared model is made of, on every rank alike."""
 
-    planned: Planned
+    planned: PlannedModel
     loss: LossOfUser
     recorded: ModelRun
-    calls: Calls
-    rounds: RoundsOfSession
+    calls: RankCalls
+    rounds: SessionRounds
     guard: Guard
     name: str
     """How messages call it."""
@@ -138,12 +138,12 @@ class Given:
 class PreparedModel:
     """A model and its optimizer under a plan.  Every method is called on every rank."""
 
-    def __init__(self, given: Given, nominal_count: float | None = None) -> None:
+    def __init__(self, parts: PreparedParts, nominal_count: float | None = None) -> None:
         """`nominal_count`: see `begin_training`."""
-        planned = given.planned
+        planned = parts.planned
         recipe, plan, mesh, optimizer = planned.recipe, planned.plan, planned.mesh, planned.optimizer
-        self.plan, self._calls, self._name, self._guard = plan, given.calls, given.name, given.guard
-        self.optimizer, self._mesh, self._recipe, self._loss = optimizer, mesh, recipe, given.loss
+        self.plan, self._calls, self._name, self._guard = plan, parts.calls, parts.name, parts.guard
+        self.optimizer, self._mesh, self._recipe, self._loss = optimizer, mesh, recipe, parts.loss
         self._left: LeftGradients | None = None
         """What the last step has left in the model's gradients, for the next to look at."""
         self._facts = dict[str, str]()
@@ -163,15 +163,15 @@ class PreparedModel:
         self._optimizer = UserOptimizer(optimizer, shards, order=order, whole=cuts != "anywhere", guard=self._guard)
         self._recorder = Recorder()
         self._training = begin_training(recipe, self._parallel, self._optimizer, None, self._recorder, nominal_count)
-        if given.proof is not None:
-            given.proof.check(self._training, self._guard, self._recorder, self._loss)
-        self._rounds = given.rounds.of(self._training, self._name, self._guard)
-        self._run = given.recorded.run
+        if parts.proof is not None:
+            parts.proof.check(self._training, self._guard, self._recorder, self._loss)
+        self._rounds = parts.rounds.of(self._training, self._name, self._guard)
+        self._run = parts.recorded.run
         self._reporter = StepReporter(self._run, self._recorder, self._parallel)
         self._reporter.start(0, None)
         self._steps, self._attached = 0, StatefulObjects(ATTACHED)
         self._frozen = [name for name, value in blueprint.module.named_parameters() if not value.requires_grad]
-        self._saves = Saves(given.recorded.checkpointer(mesh), self._training, self._optimizer, self._attached, mesh)
+        self._saves = Saves(parts.recorded.checkpointer(mesh), self._training, self._optimizer, self._attached, mesh)
         self._copied = CopiedState(self._parallel)
         gathers = plan.data_parallel.shards_weights and mesh.size("shard") > 1
         self._guard.watch(self._parallel, before, recipe, gathers=gathers)
@@ -274,16 +274,12 @@ class PreparedModel:
             return
         self._rounds.close()
         self._guard.is_closed = True
-        self.let_go()
+        self._guard.restore()
         try:
             self._reporter.report()
             self._run.emit(EndEvent(step=self._steps, stopped=False))
         finally:  # whatever a callback raises
             self._training.close()
-
-    def let_go(self) -> None:
-        """Refuse no backward of the model any more: it may be prepared again, in another session.  Not collective."""
-        self._guard.let_go()
 
     def _place(self) -> dict[str, Json]:
         """Where the run is in its data, for a save."""

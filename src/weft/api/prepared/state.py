@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from weft.api.batches.batch_shape import taken_apart
 from weft.api.batches.batch_shares import BatchShares
-from weft.api.batches.loop_draws import Yielded
+from weft.api.batches.loop_draws import YieldedBatch
 from weft.api.batches.outputs import GatheredOutputs, Select, logits_alone, logits_and_labels
 from weft.api.batches.passes import Epochs, LoaderPasses, refuse_other_data
 from weft.api.batches.stream import BatchStream, UserBatch, fields_of, trainable
 from weft.api.guards.gradients import LeftGradients
-from weft.api.planning.arguments import check_draw, whole_or_none
+from weft.api.planning.arguments import check_draw, integer_or_none
 from weft.api.prepared.evaluation import Evaluation, Metrics
-from weft.api.prepared.prepared_model import Given, PreparedModel
+from weft.api.prepared.prepared_model import PreparedModel, PreparedParts
 from weft.api.ranks.agreement import check_same_batches
 from weft.config.document import Json
 from weft.events import EpochEvent, EvaluationEvent, StepEvent
@@ -39,7 +39,7 @@ from weft.api.batches.stream import facts_of_data, shape_of, without_labels
 from weft.api.guards.model_guard import STEPS, refuse_wrapped
 from weft.api.planning.arguments import check_prepared
 from weft.api.planning.session_plan import Planning, UserLoss
-from weft.api.planning.settings import Nets
+from weft.api.planning.settings import SafetyChecks
 from weft.api.preflight.proof import SessionProof, variables_kept
 from weft.api.prepared.models import Models, facts_of_prepared, first_batch_of
 from weft.api.ranks.agreement import check_same_facts
@@ -53,12 +53,12 @@ from weft.run.engine.proof import Prove
 class TrainState(PreparedModel):
     """A model, its optimizer and its data under a plan.  Every method is called on every rank."""
 
-    def __init__(self, given: Given, stream: Iterable[UserBatch]) -> None:
-        super().__init__(given)
-        plan, mesh, recipe = given.planned.plan, given.planned.mesh, given.planned.recipe
+    def __init__(self, parts: PreparedParts, stream: Iterable[UserBatch]) -> None:
+        super().__init__(parts)
+        plan, mesh, recipe = parts.planned.plan, parts.planned.mesh, parts.planned.recipe
         self._batch_size = recipe.batch.global_batch_size
         self._stream = BatchStream(stream, recipe.run.seed, self._check_equal, self._batch_size)
-        self._yielded: Yielded | None = None
+        self._yielded: YieldedBatch | None = None
         self._draws = SampleDraws(recipe.run.seed)
         self._shares = BatchShares(plan, mesh.data_index, self._batch_size, self._blueprint)
         self._share = self._shares.usual
@@ -74,7 +74,7 @@ class TrainState(PreparedModel):
 
         Without `steps`: until the next step's epoch is through.  After `load` it goes on where the run was.
         """
-        return self._batches(whole_or_none("state.batches(steps=…)", steps))
+        return self._batches(integer_or_none("state.batches(steps=…)", steps))
 
     def _batches(self, steps: int | None) -> Iterator[Any]:
         epoch, step = self._epoch, self._steps
@@ -181,8 +181,8 @@ class TrainState(PreparedModel):
         known = Metrics(metrics, outputs)
         collected = self._evaluation.outputs(outputs or logits_and_labels) if metrics else None
         recording = self._reporter.phase("evaluation")
-        told = ", ".join(map(str, known.names))
-        called = self._calls.call(f"{self._name}.evaluate({told})", meets=True)
+        names = ", ".join(map(str, known.names))
+        called = self._calls.call(f"{self._name}.evaluate({names})", meets=True)
         with called, self._guard.inside(), self._rounds.agreed("evaluate"), recording as seconds:
             totals = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
             for batch_totals in self._evaluation.run_through(loader, collected, counts=True):
@@ -262,7 +262,7 @@ class TrainState(PreparedModel):
         """A batch on its way to the loop; where others have other shares, the loop must draw nothing into it."""
         batch = trainable(batch)
         if self.plan.mesh.data > 1:
-            self._yielded = Yielded(fields_of(batch), self._mesh.device)
+            self._yielded = YieldedBatch(fields_of(batch), self._mesh.device)
         return batch
 
     def _share_of(self, batch: UserBatch) -> UserBatch:
@@ -332,12 +332,12 @@ Split = Sequence[SplitRule] | Mapping[str, Any]
 
 @final
 @dataclass(frozen=True, slots=True)
-class WithLoss:
+class ModelWithLoss:
     """What a session has for it.  Called on every rank."""
 
     models: Models
     planning: Planning
-    nets: Nets
+    nets: SafetyChecks
     prove: Prove
 
     def prepare(
@@ -390,9 +390,9 @@ class WithLoss:
         state = self.models.bring(
             planned,
             LossOfUser(planned.loss, shape, without_labels(model, shape, blueprint.inputs)),
-            lambda given: TrainState(given, loader),
+            lambda parts: TrainState(parts, loader),
             nominal_count=float(recipe.batch.global_batch_size * (blueprint.sequence_length or 1)),
-            words=STEPS,
+            messages=STEPS,
             name="state",
             proof=proof,
         )

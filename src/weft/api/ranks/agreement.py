@@ -99,9 +99,9 @@ def differs(name: str, values: Mapping[str, Sequence[int]]) -> WeftError:
 def is_same(text: str, device: torch.device, group: dist.ProcessGroup | None) -> bool:
     """Return whether all ranks have the same text, by one small collective.  Call on every rank of `group`."""
     mine = xxhash.xxh64_intdigest(text.encode()) >> 12
-    found = torch.tensor([mine, -mine], dtype=torch.int64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return int(found[0]) == -int(found[1])
+    extremes = torch.tensor([mine, -mine], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    return int(extremes[0]) == -int(extremes[1])
 
 
 def take_weights_of_rank_0(module: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> None:

@@ -67,8 +67,8 @@ def of_session(text: str) -> str:
     text = _WEFT_TRAIN.sub("\0", text)
     for pattern, words in _WORDS:
         text = pattern.sub(words, text)
-    for each in kept:
-        text = text.replace("\0", each, 1)
+    for line in kept:
+        text = text.replace("\0", line, 1)
     return text
 
 
@@ -108,7 +108,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _Statement:
+class _PublishedCalls:
     """The calls that a rank has last published in the store."""
 
     calls: tuple[_Call, ...]
@@ -129,13 +129,13 @@ class _Statement:
         return self.calls[-1].number if self.calls else 0
 
     @classmethod
-    def read(cls, text: str) -> _Statement:
+    def read(cls, text: str) -> _PublishedCalls:
         calls, end, in_call, forwards, (model, place), facts = json.loads(text)
         made = tuple(_Call(int(number), str(name), str(place)) for number, name, place in calls)
         return cls(made, str(end), bool(in_call), forwards, (str(model), str(place)), facts)
 
 
-class Calls:
+class RankCalls:
     """This rank's calls.  `store` is for this session alone; without one, nobody else is there."""
 
     def __init__(self, store: dist.Store | None, rank: int, num_ranks: int, device: torch.device) -> None:
@@ -297,7 +297,7 @@ class Calls:
 
     def _meet(self) -> None:
         texts = gather_texts(self._spell(), self._device)
-        verdict = self._difference({rank: _Statement.read(text) for rank, text in enumerate(texts)})
+        verdict = self._difference({rank: _PublishedCalls.read(text) for rank, text in enumerate(texts)})
         if verdict:
             self._verdict = verdict
             raise CollectiveError(verdict, status=1)
@@ -315,17 +315,17 @@ class Calls:
     def _publish(self, end: str = "") -> None:
         self._store_of_all.set(f"calls/{self._rank}", self._spell(end))
 
-    def _statements(self) -> dict[int, _Statement]:
+    def _statements(self) -> dict[int, _PublishedCalls]:
         """What each rank has published so far."""
         assert self._store is not None
         keys = {rank: f"calls/{rank}" for rank in range(self._num_ranks)}
         return {
-            rank: _Statement.read(self._store.get(key).decode())
+            rank: _PublishedCalls.read(self._store.get(key).decode())
             for rank, key in keys.items()
             if self._store.check([key])
         }
 
-    def _difference(self, statements: dict[int, _Statement]) -> str:
+    def _difference(self, statements: dict[int, _PublishedCalls]) -> str:
         """The first calls that differ; empty where none do, as far as is known."""
         made: dict[int, dict[int, _Call]] = {}
         for rank, statement in statements.items():
@@ -341,36 +341,36 @@ class Calls:
                 )
         return self._lonely_forward(statements) or self._other_forwards(statements) or self._other_facts(statements)
 
-    def _other_forwards(self, statements: dict[int, _Statement]) -> str:
+    def _other_forwards(self, statements: dict[int, _PublishedCalls]) -> str:
         """A forward of the loop's own that met another in a peer's call, and so let them come apart later."""
         for model, peers in self._peers.items():
             here = {rank: statements[rank] for rank in peers if rank in statements and statements[rank].calls}
-            here = {rank: each for rank, each in here.items() if each.in_call and not each.end}
-            latest = max((each.number for each in here.values()), default=0)
-            same = {rank: each for rank, each in here.items() if each.number == latest}
-            if len({each.forwards.get(model, 0) for each in same.values()}) > 1:
+            here = {rank: call for rank, call in here.items() if call.in_call and not call.end}
+            latest = max((call.number for call in here.values()), default=0)
+            same = {rank: call for rank, call in here.items() if call.number == latest}
+            if len({call.forwards.get(model, 0) for call in same.values()}) > 1:
                 whole = ", ".join(
-                    f"rank {rank} is in {each.calls[-1]} after {each.forwards.get(model, 0)} forwards of the model"
-                    for rank, each in sorted(same.items())
+                    f"rank {rank} is in {call.calls[-1]} after {call.forwards.get(model, 0)} forwards of the model"
+                    for rank, call in sorted(same.items())
                 )
                 return f"the ranks do different things: {whole} outside of their calls. {_EXCHANGED}"
         return ""
 
-    def _other_facts(self, statements: dict[int, _Statement]) -> str:
+    def _other_facts(self, statements: dict[int, _PublishedCalls]) -> str:
         """What differs in a call that ranks make alike."""
-        having = {rank: each for rank, each in statements.items() if each.facts}
-        latest = max((each.number for each in having.values()), default=0)
-        same = {rank: each for rank, each in having.items() if each.number == latest}
-        for name in dict.fromkeys(name for each in same.values() for name in each.facts):
+        having = {rank: statement for rank, statement in statements.items() if statement.facts}
+        latest = max((fact.number for fact in having.values()), default=0)
+        same = {rank: fact for rank, fact in having.items() if fact.number == latest}
+        for name in dict.fromkeys(name for call in same.values() for name in call.facts):
             values: dict[str, list[int]] = {}
-            for rank, each in same.items():
-                values.setdefault(each.facts.get(name, "nothing"), []).append(rank)
+            for rank, call in same.items():
+                values.setdefault(call.facts.get(name, "nothing"), []).append(rank)
             if len(values) > 1:
-                where = ", ".join(f"rank {rank} is in {each.calls[-1]}" for rank, each in same.items())
+                where = ", ".join(f"rank {rank} is in {call.calls[-1]}" for rank, call in same.items())
                 return f"{differs(name, values)} The ranks came apart by it: {where}."
         return ""
 
-    def _lonely_forward(self, statements: dict[int, _Statement]) -> str:
+    def _lonely_forward(self, statements: dict[int, _PublishedCalls]) -> str:
         """A forward of the loop's own that a rank waits in, where a peer is past it without having made it."""
         for rank, statement in statements.items():
             model, place = statement.forward
@@ -409,7 +409,7 @@ class Calls:
                     f"rank {left} has left the group ({statements[left].end}), while this one was in {self._calls[-1]}."
                 )
             own = self._calls[-1].number
-            has_come = [each.number >= own for each in statements.values()]
+            has_come = [statement.number >= own for statement in statements.values()]
             if sum(has_come) == self._num_ranks or time.monotonic() >= deadline:
                 return ""
             time.sleep(_LOOK_SECONDS / 5)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.api.ranks.agreement import gather_texts
-from weft.api.ranks.calls import Calls
+from weft.api.ranks.calls import RankCalls
 from weft.api.ranks.json_values import NoFormError, read_form, write_form
 from weft.config.plan import MeshPlan, axis_coordinates
 from weft.errors import DataError
@@ -22,13 +22,13 @@ _REFUSED = "refused"
 
 
 @final
-class Together:
+class RankExchange:
     """Collectives of a loop.  Ranks of one data rank have the same samples, so they count once.
 
     Every method is called on every rank.
     """
 
-    def __init__(self, calls: Calls, device: torch.device, world: dist.ProcessGroup | None, mesh: MeshPlan) -> None:
+    def __init__(self, calls: RankCalls, device: torch.device, world: dist.ProcessGroup | None, mesh: MeshPlan) -> None:
         self._calls, self._device, self._world = calls, device, world
         ranks = mesh.world_size
         self._first = [rank for rank in range(ranks) if _is_first(axis_coordinates(mesh, rank))]
@@ -91,14 +91,14 @@ class Together:
         """All tensors of a rank go in one message."""
         own: dict[str, Tensor] = {}
         texts = gather_texts(_text_of(value, own), self._device, self._world)
-        told = [_read_told(text, call) for text in texts]
-        longest = max(_size_of(kinds) for _, kinds in told)
-        gathered = [torch.zeros(longest, dtype=torch.uint8, device=self._device) for _ in told]
+        values = [_read_told(text, call) for text in texts]
+        longest = max(_size_of(kinds) for _, kinds in values)
+        gathered = [torch.zeros(longest, dtype=torch.uint8, device=self._device) for _ in values]
         if longest:
             message, packed = torch.zeros_like(gathered[0]), _packed(own.values(), self._device)
             message[: len(packed)] = packed
             dist.all_gather(gathered, message, group=self._world)
-        chosen = [(told[rank], gathered[rank]) for rank in (self._first if ranks is None else ranks)]
+        chosen = [(values[rank], gathered[rank]) for rank in (self._first if ranks is None else ranks)]
         return [read_form(form, _unpacked(message, kinds), self._device) for (form, kinds), message in chosen]
 
     def all_reduce(self, value: Tensor | float, operation: Operation) -> Tensor:
@@ -128,7 +128,7 @@ def _text_of(value: Any, own: dict[str, Tensor]) -> str:
     except NoFormError as problem:
         own.clear()
         return json.dumps([_REFUSED, f"{problem.place} is a {type(problem.value).__name__}"])
-    kinds = [[name, str(each.dtype).removeprefix("torch."), [*each.shape]] for name, each in own.items()]
+    kinds = [[name, str(value.dtype).removeprefix("torch."), [*value.shape]] for name, value in own.items()]
     return json.dumps([form, kinds])
 
 
@@ -160,9 +160,9 @@ def _room_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
 def _packed(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Tensors as one message."""
     parts = [torch.empty(0, dtype=torch.uint8, device=device)]
-    for each in tensors:
-        raw = each.detach().to(device).contiguous().view(-1).view(torch.uint8)
-        parts.append(nn.functional.pad(raw, (0, _room_of(each.dtype, each.shape) - len(raw))))
+    for tensor in tensors:
+        raw = tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
+        parts.append(nn.functional.pad(raw, (0, _room_of(tensor.dtype, tensor.shape) - len(raw))))
     return torch.cat(parts)
 
 

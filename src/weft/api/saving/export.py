@@ -109,9 +109,11 @@ def _export_saved(stored: Path, blueprint: Blueprint, folder: Path, plan: Plan) 
 
 def _complex_in(model: ParallelModel) -> str | None:
     """Why a model cannot be exported, of what this rank holds of it."""
-    held = [named for part in model.parts for named in (*part.module.named_parameters(), *part.module.named_buffers())]
-    for name, each in held:
-        if each.is_complex():
+    tensors = [
+        named for part in model.parts for named in (*part.module.named_parameters(), *part.module.named_buffers())
+    ]
+    for name, tensor in tensors:
+        if tensor.is_complex():
             return (
                 f"{name} is complex, which no file of safetensors that transformers loads can hold. Keep the weights by"
                 " state.save(), or register torch.view_as_real of it in the model."
@@ -180,7 +182,7 @@ def export_adapters(checkpoint: Path, module: nn.Module, folder: Path, *, is_who
     weights = StoredWeights(open_checkpoint(checkpoint))
     _check_stage(module, is_whole)
     with new_export(folder) as partial:
-        saving = _Saving(module, weights, partial)
+        saving = _Exporter(module, weights, partial)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of what a folder of the base model would say, where there is none
@@ -195,7 +197,7 @@ def export_adapters(checkpoint: Path, module: nn.Module, folder: Path, *, is_who
     return folder
 
 
-class _Saving(nn.Module):
+class _Exporter(nn.Module):
     """Saves a model while it holds whole weights, for the methods that ask the model for them, not its names."""
 
     def __init__(self, module: nn.Module, weights: StoredWeights, folder: Path) -> None:
@@ -245,14 +247,18 @@ class _Saving(nn.Module):
         """Name the parameters that were trained and that no file of adapters holds."""
         if any(config.is_prompt_learning for config in self._configs.values()):
             return
-        held = set[str]()
+        names = set[str]()
         for path in self._folder.rglob(_WEIGHTS):
             library: Callable[..., Any] = safe_open  # it has no types
             with library(path, framework="np") as file:
-                held.update(self._plain(key) for key in file.keys())  # noqa: SIM118  # it is no mapping
-        here = ((name, each) for name, each in self.module.named_parameters() if not isinstance(each, MovedParameter))
-        trained = [name for name, each in here if each.requires_grad]
-        left = [name for name in trained if self._plain(name) not in held]
+                names.update(self._plain(key) for key in file.keys())  # noqa: SIM118  # it is no mapping
+        here = (
+            (name, parameter)
+            for name, parameter in self.module.named_parameters()
+            if not isinstance(parameter, MovedParameter)
+        )
+        trained = [name for name, tensor in here if tensor.requires_grad]
+        left = [name for name in trained if self._plain(name) not in names]
         if left:
             logger.warning(
                 "%d trained parameters are not exported, because they are none of the adapters' (%s). Name their"
@@ -270,7 +276,7 @@ def _check_stage(module: nn.Module, is_whole: bool) -> None:
     """Refuse what is saved by looking at modules, where other stages have some of them."""
     configs: Mapping[str, Any] = getattr(module, "peft_config", {})
     settings = ("modules_to_save", "trainable_token_indices")
-    asked = [name for name in settings if any(getattr(each, name, None) for each in configs.values())]
+    asked = [name for name in settings if any(getattr(config, name, None) for config in configs.values())]
     if asked and not is_whole:
         raise CheckpointError(
             f"under a pipeline no rank has all modules that {asked[0]} of the adapters names, and peft saves them by"
@@ -278,31 +284,31 @@ def _check_stage(module: nn.Module, is_whole: bool) -> None:
         )
 
 
-def whole_weights(shards: Sequence[CheckpointShard], tell: Callable[[Any], list[Any]]) -> dict[str, Tensor]:
+def gather_weights(shards: Sequence[CheckpointShard], all_gather: Callable[[Any], list[Any]]) -> dict[str, Tensor]:
     """Return parameters and buffers of a model by name, on the CPU.  Call on every rank.
 
     Args:
         shards: what this rank holds.
-        tell: returns what every rank has given it.
+        all_gather: returns what every rank has given it.
     """
     own: dict[str, list[CheckpointShard]] = defaultdict(list)
     for shard in shards:
         if shard.counts and shard.addend is None:
             own[shard.name].append(shard)
-    names = sorted({name for each in tell(sorted(own)) for name in each})
-    return {name.partition("/")[2]: _joined(own.get(name, []), tell) for name in names}
+    names = sorted({name for names in all_gather(sorted(own)) for name in names})
+    return {name.partition("/")[2]: _joined(own.get(name, []), all_gather) for name in names}
 
 
-def _joined(shards: Sequence[CheckpointShard], tell: Callable[[Any], list[Any]]) -> Tensor:
+def _joined(shards: Sequence[CheckpointShard], all_gather: Callable[[Any], list[Any]]) -> Tensor:
     """One tensor at a time: a rank needs memory for the whole model once."""
-    told = [[list(each.shape), each.split.numbers, each.start, each.tensor.detach()] for each in shards]
-    runs = [run for of_rank in tell(told) for run in of_rank]
-    for each in shards:
-        if each.let_go is not None:
-            each.let_go()
+    mine = [[list(shard.shape), shard.split.numbers, shard.start, shard.tensor.detach()] for shard in shards]
+    runs = [run for of_rank in all_gather(mine) for run in of_rank]
+    for shard in shards:
+        if shard.let_go is not None:
+            shard.let_go()
     shape, split = torch.Size(runs[0][0]), NestedSplit.of_numbers(runs[0][1])
     local = split.local_shape(shape)
     parts = [torch.empty(local.numel(), dtype=runs[0][3].dtype) for _ in range(split.parts)]
-    for _, numbers, start, held in runs:
-        parts[NestedSplit.of_numbers(numbers).index][start : start + held.numel()] = held.cpu()
+    for _, numbers, start, tensor in runs:
+        parts[NestedSplit.of_numbers(numbers).index][start : start + tensor.numel()] = tensor.cpu()
     return split.join([part.view(local) for part in parts])

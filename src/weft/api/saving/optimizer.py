@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from weft.api.guards.model_guard import Guard
 from weft.api.ranks.json_values import tensors_in
-from weft.api.saving.optimizer_states import HeldRun, KeptStates, keys_of, own_attributes
+from weft.api.saving.optimizer_states import RankStates, StateRun, keys_of, own_attributes
 from weft.errors import PlanError, RecipeError
 from weft.run.engine.optimizers import ShardOptimizer
 from weft.techniques.core import CheckpointShard, Segment, Shard
@@ -111,15 +111,15 @@ class UserOptimizer(ShardOptimizer):
             )
         self._optimizer = optimizer
         self._guard = guard
-        self._runs: list[HeldRun] = []
+        self._runs: list[StateRun] = []
         for shard in shards:
             for segment in shard.segments:
                 view = shard.master[segment.offset : segment.offset + segment.length]
                 if whole:
-                    _require_whole(segment, type(optimizer).__name__)
+                    _require_unsharded(segment, type(optimizer).__name__)
                 if whole or not segment.local_shape:  # a state of such a parameter is told from a count by its shape
                     view = view.view(segment.local_shape)
-                self._runs.append(HeldRun(shard, segment, view))
+                self._runs.append(StateRun(shard, segment, view))
         place = {name: index for index, name in enumerate(order)}
         self._runs.sort(key=lambda run: (place[run.name], run.segment.start))  # as the optimizer had its parameters
         for index, group in enumerate(optimizer.param_groups):
@@ -129,7 +129,7 @@ class UserOptimizer(ShardOptimizer):
         """Where the shards' gradients lie of which the runs' `grad` are parts for good; empty: these are given anew."""
         self._given: list[Tensor | None] = []
         """Those parts."""
-        self.kept = KeptStates(optimizer, self._runs)
+        self.kept = RankStates(optimizer, self._runs)
         """What the optimizer keeps, for checkpoints."""
         guard.watch_optimizer(optimizer)
 
@@ -169,7 +169,7 @@ class UserOptimizer(ShardOptimizer):
             view.grad = gradient if is_scaled else gradient.to(view.dtype).mul_(scale)
 
     @property
-    def runs(self) -> Sequence[HeldRun]:
+    def runs(self) -> Sequence[StateRun]:
         """What this rank updates, in the optimizer's order."""
         return self._runs
 
@@ -189,7 +189,7 @@ class UserOptimizer(ShardOptimizer):
         yield from self.kept.checkpoint_shards()
 
 
-def _require_whole(segment: Segment, name: str) -> None:
+def _require_unsharded(segment: Segment, name: str) -> None:
     if not segment.is_whole or segment.layout.split:
         raise PlanError(
             f"{name} may look at whole parameters, but this plan cuts {segment.layout.name}. Use data_parallel.zero"

@@ -43,7 +43,7 @@ _WRITTEN = "what save() writes of an optimizer"
 _GatherTexts = Callable[[str], Sequence[str]]
 
 
-class HeldRun(NamedTuple):
+class StateRun(NamedTuple):
     """A run of a parameter that this rank updates, as the optimizer has it."""
 
     shard: Shard
@@ -66,10 +66,10 @@ class HeldRun(NamedTuple):
         return self.segment.start == 0 and self.segment.layout.split.index == 0
 
 
-class KeptStates:
+class RankStates:
     """What one optimizer keeps on this rank."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, runs: Sequence[HeldRun]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, runs: Sequence[StateRun]) -> None:
         self._optimizer, self._runs = optimizer, runs
         self._kind = type(optimizer).__name__
         self._incoming: dict[int, dict[str, Tensor]] | None = None
@@ -156,10 +156,10 @@ class KeptStates:
         own = self._form(states, "own", tensors)
         return {"groups": groups, "attributes": attributes, "own_states": own}, tensors
 
-    def _parameter_form(self, run: HeldRun, tensors: dict[str, Tensor]) -> Json:
+    def _parameter_form(self, run: StateRun, tensors: dict[str, Tensor]) -> Json:
         """The form of all that is kept for a parameter and is no tensor, None where there is nothing; `tensors` takes
         those that it names."""
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for key, value in self._optimizer.state.get(run.view, {}).items():
             if not isinstance(key, str) or "/" in key:
                 raise PlanError(
@@ -167,8 +167,8 @@ class KeptStates:
                     " slashes. Rename it."
                 )
             if not isinstance(value, Tensor):
-                found[key] = value
-        form = self._form(found, f"parameters/{run.name}", tensors) if found else None
+                entries[key] = value
+        form = self._form(entries, f"parameters/{run.name}", tensors) if entries else None
         if tensors and not run.is_whole:
             raise PlanError(
                 f"the {self._kind} keeps lists of tensors for {run.name}, which this plan cuts, so they cannot be"
@@ -182,8 +182,8 @@ class KeptStates:
         except NoFormError as found:
             self._refuse_form(found)
 
-    def _refuse_form(self, found: NoFormError) -> NoReturn:
-        kind, *names = found.place.removeprefix(_OWN).split("/")
+    def _refuse_form(self, problem: NoFormError) -> NoReturn:
+        kind, *names = problem.place.removeprefix(_OWN).split("/")
         places = {
             "groups": lambda: f"{'.'.join(names[1:])} (group {names[0]})",
             "attributes": lambda: f"attribute {'.'.join(names)}",
@@ -191,12 +191,12 @@ class KeptStates:
             "parameters": lambda: f"state {'.'.join(names[1:])} of {names[0]}",
         }
         raise CheckpointError(
-            f"the {self._kind}'s {places[kind]()} is a {type(found.value).__name__}, which a checkpoint cannot hold:"
+            f"the {self._kind}'s {places[kind]()} is a {type(problem.value).__name__}, which a checkpoint cannot hold:"
             " numbers, text, tensors, lists, tuples and dictionaries can be saved. Keep it outside of the optimizer, or"
             " as one of these."
         )
 
-    def _stored(self, run: HeldRun, key: str, value: Tensor) -> CheckpointShard:
+    def _stored(self, run: StateRun, key: str, value: Tensor) -> CheckpointShard:
         layout = run.segment.layout
         if value.shape == run.view.shape:
             shape, split, start, counts = layout.shape, layout.split, run.segment.start, run.shard.counts
@@ -261,7 +261,7 @@ class KeptStates:
         }
         self._others = rooms_for(stored, tensors_named(list(_forms_in(stored.manifest.state))))
 
-    def _room(self, stored: StoredCheckpoint, run: HeldRun, key: str) -> Tensor:
+    def _room(self, stored: StoredCheckpoint, run: StateRun, key: str) -> Tensor:
         name = f"{_STATES}{key}/{run.name}"
         shape, dtype = stored.shape(name), stored.dtype(name)
         if shape == run.segment.layout.shape:
@@ -273,7 +273,7 @@ class KeptStates:
             )
         return torch.zeros(shape, dtype=dtype, device=self._device_of(run, key))
 
-    def _device_of(self, run: HeldRun, key: str) -> torch.device:
+    def _device_of(self, run: StateRun, key: str) -> torch.device:
         """As torch's own `load_state_dict` has it: counts of steps stay with the host."""
         group = self._optimizer.param_groups[run.shard.group]
         on_host = key == "step" and not group.get("capturable") and not group.get("fused")
@@ -289,8 +289,8 @@ class KeptStates:
         for index, run in enumerate(self._runs):
             form = parameters.get(run.name)
             others = {} if form is None else self._read(form, run.view.device)
-            if found := self._incoming[index] | others:
-                self._optimizer.state[run.view] = found
+            if incoming := self._incoming[index] | others:
+                self._optimizer.state[run.view] = incoming
         device = next((run.view.device for run in self._runs), None)
         if keeps:
             self._optimizer.state.update(self._read(keeps["own_states"], device))
@@ -323,7 +323,7 @@ def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _forms_in(state: Mapping[str, Json]) -> Iterator[Json]:
-    """Yield all forms that `KeptStates.state` has put into a checkpoint's state."""
+    """Yield all forms that `RankStates.state` has put into a checkpoint's state."""
     for group in cast(list[dict[str, Json]], state["optimizer"]):
         yield from group.values()
     keeps = cast(dict[str, Any], state.get("optimizer_keeps") or {})
@@ -351,10 +351,10 @@ class PlainStates:
     """
 
     optimizer: torch.optim.Optimizer
-    runs: Sequence[HeldRun]
+    runs: Sequence[StateRun]
     groups: Mapping[str, int]
 
-    def whole(self, refusal: str) -> dict[str, Any]:
+    def full(self, refusal: str) -> dict[str, Any]:
         """Return what plain PyTorch's `state_dict` would.
 
         Raises:
@@ -362,17 +362,17 @@ class PlainStates:
         """
         if any(not run.segment.is_whole or run.segment.local_shape != run.segment.layout.shape for run in self.runs):
             raise RecipeError(refusal)
-        found, numbers = type(self.optimizer).state_dict(self.optimizer), self._numbers()
+        state, numbers = type(self.optimizer).state_dict(self.optimizer), self._numbers()
         ordered = self._ordered()
         states = {
             numbers[ordered[local].name]: {key: _shaped(value, ordered[local]) for key, value in kept.items()}
-            for local, kept in found["state"].items()
+            for local, kept in state["state"].items()
         }
         groups = [
             {**group, "params": [numbers[name] for name, own in self.groups.items() if own == index]}
-            for index, group in enumerate(found["param_groups"])
+            for index, group in enumerate(state["param_groups"])
         ]
-        return {**found, "state": states, "param_groups": groups}
+        return {**state, "state": states, "param_groups": groups}
 
     def take(self, given: Mapping[str, Any]) -> None:
         """Give the optimizer its share of what plain PyTorch's `state_dict` has returned.
@@ -403,7 +403,7 @@ class PlainStates:
     def _numbers(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.groups)}
 
-    def _ordered(self) -> list[HeldRun]:
+    def _ordered(self) -> list[StateRun]:
         """The runs by the numbers that torch gives them on this rank."""
         by_view = {id(run.view): run for run in self.runs}
         return [by_view[id(view)] for group in self.optimizer.param_groups for view in group["params"]]
@@ -428,13 +428,13 @@ class CarriedState:
             load(self._state)
 
 
-def _shaped(value: Any, run: HeldRun) -> Any:
+def _shaped(value: Any, run: StateRun) -> Any:
     if not isinstance(value, Tensor) or value.shape != run.view.shape:
         return value
     return value.view(run.segment.local_shape)
 
 
-def _cut(value: Any, run: HeldRun) -> Any:
+def _cut(value: Any, run: StateRun) -> Any:
     layout, start = run.segment.layout, run.segment.start
     if not isinstance(value, Tensor) or not value.ndim or value.shape != layout.shape:
         return value

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weft.api.ranks.agreement import check_same_facts, gather_texts
 from weft.api.saving.optimizer import UserOptimizer, settings_of
-from weft.api.saving.optimizer_states import KeptStates
+from weft.api.saving.optimizer_states import RankStates
 from weft.api.saving.stateful import StatefulObjects
 from weft.comm.mesh import GroupView, Mesh
 from weft.config.document import Json, JsonObject
@@ -155,7 +155,7 @@ class PlainSaves:
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: GroupView, device: torch.device
     ) -> None:
         self._model, self._world, self._device = model, world, device
-        self._kept = None if optimizer is None else KeptStates(optimizer, [])
+        self._kept = None if optimizer is None else RankStates(optimizer, [])
         self._rooms: list[tuple[Tensor, Tensor]] = []
         """Tensors without flat storage, and what a load fills in their place."""
 
@@ -217,10 +217,13 @@ class PlainSaves:
 
     def _shards(self, *, counts: bool) -> list[CheckpointShard]:
         saved = set(self._model.state_dict(keep_vars=True))
-        buffers = [(name, each) for name, each in self._model.named_buffers() if name in saved]
+        buffers = [(name, buffer) for name, buffer in self._model.named_buffers() if name in saved]
         return [
-            *(self._shard(f"model/{name}", each, counts=counts) for name, each in self._model.named_parameters()),
-            *(self._shard(f"buffer/{name}", each, counts=counts) for name, each in buffers),
+            *(
+                self._shard(f"model/{name}", parameter, counts=counts)
+                for name, parameter in self._model.named_parameters()
+            ),
+            *(self._shard(f"buffer/{name}", buffer, counts=counts) for name, buffer in buffers),
         ]
 
     def _shard(self, name: str, tensor: Tensor, *, counts: bool) -> CheckpointShard:

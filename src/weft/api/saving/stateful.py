@@ -74,22 +74,22 @@ class StatefulObjects:
         Raises:
             RecipeError: one has no state to say or a name that is taken, or is among those that are `saved` anyway.
         """
-        for name, found in objects.items():
+        for name, thing in objects.items():
             if not isinstance(name, str) or not name or "/" in name:
                 raise RecipeError(f"{self._kind.member} names an object {name!r}. Give it a text without slashes.")
             label = self._label(name)
-            if isinstance(found, type):
-                raise RecipeError(f"{label} is the class {found.__name__}. Give an object that was made of it.")
-            if any(found is each for each in saved):
+            if isinstance(thing, type):
+                raise RecipeError(f"{label} is the class {thing.__name__}. Give an object that was made of it.")
+            if any(thing is item for item in saved):
                 raise RecipeError(
                     f"{label} is what session.prepare was given, which a save saves anyway. Leave it out."
                 )
-            if not isinstance(found, Stateful):
+            if not isinstance(thing, Stateful):
                 raise RecipeError(
-                    f"{label} is a {type(found).__name__}, which has no state_dict() and load_state_dict(), so nothing"
+                    f"{label} is a {type(thing).__name__}, which has no state_dict() and load_state_dict(), so nothing"
                     " of it could be saved. Give it these two methods."
                 )
-            if self._objects.setdefault(name, found) is not found:
+            if self._objects.setdefault(name, thing) is not thing:
                 raise RecipeError(f"another object is {label.removeprefix('what is ')}. Give this one another name.")
 
     @property
@@ -111,8 +111,8 @@ class StatefulObjects:
         self._tensors, member = {}, self._kind.member
         try:
             self._forms = {
-                name: write_form(each.state_dict(), f"{member}/{name}", self._tensors)
-                for name, each in self._objects.items()
+                name: write_form(item.state_dict(), f"{member}/{name}", self._tensors)
+                for name, item in self._objects.items()
             }
         except NoFormError as found:
             raise CheckpointError(
@@ -161,6 +161,6 @@ class StatefulObjects:
     def take(self, state: Mapping[str, Json]) -> None:
         """Give every object what was saved of it."""
         saved = cast(Mapping[str, Json], state[self._kind.member])
-        for name, each in self._objects.items():
-            each.load_state_dict(read_form(saved[name], self._tensors))
+        for name, item in self._objects.items():
+            item.load_state_dict(read_form(saved[name], self._tensors))
         self._tensors = {}

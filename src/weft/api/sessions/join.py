@@ -100,10 +100,12 @@ def session(
     if precision is not None:
         permit = (*permit, precision)  # who names it permits it
         settings = {**(settings or {}), "compute.precision": precision} if requested == "auto" else settings
-    given = PlanSettings(settings=settings or {}, microbatches=keywords.get("microbatches"), local_steps=local_steps)
+    plan_settings = PlanSettings(
+        settings=settings or {}, microbatches=keywords.get("microbatches"), local_steps=local_steps
+    )
     if type(seed) is not int or seed < 0:
         raise RecipeError(f"seed = {seed!r} is no seed. Give a whole number from 0 on.")
-    requested = given.over(requested) if isinstance(requested, Plan) else requested
+    requested = plan_settings.over(requested) if isinstance(requested, Plan) else requested
     if isinstance(requested, Plan) and requested.compute.device != "auto":
         device = requested.compute.device
     own_plan = with_timeout(requested if isinstance(requested, Plan) else Plan(), collective_timeout_seconds)
@@ -115,7 +117,7 @@ def session(
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         planning = Planning(
             plan=over_ranks(own_plan, distributed.world_size) if isinstance(requested, Plan) else None,
-            given=given,
+            given=plan_settings,
             rank_info=RankInfo.from_environment(),
             rank=distributed.rank,
             world_size=distributed.world_size,
@@ -123,7 +125,7 @@ def session(
             timeout_seconds=timeout_seconds,
             seed=seed,
             permit=PermitRecipe(
-                precision=tuple(permit), compression=tuple(compression), local_steps=given.most_local_steps
+                precision=tuple(permit), compression=tuple(compression), local_steps=plan_settings.most_local_steps
             ),
             quiet=quiet,
         )

@@ -16,12 +16,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from weft.api.batches.stream import UserBatch
 from weft.api.planning.arguments import refuse_without_loss
 from weft.api.planning.session_plan import Planning, UserLoss
-from weft.api.planning.settings import Nets
+from weft.api.planning.settings import SafetyChecks
 from weft.api.prepared.models import Models
 from weft.api.prepared.prepared_model import PreparedModel
-from weft.api.prepared.state import Split, TrainState, WithLoss
-from weft.api.ranks.calls import Calls
-from weft.api.ranks.exchange import Together
+from weft.api.prepared.state import ModelWithLoss, Split, TrainState
+from weft.api.ranks.calls import RankCalls
+from weft.api.ranks.exchange import RankExchange
 from weft.api.ranks.recording import SessionRuns
 from weft.api.sessions.share_errors import explain_share
 from weft.comm.device import group_store
@@ -32,7 +32,7 @@ from weft.run.launch import Distributed, RankFailure
 from weft.run.launch.exit_hooks import add_exit_hook
 
 if TYPE_CHECKING:
-    from weft.api.batches.sharded_loader import HandedOut
+    from weft.api.batches.sharded_loader import HandedBatch
     from weft.api.loop.own_loop import OwnLoop
 
 A = TypeVar("A")
@@ -53,8 +53,8 @@ class Session:
         self.device = distributed.device
         self._distributed, self._planning, self._runs = distributed, planning, runs
         self._prove: Prove = prove
-        self._calls = Calls(_store_of_session(self.rank, self.world_size), self.rank, self.world_size, self.device)
-        self._nets = Nets()  # what is looked for; tests switch nets off, before `prepare`
+        self._calls = RankCalls(_store_of_session(self.rank, self.world_size), self.rank, self.world_size, self.device)
+        self._nets = SafetyChecks()  # what is looked for; tests switch nets off, before `prepare`
         self._models = Models(planning, self._calls, runs, lambda: self._nets)
         self._loop: OwnLoop | None = None
         leaving.callback(register_optimizer_step_pre_hook(self._models.refuse_foreign_optimizer).remove)
@@ -104,9 +104,8 @@ class Session:
     def _fail(self, error: BaseException, leaving: ExitStack) -> None:
         """Say to the others what ends the session on this rank, and leave.  Raises what is known beside it."""
         if self._loop is not None:
-            self._loop.let_go()
-        for state in self._models:
-            state.let_go()
+            self._loop.restore()
+        self._models.restore()
         self._runs.fail(error)
         models = [(state.model, state.plan) for state in self._models]
         explained = self._calls.explained(error) or explain_share(error, models)
@@ -235,7 +234,7 @@ class Session:
             "batch_size": batch_size,
         }
         if loss is not None:
-            with_loss = WithLoss(self._models, self._planning, self._nets, self._prove)
+            with_loss = ModelWithLoss(self._models, self._planning, self._nets, self._prove)
             with self._calls.call("session.prepare()", meets=True):
                 return with_loss.prepare(*things, loss=loss, split=split, **given)
         refuse_without_loss(given)
@@ -366,10 +365,10 @@ class Session:
         return self._together.all_reduce(value, operation)
 
     @cached_property
-    def _together(self) -> Together:
+    def _together(self) -> RankExchange:
         plan = self._planning.plan
         mesh = MeshPlan(replicate=self.world_size) if plan is None else plan.mesh
-        return Together(self._calls, self.device, dist.group.WORLD if self.world_size > 1 else None, mesh)
+        return RankExchange(self._calls, self.device, dist.group.WORLD if self.world_size > 1 else None, mesh)
 
     def save(self, folder: str | Path, *, extra: Mapping[str, Any] | None = None) -> Path:
         """Save all that was prepared without a loss: models with their optimizers, LR schedulers, the place of each
@@ -423,18 +422,18 @@ class SessionInternals:
         return self._session._own_loop  # pyright: ignore[reportPrivateUsage] - of this file
 
     @property
-    def _together(self) -> Together:
+    def _together(self) -> RankExchange:
         return self._session._together  # pyright: ignore[reportPrivateUsage]
 
     @property
     def data_index(self) -> int:
         """Place of this rank among the data ranks."""
-        return self._loop.handing.index
+        return self._loop.sharing.index
 
     @property
-    def batch(self) -> HandedOut | None:
+    def batch(self) -> HandedBatch | None:
         """Return which samples of a global batch a prepared loader has handed out last; None: none yet."""
-        return self._loop.handing.last
+        return self._loop.sharing.last
 
     def weights(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return the whole state of a model that was prepared without a loss, as its `state_dict()` was before: on

@@ -27,7 +27,7 @@ def explain_share(error: BaseException, models: Iterable[tuple[nn.Module, Plan]]
     if isinstance(error, AttributeError | KeyError):
         return _of_stages(error, models)
     if isinstance(error, AssertionError):
-        return _of_whole_ones(error, models)
+        return _of_full_tensors(error, models)
     if isinstance(error, WeftError) or not isinstance(
         error, RuntimeError | TypeError | ValueError | NotImplementedError
     ):
@@ -39,12 +39,12 @@ def explain_share(error: BaseException, models: Iterable[tuple[nn.Module, Plan]]
     if not changed or not frames or any(_file(frame).startswith(_HERE) for frame in frames[1:] if _is_called(frame)):
         return None
     for model, how in changed:
-        names = {id(each): name for name, each in model.named_modules()}
-        names |= {id(each): name for name, each in model.named_parameters()}
+        names = {id(module): name for name, module in model.named_modules()}
+        names |= {id(parameter): name for name, parameter in model.named_parameters()}
         public = [frame for frame in frames if not frame.f_code.co_name.startswith("_")]
         for frame in reversed(public or frames):
-            held = [value for local in frame.f_locals.values() for value in _flat(local)]
-            if any(id(value) in names for value in held) and "weft" not in frame.f_globals.get("__name__", "").split(
+            values = [value for local in frame.f_locals.values() for value in _flat(local)]
+            if any(id(value) in names for value in values) and "weft" not in frame.f_globals.get("__name__", "").split(
                 "."
             ):
                 said = next(iter(str(error).splitlines()), type(error).__name__)
@@ -78,7 +78,7 @@ def _of_copies(error: BaseException, models: Iterable[tuple[nn.Module, Plan]]) -
 def _of_stages(error: BaseException, models: Iterable[tuple[nn.Module, Plan]]) -> RecipeError | None:
     """Of a loop that reads or writes an attribute of a module which another pipeline stage has."""
     stages = [model for model, plan in models if plan.mesh.pipeline > 1]
-    names = {id(each): name for model in stages for name, each in model.named_modules() if _stands_in(each)}
+    names = {id(module): name for model in stages for name, module in model.named_modules() if _stands_in(module)}
     used = next((frame for frame in _frames(error) if id(frame.f_locals.get("self")) in names), None)
     if used is None:
         return None
@@ -90,7 +90,7 @@ def _of_stages(error: BaseException, models: Iterable[tuple[nn.Module, Plan]]) -
     )
 
 
-def _of_whole_ones(error: AssertionError, models: Iterable[tuple[nn.Module, Plan]]) -> RecipeError | None:
+def _of_full_tensors(error: AssertionError, models: Iterable[tuple[nn.Module, Plan]]) -> RecipeError | None:
     """Of torch's own check of what meets shares, which has no words."""
     frames = _frames(error)
     is_of_torch = "/torch/distributed/tensor/" in (_file(frames[-1]) if frames else "")
@@ -125,14 +125,14 @@ def _how(plan: Plan) -> str:
 
 def _frames(error: BaseException) -> list[Any]:
     """Frames from the loop's own to where it failed."""
-    found: list[Any] = []
+    frames: list[Any] = []
     trace = error.__traceback__
     while trace is not None:
-        found.append(trace.tb_frame)
+        frames.append(trace.tb_frame)
         trace = trace.tb_next
-    while found and _file(found[0]).startswith((_HERE, "<")) or (found and "contextlib" in _file(found[0])):
-        found.pop(0)  # of the session, which the error passes through
-    return found
+    while frames and _file(frames[0]).startswith((_HERE, "<")) or (frames and "contextlib" in _file(frames[0])):
+        frames.pop(0)  # of the session, which the error passes through
+    return frames
 
 
 def _is_called(frame: Any) -> bool:

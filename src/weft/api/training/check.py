@@ -232,7 +232,7 @@ def _state_kept() -> Generator[None]:
 
 
 @dataclass(slots=True)
-class _Runs:
+class _SmallTrials:
     """Runs trials of a small model."""
 
     small: SmallCase
@@ -244,7 +244,7 @@ class _Runs:
     """What it computed of the cases that were asked for."""
 
     @classmethod
-    def of(cls, small: SmallCase, folder: Path, launch: Launch, inside: Inside = "wide") -> _Runs:
+    def of(cls, small: SmallCase, folder: Path, launch: Launch, inside: Inside = "wide") -> _SmallTrials:
         return cls(small, folder, launch, OneProcess.of(small, inside))
 
     def ranks(self, cases: Sequence[CheckCase], *, watch: bool = False) -> None:
@@ -328,10 +328,10 @@ def _compare_cases(
 ) -> tuple[list[Comparison], CheckFailure | None]:
     """Run all cases and compare until one is not equal; first of all, one process itself."""
     # Ranks spend as long on importing and building as this process does on what they are compared with.
-    known: list[tuple[_Runs, Comparison | None]] = []
+    known: list[tuple[_SmallTrials, Comparison | None]] = []
 
     def beside() -> None:
-        runs = _Runs.of(small, folder, launch)
+        runs = _SmallTrials.of(small, folder, launch)
         plain = runs.alone.against_plain_torch()
         known.append((runs, plain))
         for case in cases if plain is None or plain.is_equal else ():
@@ -347,7 +347,7 @@ def _compare_cases(
         cause = "one process of Weft does not compute what plain PyTorch does, whatever the plan"
         return [plain], _first_of(plain, cause, ())
     if runs.alone.inside == "wide" and stopped is not None and _is_about_types(stopped):
-        runs = _Runs.of(small, folder, launch, "as written")
+        runs = _SmallTrials.of(small, folder, launch, "as written")
     if runs.alone.inside == "as written":  # the ranks were run without the model's own casts
         try:
             stopped = None
@@ -360,7 +360,9 @@ def _compare_cases(
     return _compared(runs, cases, explain)
 
 
-def _compared(runs: _Runs, cases: Sequence[CheckCase], explain: bool) -> tuple[list[Comparison], CheckFailure | None]:
+def _compared(
+    runs: _SmallTrials, cases: Sequence[CheckCase], explain: bool
+) -> tuple[list[Comparison], CheckFailure | None]:
     comparisons: list[Comparison] = []
     exact: TrialResult | None = None
     for case in cases:
@@ -377,7 +379,7 @@ def _is_about_types(error: RankError) -> bool:
     return any(word in str(error) for word in ("dtype", "Double", "float64", "double"))
 
 
-def _failure(runs: _Runs, comparison: Comparison, case: CheckCase, explain: bool) -> CheckFailure:
+def _failure(runs: _SmallTrials, comparison: Comparison, case: CheckCase, explain: bool) -> CheckFailure:
     """What differs first, in the order of the forward, and why."""
     cause, needs = "", ()
     if case == EXACT:
@@ -417,7 +419,7 @@ def _first_of(comparison: Comparison, cause: str, needs: tuple[str, ...]) -> Che
     )
 
 
-def _needed(runs: _Runs) -> tuple[_Runs, tuple[str, ...]]:
+def _needed(runs: _SmallTrials) -> tuple[_SmallTrials, tuple[str, ...]]:
     """Take out one technique after another, as long as something still differs.
 
     Returns what is left, and the techniques that cannot go.
@@ -432,7 +434,7 @@ def _needed(runs: _Runs) -> tuple[_Runs, tuple[str, ...]]:
             needed.append(f"{technique} (not tried)")
             continue
         case = replace(runs.small, recipe=simpler[0], plan=simpler[1])
-        simplified = _Runs.of(case, runs.folder, runs.launch, runs.alone.inside)
+        simplified = _SmallTrials.of(case, runs.folder, runs.launch, runs.alone.inside)
         if _still_differs(simplified):
             runs = simplified
         else:
@@ -440,7 +442,7 @@ def _needed(runs: _Runs) -> tuple[_Runs, tuple[str, ...]]:
     return runs, tuple(needed)
 
 
-def _still_differs(runs: _Runs) -> bool:
+def _still_differs(runs: _SmallTrials) -> bool:
     try:
         runs.ranks([EXACT])
     except RankError:

@@ -60,9 +60,9 @@ class CheckReport:
                 f", {comparison.largest['gradient']:.1e} in {comparison.precision}" for comparison in rounded
             )
             rest += "".join(
-                f"; rounding alone moves {each.num_noisy} by more than 1 % in {each.precision}"
-                for each in self.comparisons
-                if each.num_noisy
+                f"; rounding alone moves {comparison.num_noisy} by more than 1 % in {comparison.precision}"
+                for comparison in self.comparisons
+                if comparison.num_noisy
             )
             line = f"gradients equal one process: largest relative difference {text}{rest}  ({self.seconds:.1f} s)"
             rounds = f"{exact.rounds_inside}, which sets the limits in fp64" if exact.rounds_inside else ""

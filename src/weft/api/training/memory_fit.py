@@ -12,7 +12,7 @@ from weft.config.document import typed
 from weft.config.plan import ModelFacts, Plan, dump_plan
 from weft.config.recipe import Recipe, dump_recipe
 from weft.errors import PlanError
-from weft.figures import spell_memory
+from weft.formatting import format_memory
 from weft.run.launch import RankInfo
 from weft.run.launch.launcher import ForkServer, RankError, launch_function
 from weft.verify.dry_run import PeakMemory
@@ -39,13 +39,15 @@ def fit_microbatch(
         log(f"memory    trying a microbatch of {plan.microbatch.size}")
         trial = measure_peak(recipe, plan)
         if trial.fits:
-            reason = f"tried: a step peaks at {spell_memory(trial.peak_bytes)} per process"
+            reason = f"tried: a step peaks at {format_memory(trial.peak_bytes)} per process"
             return plan, reason + (f"; {refused[-1]} finds no memory" if refused else "")
         refused.append(plan.microbatch.size)
         smaller = None if facts.has_batch_norm else plan.microbatch.smaller()
         if smaller is None:
             memory = (
-                f"{spell_memory(trial.peak_bytes)} were held then" if trial.peak_bytes else "the system ended a process"
+                f"{format_memory(trial.peak_bytes)} were held then"
+                if trial.peak_bytes
+                else "the system ended a process"
             )
             raise PlanError(
                 f"A step with a microbatch of {plan.microbatch.size} finds no memory ({memory}), and it cannot be made"

@@ -118,7 +118,7 @@ class OneProcess:
         reference = loop.run(blueprint, candidate.initial)
 
         def compare(nudged: Sequence[TrialResult]) -> Comparison:
-            alike = [comparable(each, loop.steps) for each in nudged]
+            alike = [comparable(run, loop.steps) for run in nudged]
             return compare_results(reference, comparable(candidate, loop.steps), precision="fp64", nudged=alike)
 
         return replace(self.judge(compare, "fp64"), rounds_inside=self.rounds)

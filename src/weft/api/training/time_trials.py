@@ -18,8 +18,8 @@ from weft.config.document import typed
 from weft.config.plan import Plan, dump_plan
 from weft.config.recipe import Recipe, dump_recipe
 from weft.errors import WeftError
-from weft.figures import spell_seconds
 from weft.files import cache_folder, write_whole
+from weft.formatting import format_seconds
 from weft.planning.search import Candidate, PlanChoice, explain_settings
 from weft.run.launch import RankInfo
 from weft.run.launch.launcher import ForkServer, RankError, launch_function
@@ -74,24 +74,24 @@ def decide_by_trials(
     if not choice.rivals or recipe.model.factory is not None or RankInfo.from_environment() is not None:
         return choice
     steps = steps or recipe.run.steps
-    bench = _Bench(recipe, machine, log, folder or cache_folder("auto"), fork_server)
+    bench = _TrialBench(recipe, machine, log, folder or cache_folder("auto"), fork_server)
     return _compiled(bench, _fastest(bench, choice, steps), steps)
 
 
-def _fastest(bench: _Bench, choice: PlanChoice, steps: int) -> PlanChoice:
+def _fastest(bench: _TrialBench, choice: PlanChoice, steps: int) -> PlanChoice:
     """The choice with the fastest of its close rivals first."""
     close = close_rivals(choice)
-    plans = [each.plan for each in close if each.plan is not None]
-    rounds = _affordable_rounds(plans, [each.prediction.step_seconds for each in close], steps)
+    plans = [candidate.plan for candidate in close if candidate.plan is not None]
+    rounds = _affordable_rounds(plans, [candidate.prediction.step_seconds for candidate in close], steps)
     if len(close) < 2 or rounds is None:
         return choice
     timed = bench.times(plans, rounds, together=_fit_together(close))
-    if all(each is None for each in timed):
+    if all(trial is None for trial in timed):
         return choice
-    return _decided(bench, choice, close, [None if each is None else each.step_seconds for each in timed])
+    return _decided(bench, choice, close, [None if trial is None else trial.step_seconds for trial in timed])
 
 
-def _compiled(bench: _Bench, choice: PlanChoice, steps: int) -> PlanChoice:
+def _compiled(bench: _TrialBench, choice: PlanChoice, steps: int) -> PlanChoice:
     """The choice with its blocks compiled, or in fewer and larger microbatches, or both: whichever of these trials ends
     the run first, compiling included.
 
@@ -103,11 +103,13 @@ def _compiled(bench: _Bench, choice: PlanChoice, steps: int) -> PlanChoice:
     if len(variants) < 2 or rounds is None:
         return choice
     timed = bench.times(variants, rounds, together=_fit_together([first] * len(variants)))
-    ends = {at: each.first_seconds + (steps - 1) * each.step_seconds for at, each in enumerate(timed) if each}
+    ends = {at: trial.first_seconds + (steps - 1) * trial.step_seconds for at, trial in enumerate(timed) if trial}
     if not ends:
         return choice
     best = min(ends, key=lambda at: ends[at])
-    times = [f"{_setting(variants[at])}: {spell_seconds(each.step_seconds)}" for at, each in enumerate(timed) if each]
+    times = [
+        f"{_setting(variants[at])}: {format_seconds(trial.step_seconds)}" for at, trial in enumerate(timed) if trial
+    ]
     chosen, reason = variants[best], f"measured per step, {', '.join(times)}"
     reasons = {**choice.reasons, "compute.compile": reason}
     if chosen.microbatch != plan.microbatch:
@@ -119,18 +121,18 @@ def _compiled(bench: _Bench, choice: PlanChoice, steps: int) -> PlanChoice:
 def _affordable_rounds(plans: Sequence[Plan], seconds: Sequence[float], steps: int) -> int | None:
     """Rounds of trials that the predicted run pays for; None where it is too short for the fewest."""
     fixed = _START_SECONDS + sum(
-        _BUILD_SECONDS + _EARLY_STEPS * each + _COMPILE_SECONDS * plan.compute.compile
-        for plan, each in zip(plans, seconds, strict=True)
+        _BUILD_SECONDS + _EARLY_STEPS * second + _COMPILE_SECONDS * plan.compute.compile
+        for plan, second in zip(plans, seconds, strict=True)
     )
-    round_seconds = sum(max(each, _TURN_SECONDS) for each in seconds)
+    round_seconds = sum(max(second, _TURN_SECONDS) for second in seconds)
     rounds = int((steps * seconds[0] / _WORTH - fixed) / round_seconds) if seconds else 0
     return None if rounds < _ROUNDS.start else min(rounds, _ROUNDS.stop - 1)
 
 
 def _fit_together(candidates: Sequence[Candidate]) -> bool:
     """Whether all of them surely have room in memory side by side."""
-    needed = sum(each.prediction.fullest.device for each in candidates)
-    return needed <= _SAFE_SHARE * min(each.prediction.device_bytes for each in candidates)
+    needed = sum(candidate.prediction.fullest.device for candidate in candidates)
+    return needed <= _SAFE_SHARE * min(candidate.prediction.device_bytes for candidate in candidates)
 
 
 def _variants(candidate: Candidate, plan: Plan) -> list[Plan]:
@@ -141,7 +143,7 @@ def _variants(candidate: Candidate, plan: Plan) -> list[Plan]:
     if 1 < grown <= room and plan.mesh.pipeline == 1 and "microbatch.size" not in plan.origins:
         variants.append(replace(plan, microbatch=whole))
     if "compute.compile" not in plan.origins and not plan.pipeline_parallel.splits_backward:
-        variants += [replace(each, compute=replace(each.compute, compile=True)) for each in variants]
+        variants += [replace(variant, compute=replace(variant.compute, compile=True)) for variant in variants]
     return variants
 
 
@@ -165,7 +167,7 @@ def _kind(plan: Plan) -> tuple[object, ...]:
     return mesh.data, mesh.tensor, mesh.pipeline, plan.data_parallel.stage_name, plan.compute.precision
 
 
-class _Timing(NamedTuple):
+class _TrialTiming(NamedTuple):
     """What a trial said."""
 
     step_seconds: float
@@ -173,7 +175,7 @@ class _Timing(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Bench:
+class _TrialBench:
     """Where plans are tried, and what they told is kept."""
 
     recipe: Recipe
@@ -182,7 +184,7 @@ class _Bench:
     folder: Path
     fork_server: ForkServer | None
 
-    def times(self, plans: Sequence[Plan], rounds: int, *, together: bool) -> list[_Timing | None]:
+    def times(self, plans: Sequence[Plan], rounds: int, *, together: bool) -> list[_TrialTiming | None]:
         """Time the plans, or read what was kept; None for one that failed, which is said and not kept.
 
         They take turns where all have room in memory `together`; else they run one after another, which a change of the
@@ -201,7 +203,7 @@ class _Bench:
             _keep(path, {"plans": [_name(plan) for plan in plans], "seconds": timings})
         return timings
 
-    def _in_turn(self, plans: Sequence[Plan], rounds: int) -> list[_Timing | None] | None:
+    def _in_turn(self, plans: Sequence[Plan], rounds: int) -> list[_TrialTiming | None] | None:
         """Time plans together; None where a rank died, and with it all of them."""
         try:
             timed = time_plans(self.recipe, plans, rounds=rounds, fork_server=self.fork_server)
@@ -210,26 +212,28 @@ class _Bench:
                 raise  # somebody wants the whole command to end
             self.log(f"          failed: {str(problem).splitlines()[0]}")
             return None
-        for plan, each in zip(plans, timed, strict=True):
-            if isinstance(each, str):
-                self.log(f"          {_name(plan)} failed: {each}")
-        ran = [each for each in timed if isinstance(each, TimedPlan)]
+        for plan, trial in zip(plans, timed, strict=True):
+            if isinstance(trial, str):
+                self.log(f"          {_name(plan)} failed: {trial}")
+        ran = [trial for trial in timed if isinstance(trial, TimedPlan)]
         steps = iter(step_seconds(ran))
-        return [_Timing(next(steps), each.first_seconds) if isinstance(each, TimedPlan) else None for each in timed]
+        return [
+            _TrialTiming(next(steps), trial.first_seconds) if isinstance(trial, TimedPlan) else None for trial in timed
+        ]
 
 
 def _decided(
-    bench: _Bench, choice: PlanChoice, close: Sequence[Candidate], seconds: Sequence[float | None]
+    bench: _TrialBench, choice: PlanChoice, close: Sequence[Candidate], seconds: Sequence[float | None]
 ) -> PlanChoice:
     """The choice with the fastest plan first; its axes' reason is what was measured."""
     timed = sorted((value, at) for at, value in enumerate(seconds) if value is not None)
     best = close[timed[0][1]]
     assert best.plan is not None
-    rivals = (best, *(each for each in choice.rivals if each is not best))
+    rivals = (best, *(rival for rival in choice.rivals if rival is not best))
     reasons = explain_settings(best.plan, bench.recipe, bench.machine, rivals)
     key = next(key for key in reasons if key.startswith("mesh."))
-    others = [f"{_name(close[at].plan)}: {spell_seconds(value)}" for value, at in timed[1:]]
-    reasons[key] = ", ".join([f"measured {spell_seconds(timed[0][0])} per step", *others])
+    others = [f"{_name(close[at].plan)}: {format_seconds(value)}" for value, at in timed[1:]]
+    reasons[key] = ", ".join([f"measured {format_seconds(timed[0][0])} per step", *others])
     own_reasons = {name: why for name, why in reasons.items() if name not in best.plan.origins}
     return replace(choice, plan=best.plan, reasons=own_reasons, rivals=rivals)
 
@@ -252,11 +256,11 @@ def _key(recipe: Recipe, machine: Cluster, plans: Sequence[Plan]) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
-def _kept(path: Path, count: int) -> list[_Timing] | None:
+def _kept(path: Path, count: int) -> list[_TrialTiming] | None:
     """What an earlier measurement found; None where there is none that can be read."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         content: dict[str, Any] = json.loads(path.read_text())
-        timings = [_Timing(float(step), float(first)) for step, first in content["seconds"]]
+        timings = [_TrialTiming(float(step), float(first)) for step, first in content["seconds"]]
         if len(timings) == count:
             return timings
     return None
@@ -337,13 +341,13 @@ def step_seconds(timed: Sequence[TimedPlan]) -> list[float]:
     """
     # Another program slows all plans of a round alike, so the ratio to the round's mean is steady where the seconds are
     # not.  The mean is geometric: a plan that is twice as slow and one that is twice as fast then cancel out.
-    going = [each for each in timed if each.turns]
-    means = [geometric_mean(turns) for turns in zip(*(each.turns for each in going), strict=True)]
+    going = [trial for trial in timed if trial.turns]
+    means = [geometric_mean(turns) for turns in zip(*(trial.turns for trial in going), strict=True)]
     return [
-        median(turn / mean for turn, mean in zip(each.turns, means, strict=True)) * median(means)
-        if each.turns
-        else each.early_seconds
-        for each in timed
+        median(turn / mean for turn, mean in zip(trial.turns, means, strict=True)) * median(means)
+        if trial.turns
+        else trial.early_seconds
+        for trial in timed
     ]
 
 

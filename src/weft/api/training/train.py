@@ -148,7 +148,7 @@ def _checked(
     prove: Prove,
     quiet: bool,
     fork_server: ForkServer | None,
-) -> _Job:
+) -> _TrainingJob:
     """Build the model, choose or read the plan, and check that all fits: what a rank would refuse is refused before
     anything is prepared or written."""
     rank_info = RankInfo.from_environment()
@@ -181,7 +181,9 @@ def _checked(
             " try_memory out, or use a model whose inputs Weft knows (a reference, or a Hugging Face model)."
         )
     tight = tight if try_memory is None else try_memory
-    return _Job(recipe, plan, blueprint, facts, machine.cluster, reasons, note, tight, prove, quiet, fork_server)
+    return _TrainingJob(
+        recipe, plan, blueprint, facts, machine.cluster, reasons, note, tight, prove, quiet, fork_server
+    )
 
 
 def _keep_quiet(line: str) -> None:
@@ -189,7 +191,7 @@ def _keep_quiet(line: str) -> None:
 
 
 @dataclass(slots=True)
-class _Job:
+class _TrainingJob:
     """A training that has been checked and may begin."""
 
     recipe: Recipe
@@ -364,8 +366,8 @@ class _Job:
         result = RunResult(**known, folder=run.path, export=run.export if is_exported else None)
         if not self.quiet:
             if outcome.traffic:
-                told = plan_and_measured(self.recipe, self.plan, self.blueprint, outcome.traffic)
-                print(f"sent      {told}")
+                prediction = plan_and_measured(self.recipe, self.plan, self.blueprint, outcome.traffic)
+                print(f"sent      {prediction}")
             print(_last_line(result), flush=True)
         return result
 

@@ -13,9 +13,9 @@ from weft.comm.algorithms._choices import BUILT_IN as BUILT_IN
 from weft.comm.algorithms._choices import AlgorithmsBySize as AlgorithmsBySize
 from weft.comm.algorithms._choices import SizeRange as SizeRange
 from weft.comm.algorithms._choices import defines as defines
+from weft.comm.algorithms._choices import format_size as format_size
 from weft.comm.algorithms._choices import parse_choices as parse_choices
 from weft.comm.algorithms._choices import parse_size as parse_size
-from weft.comm.algorithms._choices import spell_size as spell_size
 from weft.comm.algorithms._choices import stand_in as stand_in
 from weft.comm.algorithms._method import Algorithm as Algorithm
 from weft.comm.algorithms._method import Links as Links

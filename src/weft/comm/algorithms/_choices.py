@@ -100,7 +100,7 @@ def stand_in(name: str, collective: Collective) -> tuple[str, Collective] | None
     return (name, "all_reduce") if collective == "reduce_scatter" else ("exchange", collective)
 
 
-def spell_size(size_bytes: int) -> str:
+def format_size(size_bytes: int) -> str:
     """Return bytes as a list by size writes them: `32K`."""
     for unit in ("G", "M", "K"):
         if size_bytes and size_bytes % _UNITS[unit] == 0:
@@ -144,7 +144,7 @@ def _side_by_side(spans: Sequence[SizeRange], rest: str | None) -> tuple[SizeRan
         if at is None or span.first_byte < at:
             before = found[-1].algorithm
             raise CollectiveError(
-                f"gives {spell_size(span.first_byte)} and more to both {before} and {span.algorithm}: "
+                f"gives {format_size(span.first_byte)} and more to both {before} and {span.algorithm}: "
                 "ranges must not overlap."
             )
         if span.first_byte > at:
@@ -158,6 +158,6 @@ def _side_by_side(spans: Sequence[SizeRange], rest: str | None) -> tuple[SizeRan
 
 def _filled(rest: str | None, first: int, stop: int | None) -> SizeRange:
     if rest is None:
-        gap = f"{spell_size(first)}-{'max' if stop is None else spell_size(stop)}"
+        gap = f"{format_size(first)}-{'max' if stop is None else format_size(stop)}"
         raise CollectiveError(f'says nothing about {gap}. Add "backend:{gap}", or "backend" alone for all the rest.')
     return SizeRange(rest, first, stop)

@@ -129,10 +129,10 @@ class Cluster:
         hosts = f"{self.num_nodes} host" + ("s" if self.num_nodes != 1 else "")
         cores = f"{self.num_cores:,} core" + ("s" if self.num_cores != 1 else "")
         memory = f"{sum(node.count * node.memory_bytes for node in self.nodes) / 2**30:,.0f} GiB"
-        held: dict[tuple[str, int], int] = {}
+        counts: dict[tuple[str, int], int] = {}
         for node in self.nodes:
             if node.devices.kind != "cpu":
                 key = (node.devices.kind, node.devices.memory_bytes)
-                held[key] = held.get(key, 0) + node.count * node.devices.count
-        listed = [f"{count:,} {kind} of {size / 2**30:.0f} GiB" for (kind, size), count in held.items()]
+                counts[key] = counts.get(key, 0) + node.count * node.devices.count
+        listed = [f"{count:,} {kind} of {size / 2**30:.0f} GiB" for (kind, size), count in counts.items()]
         return f"{hosts}, {cores}, {memory}, {', '.join(listed) or 'no accelerator'}"

@@ -124,17 +124,19 @@ def _accelerators() -> Devices | None:
 def read_accelerators(listing: str, visible: str | None) -> Devices | None:
     """Return the devices in nvidia-smi's `name, mebibytes` lines; `visible` is CUDA_VISIBLE_DEVICES."""
     rows = [line.rsplit(",", 1) for line in listing.splitlines() if "," in line]
-    found = [(row[0].strip(), int(row[1])) for row in rows if row[1].strip().isdigit()]
+    accelerators = [(row[0].strip(), int(row[1])) for row in rows if row[1].strip().isdigit()]
     if visible is not None:
         names = [name.strip() for name in visible.split(",")]
         chosen = names[: names.index("-1")] if "-1" in names else [name for name in names if name]
-        indices = [int(name) for name in chosen if name.isdigit() and int(name) < len(found)]
-        found = [found[index] for index in indices] if len(indices) == len(chosen) else found[: len(chosen)]
-    if not found:
+        indices = [int(name) for name in chosen if name.isdigit() and int(name) < len(accelerators)]
+        accelerators = (
+            [accelerators[index] for index in indices] if len(indices) == len(chosen) else accelerators[: len(chosen)]
+        )
+    if not accelerators:
         return None
-    name, mebibytes = min(found, key=lambda row: row[1])
+    name, mebibytes = min(accelerators, key=lambda row: row[1])
     kind = find_kind(name)
     if kind is not None:
-        return table_devices(kind, len(found), mebibytes << 20)
+        return table_devices(kind, len(accelerators), mebibytes << 20)
     unknown = "_".join(re.findall(r"[a-z0-9]+", name.lower()))
-    return Devices(kind=unknown, count=len(found), memory_bytes=mebibytes << 20)
+    return Devices(kind=unknown, count=len(accelerators), memory_bytes=mebibytes << 20)

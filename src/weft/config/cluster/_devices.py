@@ -63,11 +63,19 @@ def table_devices(kind: str, count: int, memory_bytes: int | None = None) -> Dev
 
 def table_node(kind: str, nodes: int, devices: int, *, name: str = "node") -> Node:
     """Return `nodes` nodes that are known by their devices."""
-    held = table_devices(kind, devices)
+    devices_of_kind = table_devices(kind, devices)
     if kind == "cpu":
-        return Node(name=name, count=nodes, cores=devices, memory_bytes=devices * held.memory_bytes, devices=held)
+        return Node(
+            name=name,
+            count=nodes,
+            cores=devices,
+            memory_bytes=devices * devices_of_kind.memory_bytes,
+            devices=devices_of_kind,
+        )
     memory = devices * HOST_GIBIBYTES_PER_DEVICE * _GIBI
-    return Node(name=name, count=nodes, cores=devices * HOST_CORES_PER_DEVICE, memory_bytes=memory, devices=held)
+    return Node(
+        name=name, count=nodes, cores=devices * HOST_CORES_PER_DEVICE, memory_bytes=memory, devices=devices_of_kind
+    )
 
 
 def table_links(kind: str, nodes: int, devices: int) -> tuple[LinkTier, ...]:

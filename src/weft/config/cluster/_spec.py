@@ -70,12 +70,12 @@ def _names(parts: list[tuple[int, int, str]]) -> list[str]:
 
 def _parse_part(spec: str, part: str) -> tuple[int, int, str]:
     """Nodes, devices of each, and kind."""
-    found = _SPEC.fullmatch(part.strip())
-    assert found is not None, "the pattern fits every line"
-    counts = [int(count[:_MOST_DIGITS]) for count in found[1].split("x") if count]
-    if len(part) > 200 or any(len(count) > _MOST_DIGITS - 1 for count in found[1].split("x")):
+    match = _SPEC.fullmatch(part.strip())
+    assert match is not None, "the pattern fits every line"
+    counts = [int(count[:_MOST_DIGITS]) for count in match[1].split("x") if count]
+    if len(part) > 200 or any(len(count) > _MOST_DIGITS - 1 for count in match[1].split("x")):
         raise ClusterError(f'cluster = "{spec[:60]}…" is no size of a cluster. Write for example 4x8xh100.')
-    kind = found[2]
+    kind = match[2]
     known = [*DEVICES, *ALIASES, "cpu"]
     if len(counts) > 2 or 0 in counts or (kind not in known and kind.endswith(tuple("x" + name for name in known))):
         raise ClusterError(

@@ -21,7 +21,7 @@ from weft.config.document._read import sentence as sentence
 from weft.config.document._rules import Rules as Rules
 from weft.config.document._text import Path as Path
 from weft.config.document._text import dotted as dotted
-from weft.config.document._text import spell as spell
+from weft.config.document._text import format_value as format_value
 from weft.config.document._typed import plain as plain
 from weft.config.document._typed import typed as typed
 from weft.config.document._write import describe_fields as describe_fields

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from weft.config.document._conform import TypeMismatch, conform_value, hints_of, is_union
 from weft.config.document._read import Document
-from weft.config.document._text import Path, dotted, spell, spell_short
+from weft.config.document._text import Path, dotted, format_short, format_value
 from weft.errors import WeftError, did_you_mean
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ def _plain(value: Any) -> Any:
 def _bind_table(cls: type[Any], table: Any, path: Path, document: Document) -> Any:
     if not isinstance(table, Mapping):
         problem = f"is not a table. Write [{dotted(path)}] and its settings below it."
-        raise document.fail(path, spell_short(table), problem)
+        raise document.fail(path, format_short(table), problem)
     settings = typing.cast("Mapping[str, Any]", table)
     hints = hints_of(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if is_setting(field)}
@@ -118,7 +118,7 @@ def _choose(
     try:
         choice = conform_value(hints[rule.chosen_by], settings.get(rule.chosen_by), here)
     except TypeMismatch as mismatch:
-        raise document.fail(mismatch.path, spell_short(mismatch.value), mismatch.problem) from None
+        raise document.fail(mismatch.path, format_short(mismatch.value), mismatch.problem) from None
     return rule.classes.get(choice)
 
 
@@ -147,13 +147,13 @@ def _bind_value(hint: Any, value: Any, path: Path, document: Document) -> Any:
 def _bind_list(cls: type[Any], value: Any, path: Path, document: Document) -> tuple[Any, ...]:
     first = next(field.name for field in sorted(dataclasses.fields(cls), key=lambda f: not is_required(f)))
     if not isinstance(value, list):
-        example = spell(value) if isinstance(value, Mapping) else f"{{ {first} = {spell_short(value)} }}"
-        raise document.fail(path, spell_short(value), f"is not a list of tables. Write {path[-1]} = [{example}].")
+        example = format_value(value) if isinstance(value, Mapping) else f"{{ {first} = {format_short(value)} }}"
+        raise document.fail(path, format_short(value), f"is not a list of tables. Write {path[-1]} = [{example}].")
     items = typing.cast("list[Any]", value)
     for index, item in enumerate(items):
         if not isinstance(item, Mapping):
-            problem = f"is not a table. Write {{ {first} = {spell_short(item)} }}."
-            raise document.fail((*path, index), spell_short(item), problem)
+            problem = f"is not a table. Write {{ {first} = {format_short(item)} }}."
+            raise document.fail((*path, index), format_short(item), problem)
     return tuple(_bind_table(cls, item, (*path, index), document) for index, item in enumerate(items))
 
 
@@ -173,7 +173,7 @@ def _unknown(
             choice for choice, cls in rule.classes.items() if key in {field.name for field in dataclasses.fields(cls)}
         ]
         if owners:
-            listed = ", ".join(spell(owner) for owner in owners)
+            listed = ", ".join(format_value(owner) for owner in owners)
             return document.fail((*path, key), None, f"is a setting only with {rule.chosen_by} = {listed}.")
     where = dotted(path) if path else f"a {document.noun}"
     listed = did_you_mean(key, names) or f" {where} has {', '.join(names)}."

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from weft.config.document._text import Path, dotted, spell, spell_short
+from weft.config.document._text import Path, dotted, format_short, format_value
 from weft.errors import BadSetting, WeftError, did_you_mean
 
 HIDDEN: Mapping[str, bool] = {"in_document": False}
@@ -30,7 +30,7 @@ class TypeMismatch(Exception):
 
 def problem_error(error: type[WeftError], path: Path, value: Any, problem: str) -> WeftError:
     """Return the error for a setting whose value is wrong: `batch.size = 0 must be at least 1.`"""
-    shown = spell_short(value)
+    shown = format_short(value)
     return error(f"{dotted(path)} = {shown} {problem}", setting=BadSetting(path, shown, problem))
 
 
@@ -94,13 +94,13 @@ def _hint_at(hint: Any, value: Any) -> str:
         return f" Write {value.lower()}, without quotes."
     if hint in (int, float) and isinstance(value, str):
         try:
-            return f" Write {spell(hint(value))}, without quotes."
+            return f" Write {format_value(hint(value))}, without quotes."
         except ValueError:
             return ""
     if hint is int and isinstance(value, float) and value.is_integer():
         return f" Write {int(value)}."
     if hint is str and isinstance(value, int | float):
-        return f' Write "{spell(value)}", in quotes.'
+        return f' Write "{format_value(value)}", in quotes.'
     return ""
 
 
@@ -108,7 +108,7 @@ def _conform_choice(choices: tuple[Any, ...], value: Any, path: Path) -> Any:
     for choice in choices:
         if type(choice) is type(value) and choice == value:
             return choice
-    listed = ", ".join(spell(choice) for choice in choices)
+    listed = ", ".join(format_value(choice) for choice in choices)
     reason = f"is not {listed}." if len(choices) == 1 else f"is not one of {listed}."
     names = [choice for choice in choices if isinstance(choice, str)]
     if isinstance(value, str):
@@ -122,7 +122,7 @@ def _unquoted(value: str, choices: tuple[Any, ...]) -> str:
 
 def _conform_tuple(parts: tuple[Any, ...], value: Any, path: Path) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
-        single = spell_short(value)
+        single = format_short(value)
         raise TypeMismatch(path, value, f"is not {_describe_tuple(parts)}. Write [{single}].")
     items: list[Any] = list(typing.cast("list[Any]", value))
     if len(parts) == 2 and parts[1] is Ellipsis:
@@ -176,7 +176,7 @@ def describe(hint: Any) -> str:
     if is_union(hint):
         return " or ".join(describe(part) for part in get_args(hint) if part is not type(None))
     if get_origin(hint) is Literal:
-        return "one of " + ", ".join(spell(choice) for choice in get_args(hint))
+        return "one of " + ", ".join(format_value(choice) for choice in get_args(hint))
     if get_origin(hint) is tuple:
         return _describe_tuple(get_args(hint))
     return "a table of settings"

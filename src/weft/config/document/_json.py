@@ -36,12 +36,12 @@ def read_plain_file(path: Path, error: type[WeftError], advice: str, *, most_byt
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise error(f"{path} is no plain file. {advice}")
-            if found.st_size > most_bytes:
-                raise error(f"{path} has {found.st_size:,} bytes, and at most {most_bytes:,} are read. {advice}")
-            return file.read(found.st_size)  # room for `most_bytes` would be taken at once
+            if status.st_size > most_bytes:
+                raise error(f"{path} has {status.st_size:,} bytes, and at most {most_bytes:,} are read. {advice}")
+            return file.read(status.st_size)  # room for `most_bytes` would be taken at once
     except OSError as problem:
         if path.is_symlink():
             raise error(f"{path} is a symbolic link, where only plain files belong. {advice}") from None
@@ -70,7 +70,7 @@ class JsonObject:
         """
         try:
             values = json.loads(
-                content, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite, parse_int=_whole
+                content, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite, parse_int=_integer
             )
             _check_depth(values)
         except (ValueError, RecursionError) as problem:
@@ -126,17 +126,17 @@ class JsonObject:
 
     def items(self, name: str, *, longest: int = 1 << 24) -> list[Any]:
         """Return a list of at most `longest` things, whatever they are."""
-        found = cast("list[Any]", self._take(name, list, "a list"))
-        if len(found) > longest:
+        items = cast("list[Any]", self._take(name, list, "a list"))
+        if len(items) > longest:
             raise self.fail(name, f"a list of at most {longest:,}")
-        return found
+        return items
 
     def texts(self, name: str, *, longest: int = 1 << 16) -> list[str]:
         """Return a list of texts."""
-        found = self.items(name, longest=longest)
-        if any(type(item) is not str or not _is_encodable(item) for item in found):
+        items = self.items(name, longest=longest)
+        if any(type(item) is not str or not _is_encodable(item) for item in items):
             raise self.fail(name, "a list of texts")
-        return found
+        return items
 
     def object(self, name: str) -> JsonObject:
         """Return the object of that name."""
@@ -190,7 +190,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def _whole(text: str) -> int:
+def _integer(text: str) -> int:
     if len(text) > 40:
         raise ValueError(f"{text[:40]}… is too large a number")
     return int(text)

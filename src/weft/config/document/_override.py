@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from weft.config.document._read import SET, Document
-from weft.config.document._text import Path, dotted, spell_short
+from weft.config.document._text import Path, dotted, format_short
 from weft.errors import WeftError, did_you_mean
 
 
@@ -57,7 +57,7 @@ def _place(table: dict[str, Any], override: Override, document: Document) -> Pat
             step = _position(typing.cast("list[Any]", here), str(key), (*path, key), document)
         elif not isinstance(here, dict):
             problem = f"is a single value: it has no {dotted(override.path[depth:])}."
-            raise document.fail(path, spell_short(here), problem)
+            raise document.fail(path, format_short(here), problem)
         path = (*path, step)
         if depth == len(override.path) - 1:
             here[step] = override.value

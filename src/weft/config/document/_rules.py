@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.config.document._conform import conform, problem_error
-from weft.config.document._text import spell
+from weft.config.document._text import format_value
 from weft.errors import WeftError
 
 
@@ -32,7 +32,7 @@ class Rules:
         for name in names:
             value = getattr(owner, name)
             if value is not None and not value >= minimum:
-                raise self.refuse(owner, name, f"is too small: use {spell(minimum)} or more.")
+                raise self.refuse(owner, name, f"is too small: use {format_value(minimum)} or more.")
 
     def above_zero(self, owner: Any, *names: str) -> None:
         for name in names:
@@ -46,5 +46,5 @@ class Rules:
             value = getattr(owner, name)
             if value is None or (low <= value and (value < high or (value == high and not below))):
                 continue
-            end = f"below {spell(high)}" if below else f"at most {spell(high)}"
-            raise self.refuse(owner, name, f"must be at least {spell(low)} and {end}.")
+            end = f"below {format_value(high)}" if below else f"at most {format_value(high)}"
+            raise self.refuse(owner, name, f"must be at least {format_value(low)} and {end}.")

@@ -16,9 +16,9 @@ _UNDERSCORES_FROM = 100_000
 _EXPONENT_FROM = 1e7
 
 
-def spell_key(key: str) -> str:
+def format_key(key: str) -> str:
     """Return a key as TOML writes it, quoted only where it must be."""
-    return key if _BARE_KEY.fullmatch(key) else _spell_text(key)
+    return key if _BARE_KEY.fullmatch(key) else _format_text(key)
 
 
 def dotted(path: Path) -> str:
@@ -28,11 +28,11 @@ def dotted(path: Path) -> str:
         if isinstance(part, int):
             parts.append(f"[{part}]")
         else:
-            parts.append(("." if parts else "") + spell_key(part))
+            parts.append(("." if parts else "") + format_key(part))
     return "".join(parts)
 
 
-def spell(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value as TOML writes it, on one line; reading gives exactly the same value back."""
     if value is None:
         return '"none"'
@@ -41,24 +41,24 @@ def spell(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:_}" if abs(value) >= _UNDERSCORES_FROM else str(value)
     if isinstance(value, float):
-        return _spell_float(value)
+        return _format_float(value)
     if isinstance(value, str):
-        return _spell_text(value)
+        return _format_text(value)
     if isinstance(value, Mapping):
-        inside = ", ".join(f"{spell_key(str(key))} = {spell(item)}" for key, item in value.items())
+        inside = ", ".join(f"{format_key(str(key))} = {format_value(item)}" for key, item in value.items())
         return f"{{ {inside} }}" if inside else "{}"
     if isinstance(value, Sequence):
-        return "[" + ", ".join(spell(item) for item in value) + "]"
+        return "[" + ", ".join(format_value(item) for item in value) + "]"
     return str(value)
 
 
-def spell_short(value: Any, width: int = 60) -> str:
-    """Return `spell(value)` for an error message: no longer than `width` characters."""
-    text = spell(value)
+def format_short(value: Any, width: int = 60) -> str:
+    """Return `format_value(value)` for an error message: no longer than `width` characters."""
+    text = format_value(value)
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def _spell_float(value: float) -> str:
+def _format_float(value: float) -> str:
     if not math.isfinite(value):
         return str(value)
     if abs(value) >= _EXPONENT_FROM and value.is_integer():
@@ -69,7 +69,7 @@ def _spell_float(value: float) -> str:
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
 
-def _spell_text(value: str) -> str:
+def _format_text(value: str) -> str:
     return '"' + "".join(_ESCAPES.get(c) or _escape(c) for c in value) + '"'
 
 

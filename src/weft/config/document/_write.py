@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from weft.config.document._bind import default_of, flattened_field, is_required, is_setting, to_table
-from weft.config.document._text import Path, dotted, spell, spell_key
+from weft.config.document._text import Path, dotted, format_key, format_value
 
 _WIDTH = 110
 _WIDEST = 200
@@ -18,7 +18,7 @@ _WIDEST = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Entry:
+class _SettingEntry:
     """One setting to write."""
 
     name: str
@@ -67,7 +67,7 @@ class _Writer:
             elif isinstance(entry.value, Mapping) and entry.value:
                 items = typing.cast("Mapping[str, Any]", entry.value)
                 tables += ["", f"[{dotted(here)}]"]
-                tables += [f"{spell_key(key)} = {spell(item)}" for key, item in items.items()]
+                tables += [f"{format_key(key)} = {format_value(item)}" for key, item in items.items()]
             elif _needs_tables(entry.value):
                 for item in entry.value:
                     tables += self._headed(f"[[{dotted(here)}]]", self.table(item, here), None)
@@ -82,7 +82,7 @@ class _Writer:
         starts_with_table = bool(lines) and lines[0] == ""
         return ["", title, *(lines[1:] if starts_with_table and optional is None else lines)]
 
-    def _entries(self, value: Any, path: Path) -> Iterator[_Entry]:
+    def _entries(self, value: Any, path: Path) -> Iterator[_SettingEntry]:
         described = describe_fields(type(value)) if self.descriptions else dict[str, str]()
         flat = flattened_field(type(value))
         inner = getattr(value, flat.name) if flat is not None else None
@@ -99,12 +99,12 @@ class _Writer:
             if dataclasses.is_dataclass(item) or changed or self.everything:
                 reason = self.comments.get(dotted((*path, field.name)))
                 is_unset = item is None and field.default is None
-                yield _Entry(field.name, item, reason or described.get(field.name, ""), is_unset)
+                yield _SettingEntry(field.name, item, reason or described.get(field.name, ""), is_unset)
 
-    def _setting(self, entry: _Entry) -> list[str]:
+    def _setting(self, entry: _SettingEntry) -> list[str]:
         if entry.is_unset:
-            return _comment(f"{spell_key(entry.name)} is not set. {entry.comment}".rstrip())
-        line = f"{spell_key(entry.name)} = {_spell_value(entry.value, entry.name)}"
+            return _comment(f"{format_key(entry.name)} is not set. {entry.comment}".rstrip())
+        line = f"{format_key(entry.name)} = {_format_value(entry.value, entry.name)}"
         if not entry.comment:
             return [line]
         if "\n" not in line and len(line) + len(entry.comment) + 4 <= _WIDTH:
@@ -124,17 +124,17 @@ def _needs_tables(value: Any) -> bool:
     nested = (getattr(item, field.name) for item in items for field in dataclasses.fields(item))
     if any(dataclasses.is_dataclass(part) or isinstance(part, Mapping) for part in nested):
         return True
-    return any(len(spell(to_table(item))) > _WIDEST for item in items)
+    return any(len(format_value(to_table(item))) > _WIDEST for item in items)
 
 
-def _spell_value(value: Any, name: str) -> str:
+def _format_value(value: Any, name: str) -> str:
     if isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
-        items = [spell(to_table(item)) for item in typing.cast("tuple[Any, ...]", value)]
+        items = [format_value(to_table(item)) for item in typing.cast("tuple[Any, ...]", value)]
         line = f"[{', '.join(items)}]"
         if len(name) + len(line) + 3 > _WIDTH:
             line = "[\n" + "".join(f"    {item},\n" for item in items) + "]"
         return line
-    return spell(value)
+    return format_value(value)
 
 
 @functools.cache

@@ -36,11 +36,11 @@ def _digits(mesh: MeshPlan) -> list[tuple[frozenset[Axis], int, int]]:
     place = mesh.order.index("expert")
     lenders: list[Axis] = [a for a in (*mesh.order[:place][::-1], *mesh.order[place + 1 :]) if a in EXPERT_LENDERS]
     lent: dict[Axis, int] = {}
-    wanted = mesh.expert
+    experts = mesh.expert
     for axis in lenders:
-        lent[axis] = math.gcd(int(getattr(mesh, axis)), wanted)
-        wanted //= lent[axis]
-    if wanted > 1:
+        lent[axis] = math.gcd(int(getattr(mesh, axis)), experts)
+        experts //= lent[axis]
+    if experts > 1:
         raise PlanError(
             f"plan.mesh.expert = {mesh.expert} does not divide {' × '.join(EXPERT_LENDERS)} = {mesh.expert_room}, from"
             " which experts borrow their ranks. Use a divisor of it."

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict, Unpack, get_type_hints
 
 from weft.config.document import HIDDEN, Rules, dump
 from weft.config.recipe import Precision
-from weft.config.settings import Declared, check_parts, declared, setting
+from weft.config.settings import DeclaredSetting, check_parts, declared, setting
 from weft.errors import PlanError, did_you_mean
 from weft.techniques.buckets.settings import BucketSettings, ReducePrecisionSettings
 from weft.techniques.compression.settings import CompressionSettings
@@ -291,7 +291,7 @@ def refuse_unknown_keyword(call: str, keywords: Iterable[str], known: Iterable[s
 
 
 @functools.cache
-def plan_settings() -> tuple[Declared, ...]:
+def plan_settings() -> tuple[DeclaredSetting, ...]:
     """Return every setting of a plan where it stands, in the order of a plan file."""
     return tuple(declared(Plan, get_type_hints(Plan)))
 

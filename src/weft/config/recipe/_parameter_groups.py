@@ -48,10 +48,10 @@ def group_parameters(recipe: OptimizerRecipe, shapes: Mapping[str, Sequence[int]
     Call it with the same parameters in the same order on all data and tensor ranks of a stage: group indices must
     agree.
     """
-    found: dict[GroupSettings, list[str]] = {}
+    groups: dict[GroupSettings, list[str]] = {}
     for name, shape in shapes.items():
-        found.setdefault(parameter_settings(recipe, name, shape), []).append(name)
-    return [OptimizerGroup(settings=settings, names=tuple(names)) for settings, names in found.items()]
+        groups.setdefault(parameter_settings(recipe, name, shape), []).append(name)
+    return [OptimizerGroup(settings=settings, names=tuple(names)) for settings, names in groups.items()]
 
 
 def check_group_globs(recipe: OptimizerRecipe, names: Iterable[str]) -> None:

@@ -40,7 +40,7 @@ SplitKind = Literal[
     "replicate",
     "heads",
     "features",
-    "whole",
+    "gathered_input",
     "gather",
     "part",
 ]

@@ -66,8 +66,8 @@ def read_hf_processors(location: str) -> HfProcessors:
     folder = hf_config_file(location).parent
     is_of_text = any((folder / name).is_file() for name in ("tokenizer.json", TOKENIZER_CONFIG))
     joined = _read(folder / _PROCESSOR)
-    found = [_read(folder / _PREPROCESSOR), joined, *(joined.get(name) for name in joined)]
-    settings = [one for one in found if isinstance(one, dict)]
+    tables = [_read(folder / _PREPROCESSOR), joined, *(joined.get(name) for name in joined)]
+    settings = [one for one in tables if isinstance(one, dict)]
     return HfProcessors(
         folder,
         tokenizer=_read(folder / TOKENIZER_CONFIG) if is_of_text else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from weft.config.document import spell
+from weft.config.document import format_value
 from weft.config.plan import Plan
 from weft.config.recipe import DecoderShape, Recipe, read_hf_config
 from weft.errors import PlanError, RecipeError
@@ -51,7 +51,7 @@ def recipe_refusals(recipe: Recipe) -> Iterator[str]:
     if any(source.source == "digits" for source in recipe.data.train):
         yield 'data.train has the source "digits": the script reads token shards. Use text.'
     if model.freeze:
-        yield f"model.freeze = {spell(list(model.freeze))}: the script trains every parameter. Leave it out."
+        yield f"model.freeze = {format_value(list(model.freeze))}: the script trains every parameter. Leave it out."
     if optimizer.name not in ("adamw", "sgd"):
         yield f'optimizer.name = "{optimizer.name}": plain torch has none of the same kind. Use "adamw" or "sgd".'
     if optimizer.groups:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weft.config.document import spell
+from weft.config.document import format_value
 from weft.config.plan import Plan, dump_plan, with_settings
 from weft.config.recipe import parse_recipe
 from weft.errors import PlanError, RecipeError, WeftError
@@ -44,7 +44,7 @@ class Migration:
         sections: dict[str, list[str]] = {}
         for key, value in self.recipe.items():
             section, _, name = key.partition(".")
-            line, why = f"{name} = {spell(value)}", self.reasons.get(f"recipe.{key}", "")
+            line, why = f"{name} = {format_value(value)}", self.reasons.get(f"recipe.{key}", "")
             beside = f"{line}  # {why}"
             lines = sections.setdefault(section, [])
             lines += [beside] if len(beside) <= _WIDTH else [_comment(why), line]

@@ -155,8 +155,8 @@ class _AdapterInitialiser:
         base = copy.deepcopy(self._bare.get_submodule(name)).to_empty(device="cpu")
         base.to(torch.float32)
         if self._reads_base:
-            for inner, each in base.named_modules():
-                self._original(f"{name}.{inner}" if inner else name, each)
+            for inner, module in base.named_modules():
+                self._original(f"{name}.{inner}" if inner else name, module)
         parent, _, leaf = name.rpartition(".")
         tree = nn.Module()
         at = tree
@@ -178,9 +178,9 @@ class _AdapterInitialiser:
 
 def _tensor(module: nn.Module, path: str) -> Tensor:
     owner, _, leaf = path.rpartition(".")
-    found = getattr(module.get_submodule(owner), leaf)
-    assert isinstance(found, Tensor)
-    return found.detach()
+    tensor = getattr(module.get_submodule(owner), leaf)
+    assert isinstance(tensor, Tensor)
+    return tensor.detach()
 
 
 def _gathered(rule: SplitRule, head: str | None) -> SplitRule:

@@ -28,30 +28,32 @@ def quantise_base(blueprint: Blueprint, kind: BaseKind, tied: Collection[str]) -
     module: Any = blueprint.module
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     kept = {*tied, blueprint.vocabulary_head}
-    found = {
+    layers = {
         name: child
         for name, child in blueprint.module.named_modules()
         if type(child) is nn.Linear and child is not head and name not in kept
     }
-    if not found:
+    if not layers:
         raise RecipeError(
             f'model.adapter.base = "{kind}": a {type(module).__name__} has no plain linear layers besides its head.'
             ' Use base = "plain".'
         )
-    odd = next((name for name, layer in found.items() if kind == "nf4" and not block_of(layer.in_features)), None)
-    if odd is not None:
+    unpackable = next(
+        (name for name, layer in layers.items() if kind == "nf4" and not block_of(layer.in_features)), None
+    )
+    if unpackable is not None:
         raise RecipeError(
-            f'model.adapter.base = "nf4" packs pairs of weights, and {odd} has {found[odd].in_features} inputs. Use'
-            ' base = "int8".'
+            f'model.adapter.base = "nf4" packs pairs of weights, and {unpackable} has'
+            f' {layers[unpackable].in_features} inputs. Use base = "int8".'
         )
-    for name, layer in found.items():
+    for name, layer in layers.items():
         quantised = QuantisedLinear(layer, kind)
         if blueprint.initialise is None:
             quantised.fill(layer.weight)
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, quantised.train(layer.training))
     if blueprint.initialise is not None:
-        blueprint.initialise = _QuantisedInitialiser(blueprint.initialise, found)
+        blueprint.initialise = _QuantisedInitialiser(blueprint.initialise, layers)
 
 
 class _QuantisedInitialiser:

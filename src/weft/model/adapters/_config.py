@@ -59,7 +59,7 @@ def adapter_config(adapter: AdapterRecipe) -> Any:
     peft = load_peft()
     kind = _kind_of(peft, adapter.method)
     known = {item.name for item in fields(kind)}
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value, choices in (
         ("rank", adapter.rank, ("r",)),
         ("alpha", adapter.alpha, ("lora_alpha", f"{adapter.method}_alpha", "alpha")),
@@ -71,12 +71,12 @@ def adapter_config(adapter: AdapterRecipe) -> Any:
         key = next((choice for choice in choices if choice in known), None)
         if key is None:
             raise RecipeError(f'model.adapter.{name} is nothing that method = "{adapter.method}" has. Remove it.')
-        given[key] = int(value) if isinstance(value, float) and value.is_integer() and name == "alpha" else value
+        arguments[key] = int(value) if isinstance(value, float) and value.is_integer() and name == "alpha" else value
     for name, value in adapter.settings.items():
         _check_setting(adapter, name, value, known)
-        given[name] = value
+        arguments[name] = value
     try:
-        return kind(**given)
+        return kind(**arguments)
     except (TypeError, ValueError) as problem:
         raise RecipeError(f"model.adapter: peft refuses this {adapter.method} ({problem}). Change it.") from problem
 
@@ -84,8 +84,8 @@ def adapter_config(adapter: AdapterRecipe) -> Any:
 def _kind_of(peft: Any, method: str) -> Any:
     """The method's class of configurations, if it puts adapters into a model's own modules."""
     mapping = importlib.import_module("peft.mapping")
-    tuners = {str(each.value).lower(): tuner for each, tuner in mapping.PEFT_TYPE_TO_TUNER_MAPPING.items()}
-    every = {str(each.value).lower(): config for each, config in mapping.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    tuners = {str(kind.value).lower(): tuner for kind, tuner in mapping.PEFT_TYPE_TO_TUNER_MAPPING.items()}
+    every = {str(kind.value).lower(): config for kind, config in mapping.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     inside = {name for name, tuner in tuners.items() if hasattr(tuner, "uses_shared_state")}
     apart = {name for name in inside if tuners[name].uses_shared_state}
     possible = sorted(inside - apart - {"xlora", "poly", "shadow", "trainable_tokens", *_DECOMPOSING})
@@ -145,6 +145,6 @@ def config_json(config: Any, base: str, task: str) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
-        found: Any = value
-        return sorted(found)
+        plain: Any = value
+        return sorted(plain)
     return value.value if isinstance(value, Enum) else value

@@ -45,5 +45,5 @@ def _loose_tensors(module: nn.Module) -> Iterator[str]:
     for key, value in vars(module).items():
         if key not in ("_parameters", "_buffers", "_modules"):
             values: Any = value.values() if isinstance(value, Mapping) else (value,)
-            if any(isinstance(each, Tensor) for each in values):
+            if any(isinstance(value, Tensor) for value in values):
                 yield key

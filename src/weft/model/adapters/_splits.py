@@ -70,7 +70,7 @@ def check_own_rules(tables: Tables, layers: Collection[str], method: str) -> Non
             )
 
 
-def whole_layers_note(blueprint: Blueprint, recipe: Recipe) -> list[str]:
+def unsplit_layers_note(blueprint: Blueprint, recipe: Recipe) -> list[str]:
     """What a user should hear of layers that tensor ranks hold whole because of their adapters: a sentence, or none."""
     adapter = recipe.model.adapter
     assert adapter is not None

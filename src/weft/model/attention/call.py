@@ -50,7 +50,9 @@ class ScoreMod:
 
     def of_heads(self, start: int, heads: int) -> ScoreMod:
         """Return the same for some of the heads."""
-        slopes, sinks = (None if each is None else each[start : start + heads] for each in (self.slopes, self.sinks))
+        slopes, sinks = (
+            None if tensor is None else tensor[start : start + heads] for tensor in (self.slopes, self.sinks)
+        )
         return replace(self, slopes=slopes, sinks=sinks)
 
 
@@ -91,12 +93,12 @@ def attend(
     floats, what is added to the scores.  `dropout`, of the probabilities, is a module, so that a plan can key its draws
     by sample and layer.
     """
-    given = (query, key, value)
-    if (taken := _taken(*given, pattern, mod, mask=mask, dropout=dropout)) is not None:
+    inputs = (query, key, value)
+    if (taken := _taken(*inputs, pattern, mod, mask=mask, dropout=dropout)) is not None:
         return taken
-    if has_torch_function(given):
-        return handle_torch_function(attend, given, *given, pattern, mod, mask=mask, dropout=dropout)
-    return attend_here(*given, pattern, mod, mask=mask, dropout=dropout)
+    if has_torch_function(inputs):
+        return handle_torch_function(attend, inputs, *inputs, pattern, mod, mask=mask, dropout=dropout)
+    return attend_here(*inputs, pattern, mod, mask=mask, dropout=dropout)
 
 
 def attend_here(
@@ -163,31 +165,35 @@ _UNKNOWN_TENSORS = ("bias_k", "bias_v", "static_k", "static_v")
 def multi_head_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the arguments of a call of `F.multi_head_attention_forward` by name; None: it computes more than
     projections around `scaled_dot_product_attention` (weights returned, keys added, no batch)."""
-    given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
-    if given["query"].dim() != 3 or given.get("need_weights", True):
+    arguments = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
+    if arguments["query"].dim() != 3 or arguments.get("need_weights", True):
         return None
-    if any(given.get(name) not in (None, False) for name in _UNKNOWN_SETTINGS):
+    if any(arguments.get(name) not in (None, False) for name in _UNKNOWN_SETTINGS):
         return None
-    return None if any(given.get(name) is not None for name in _UNKNOWN_TENSORS) else given
+    return None if any(arguments.get(name) is not None for name in _UNKNOWN_TENSORS) else arguments
 
 
-def attend_multi_head(given: Mapping[str, Any], attention: Any) -> tuple[Tensor, None]:
+def attend_multi_head(arguments: Mapping[str, Any], attention: Any) -> tuple[Tensor, None]:
     """Return what such a call does, (tokens, samples, width), by `attention`, which takes the arguments of
     `scaled_dot_product_attention`."""
-    query, heads = given["query"], given["num_heads"]
+    query, heads = arguments["query"], arguments["num_heads"]
     length, samples, width = query.shape
-    packed = _packed_projections(query, given["key"], given["value"], given["in_proj_weight"], given["in_proj_bias"])
+    packed = _packed_projections(
+        query, arguments["key"], arguments["value"], arguments["in_proj_weight"], arguments["in_proj_bias"]
+    )
 
     def of_heads(projected: Tensor) -> Tensor:
         tokens = projected.shape[0]
         return projected.view(tokens, samples * heads, -1).transpose(0, 1).view(samples, heads, tokens, -1)
 
-    causal = bool(given.get("is_causal")) and given.get("key_padding_mask") is None
-    mask = None if causal else _merged_mask(given.get("attn_mask"), given.get("key_padding_mask"), samples, heads)
-    rate = given["dropout_p"] if given.get("training", True) else 0.0
+    causal = bool(arguments.get("is_causal")) and arguments.get("key_padding_mask") is None
+    mask = (
+        None if causal else _merged_mask(arguments.get("attn_mask"), arguments.get("key_padding_mask"), samples, heads)
+    )
+    rate = arguments["dropout_p"] if arguments.get("training", True) else 0.0
     mixed = attention(*map(of_heads, packed), attn_mask=mask, dropout_p=rate, is_causal=causal)
     flat = mixed.permute(2, 0, 1, 3).contiguous().view(samples * length, width)
-    return F.linear(flat, given["out_proj_weight"], given["out_proj_bias"]).view(length, samples, width), None
+    return F.linear(flat, arguments["out_proj_weight"], arguments["out_proj_bias"]).view(length, samples, width), None
 
 
 def _packed_projections(

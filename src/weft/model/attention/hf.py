@@ -71,18 +71,18 @@ def window_of(mask: Tensor) -> int | None:
     args, kwargs = getattr(mask, _MADE_FROM, ((), None))
     if kwargs is None:
         return None
-    given = _bound(args, kwargs)
-    window = given.get("local_size")
+    arguments = _bound(args, kwargs)
+    window = arguments.get("local_size")
     if type(window) is not int:
         return None
-    return window if _says(given, lambda mine, theirs: (theirs <= mine) & (theirs > mine - window)) else None
+    return window if _says(arguments, lambda mine, theirs: (theirs <= mine) & (theirs > mine - window)) else None
 
 
-def _says(given: Mapping[str, Any], seen: Callable[[Tensor, Tensor], Tensor]) -> bool:
+def _says(arguments: Mapping[str, Any], seen: Callable[[Tensor, Tensor], Tensor]) -> bool:
     """Whether a mask shows these keys of each query and nothing more: computed here for some queries."""
-    if given.get("attention_mask") is not None or given.get("q_offset") or given.get("kv_offset"):
+    if arguments.get("attention_mask") is not None or arguments.get("q_offset") or arguments.get("kv_offset"):
         return False
-    queries, keys = int(given["q_length"]), int(given["kv_length"])
+    queries, keys = int(arguments["q_length"]), int(arguments["kv_length"])
     if queries != keys:
         return False
     # Whoever follows the forward need not see this.
@@ -91,9 +91,9 @@ def _says(given: Mapping[str, Any], seen: Callable[[Tensor, Tensor], Tensor]) ->
         mine, theirs = few[None, None, :, None], torch.arange(keys, device="cpu")[None, None, None]
         nothing = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device="cpu")
         try:
-            found = given["mask_function"](nothing, nothing, mine, theirs)
+            visible = arguments["mask_function"](nothing, nothing, mine, theirs)
             shape = (1, 1, len(few), keys)
-            return torch.equal(found.expand(shape), seen(mine, theirs).expand(shape))
+            return torch.equal(visible.expand(shape), seen(mine, theirs).expand(shape))
         except Exception:  # a function of other tensors, which are without values here
             return False
 
@@ -251,5 +251,5 @@ def drop_masks(model: nn.Module) -> None:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    return [config for config in found.values() if hasattr(config, "_attn_implementation")]
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    return [config for config in configs.values() if hasattr(config, "_attn_implementation")]

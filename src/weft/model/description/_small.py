@@ -166,9 +166,9 @@ def _fills_hidden(sizes: ModelSizes) -> bool:
     return sizes.hidden_size == sizes.num_heads * sizes.query_size
 
 
-def _odd_share(wanted: float, parts: int) -> int:
-    """Return a size near `wanted` of which each of `parts` ranks has an odd number."""
-    return parts * (max(1, int(wanted / parts)) | 1)
+def _odd_share(size: float, parts: int) -> int:
+    """Return a size near `size` of which each of `parts` ranks has an odd number."""
+    return parts * (max(1, int(size / parts)) | 1)
 
 
 def _sizes_of(config: Mapping[str, Any]) -> ModelSizes | None:

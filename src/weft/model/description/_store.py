@@ -98,10 +98,10 @@ def _parts(recipe: Recipe, kind: str) -> Iterator[bytes]:
     yield repr((settings, recipe.data.documents, "bf16" in recipe.permit.precision)).encode()
     yield repr([sys.version, *(_version(name) for name in ("torch", "transformers", "peft"))]).encode()
     weft = Path(__file__).parents[1]
-    found = importlib.util.find_spec("transformers")  # without importing it
+    spec = importlib.util.find_spec("transformers")  # without importing it
     folders = [weft / name for name in _DESCRIBING]
-    if found is not None and found.origin is not None and kind.isidentifier():  # a name from a file leads nowhere else
-        folders.append(Path(found.origin).parent / "models" / kind)
+    if spec is not None and spec.origin is not None and kind.isidentifier():  # a name from a file leads nowhere else
+        folders.append(Path(spec.origin).parent / "models" / kind)
     for folder in folders:
         for file in sorted(folder.rglob("*.py")):
             yield file.read_bytes()

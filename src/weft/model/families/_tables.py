@@ -23,8 +23,8 @@ class SplitRule:
     `column` and `row` take linear layers (`nn.Linear`, `nn.Embedding` for `vocab`, Hugging Face `Conv1D`).
     `channel_out` and `channel_in` cut convolutions; `channels` marks norms and convolutions in groups between them.
     `sequence` marks modules (norms, dropouts) that may work on a shard of the sequence.
-    `whole` marks modules that read the sequence's length off their input (`batch, length, _ = x.shape`): under sequence
-    parallelism their first argument is gathered before them, and not once more at the columns inside.
+    `gathered_input` marks modules that read the sequence's length off their input (`batch, length, _ = x.shape`): under
+    sequence parallelism their first argument is gathered before them, and not once more at the columns inside.
     `heads` / `features` mark dropouts whose input is already split along dim 1 (heads) / the last dim (features), and
     modules or single parameters that are the same for all heads: each rank then has a part of their gradient.
     `gather` marks modules that need all of a last dim which is split (norms over all heads): it is gathered before
@@ -191,8 +191,8 @@ class Tables:
 
     def rule_of_parameter(self, name: str) -> SplitRule | None:
         """The rule about a parameter itself; None: that of its module holds."""
-        found = next((rule for rule in self.split if fnmatchcase(name, rule.match)), None)
-        return found if found is not None and found.kind in OF_PARAMETERS else None
+        rule_of_name = next((rule for rule in self.split if fnmatchcase(name, rule.match)), None)
+        return rule_of_name if rule_of_name is not None and rule_of_name.kind in OF_PARAMETERS else None
 
     def kind_of(self, name: str) -> SplitKind | None:
         """The kind of `rule_of`."""

@@ -50,7 +50,7 @@ class Bert(Family):
         return Tables(
             split=(
                 SplitRule(match=f"{embeddings}.word_embeddings", kind="vocab"),
-                SplitRule(match=f"{blocks}.attention.self", kind="whole"),
+                SplitRule(match=f"{blocks}.attention.self", kind="gathered_input"),
                 *(SplitRule(match=f"{blocks}.attention.self.{n}", kind="column") for n in ("query", "key", "value")),
                 SplitRule(match=f"{blocks}.attention.self.dropout", kind="heads"),
                 SplitRule(match=f"{blocks}.attention.output.dense", kind="row"),

@@ -51,7 +51,7 @@ class GptNeoX(Family):
                 SplitRule(match=f"{blocks}.mlp.dense_h_to_4h", kind="column"),
                 SplitRule(match=f"{blocks}.mlp.dense_4h_to_h", kind="row"),
                 SplitRule(match=f"{blocks}.attention.attention_probability_dropout", kind="heads"),
-                SplitRule(match=f"{blocks}.attention", kind="whole"),
+                SplitRule(match=f"{blocks}.attention", kind="gathered_input"),
                 SplitRule(match=f"{blocks}.*_layernorm", kind="sequence"),
                 SplitRule(match=f"{blocks}.post_*_dropout", kind="sequence"),
                 SplitRule(match="gpt_neox.final_layer_norm", kind="sequence"),

@@ -54,7 +54,7 @@ class Llama(Family):
                 SplitRule(match=f"{blocks}.self_attn.o_proj", kind="row"),
                 SplitRule(match=f"{blocks}.mlp.down_proj", kind="row"),
                 *(SplitRule(match=f"{blocks}.{name}", kind="heads") for name in per_head),
-                SplitRule(match=f"{blocks}.self_attn", kind="whole"),
+                SplitRule(match=f"{blocks}.self_attn", kind="gathered_input"),
                 SplitRule(match=f"{blocks}.*_layernorm", kind="sequence"),
                 SplitRule(match="model.norm", kind="sequence"),
                 # The head is read by the vocabulary loss alone, which wants it split.

@@ -47,11 +47,11 @@ class Mixtral(Family):
         )
 
     def tables(self, config: Config, sizes: ModelSizes) -> Tables:
-        found = llama.FAMILY.tables(config, sizes)
+        llama_tables = llama.FAMILY.tables(config, sizes)
         mixtures = [f"model.layers.{layer}.mlp" for layer in range(sizes.num_layers) if sizes.is_mixture(layer)]
         dense = len(mixtures) < sizes.num_layers
-        rules = [rule for rule in found.split if dense or ".mlp." not in rule.match]
-        return replace(found, split=(*_mixture_rules(mixtures), *rules))
+        rules = [rule for rule in llama_tables.split if dense or ".mlp." not in rule.match]
+        return replace(llama_tables, split=(*_mixture_rules(mixtures), *rules))
 
     def has_windows(self, config: Config) -> bool:
         if config.get("model_type") == "mixtral":

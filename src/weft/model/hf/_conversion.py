@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from weft.errors import RecipeError
-from weft.model.hf._deferred import Deferred, NotDeferrableError
+from weft.model.hf._deferred import DeferredBuild, NotDeferrableError
 from weft.model.stored import Box, StoredTensor
 
 
 @dataclass(slots=True)
-class _Group:
+class _ConversionGroup:
     """Keys that one declared operation turns into one or more of the model's tensors."""
 
     converter: Any
-    tensors: list[tuple[str, Deferred]] = field(default_factory=list[tuple[str, Deferred]])
+    tensors: list[tuple[str, DeferredBuild]] = field(default_factory=list[tuple[str, DeferredBuild]])
     """(pattern of the operation, tensor), in the order in which the library would collect them."""
 
-    def convert(self, name: str, model: Any, given: Callable[[Deferred], Any]) -> dict[str, Any]:
+    def convert(self, name: str, model: Any, given: Callable[[DeferredBuild], Any]) -> dict[str, Any]:
         """Return tensors by name in the model, of what `given` makes of the stored ones."""
         converter = copy.deepcopy(self.converter)
         for pattern, tensor in self.tensors:
@@ -39,7 +39,7 @@ class _Group:
         return {target: value[0] if isinstance(value, list) else value for target, value in made.items()}
 
 
-def converted(model: Any, stored: Mapping[str, Deferred], where: str) -> tuple[dict[str, StoredTensor], list[str]]:
+def converted(model: Any, stored: Mapping[str, DeferredBuild], where: str) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return the model's tensors by name, as far as `stored` has them, and the keys that no tensor of it comes from.
 
     Args:
@@ -52,12 +52,12 @@ def converted(model: Any, stored: Mapping[str, Deferred], where: str) -> tuple[d
     """
     loading = importlib.import_module("transformers.core_model_loading")
     mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
-    renamings = [each for each in mapping if not isinstance(each, loading.WeightConverter)]
-    converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    renamings = [entry for entry in mapping if not isinstance(entry, loading.WeightConverter)]
+    converters = [entry for entry in mapping if isinstance(entry, loading.WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     names: dict[str, Tensor] = model.state_dict()
-    found: dict[str, StoredTensor] = {}
-    groups: dict[str, _Group] = {}
+    tensors: dict[str, StoredTensor] = {}
+    groups: dict[str, _ConversionGroup] = {}
     unread: list[str] = []
     for key in sorted(stored, key=loading.dot_natural_key):
         name, pattern = loading.rename_source_key(key, renamings, converters, model.base_model_prefix, names)
@@ -66,40 +66,42 @@ def converted(model: Any, stored: Mapping[str, Deferred], where: str) -> tuple[d
         if name not in names:
             unread.append(key)
         elif pattern is None:
-            found.setdefault(name, stored[key])
+            tensors.setdefault(name, stored[key])
         else:
-            group = groups.setdefault(name, _Group(by_pattern[pattern]))
+            group = groups.setdefault(name, _ConversionGroup(by_pattern[pattern]))
             group.tensors.append((pattern, stored[key]))
     for name, group in groups.items():
-        found.update(_apply(model, name, group, names, where))
-    return found, unread
+        tensors.update(_apply(model, name, group, names, where))
+    return tensors, unread
 
 
-def _apply(model: Any, name: str, group: _Group, names: Mapping[str, Tensor], where: str) -> dict[str, StoredTensor]:
+def _apply(
+    model: Any, name: str, group: _ConversionGroup, names: Mapping[str, Tensor], where: str
+) -> dict[str, StoredTensor]:
     """Tensors of one group, read in parts where the operation only rearranges, else made whole each time."""
     try:
         made = group.convert(name, model, lambda tensor: tensor)
-        if all(isinstance(value, Deferred) for value in made.values()):
+        if all(isinstance(value, DeferredBuild) for value in made.values()):
             return {target: value for target, value in made.items() if target in names}
     except (NotDeferrableError, TypeError, AttributeError, ValueError):
         pass  # it computes, or asks more of a tensor than its shape
 
-    def convert(given: Callable[[Deferred], Tensor]) -> dict[str, Any]:
+    def convert(given: Callable[[DeferredBuild], Tensor]) -> dict[str, Any]:
         try:
             return group.convert(name, model, given)
         except Exception as problem:
-            operations = ", ".join(type(each).__name__ for each in group.converter.operations)
+            operations = ", ".join(type(operation).__name__ for operation in group.converter.operations)
             raise RecipeError(
                 f'model.hf = "{where}": {name} is made from {len(group.tensors)} tensors of the folder by {operations}'
                 f" of transformers, which fails ({problem}). Load the folder with transformers and save it again."
             ) from problem
 
-    def reader(target: str, shape: torch.Size, dtype: torch.dtype) -> Deferred:
+    def reader(target: str, shape: torch.Size, dtype: torch.dtype) -> DeferredBuild:
         def read(box: Box) -> Tensor:
             whole = convert(lambda tensor: tensor.read().clone())[target]
             return whole[tuple(slice(start, stop) for start, stop in box)].clone()
 
-        return Deferred(shape, dtype, read)
+        return DeferredBuild(shape, dtype, read)
 
     shown = convert(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
     return {target: reader(target, like.shape, like.dtype) for target, like in shown.items() if target in names}

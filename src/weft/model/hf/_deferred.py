@@ -2,7 +2,7 @@
 
 The operations by which transformers turns a folder's tensors into a model's (experts stacked, projections joined or
 taken apart) are its own code, which calls `torch.cat`, `torch.stack`, `torch.chunk` and the like.  Called on a
-`Deferred` they move nothing: the result knows from where each of its elements comes.
+`DeferredBuild` they move nothing: the result knows from where each of its elements comes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class NotDeferrableError(Exception):
     """What was asked for can only be done with whole tensors in memory."""
 
 
-class Deferred:
+class DeferredBuild:
     """A tensor of which only shape and dtype are known until it is read; see `weft.model.stored.StoredTensor`."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, read: Callable[[Box], Tensor]) -> None:
@@ -51,10 +51,10 @@ class Deferred:
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
-    def contiguous(self) -> Deferred:
+    def contiguous(self) -> DeferredBuild:
         return self
 
-    def narrow(self, dim: int, start: int, length: int) -> Deferred:
+    def narrow(self, dim: int, start: int, length: int) -> DeferredBuild:
         dim %= self.ndim
 
         def read(box: Box) -> Tensor:
@@ -62,23 +62,23 @@ class Deferred:
 
         sizes = list(self.shape)
         sizes[dim] = length
-        return Deferred(sizes, self.dtype, read)
+        return DeferredBuild(sizes, self.dtype, read)
 
-    def select(self, dim: int, index: int) -> Deferred:
+    def select(self, dim: int, index: int) -> DeferredBuild:
         dim %= self.ndim
 
         def read(box: Box) -> Tensor:
             return self.read([*box[:dim], (index, index + 1), *box[dim:]]).squeeze(dim)
 
-        return Deferred([size for at, size in enumerate(self.shape) if at != dim], self.dtype, read)
+        return DeferredBuild([size for at, size in enumerate(self.shape) if at != dim], self.dtype, read)
 
-    def squeeze(self, dim: int) -> Deferred:
+    def squeeze(self, dim: int) -> DeferredBuild:
         return self.select(dim, 0) if self.shape[dim] == 1 else self
 
-    def unbind(self, dim: int = 0) -> tuple[Deferred, ...]:
+    def unbind(self, dim: int = 0) -> tuple[DeferredBuild, ...]:
         return tuple(self.select(dim, index) for index in range(self.shape[dim]))
 
-    def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Deferred, ...]:
+    def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[DeferredBuild, ...]:
         whole = self.shape[dim]
         if isinstance(sizes, int):
             sizes = [min(sizes, whole - start) for start in range(0, whole, sizes)]
@@ -87,17 +87,17 @@ class Deferred:
         starts = accumulate(sizes, initial=0)
         return tuple(self.narrow(dim, start, length) for start, length in zip(starts, sizes, strict=False))
 
-    def chunk(self, chunks: int, dim: int = 0) -> tuple[Deferred, ...]:
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[DeferredBuild, ...]:
         return self.split(-(-self.shape[dim] // chunks), dim)
 
-    def transpose(self, dim0: int, dim1: int) -> Deferred:
+    def transpose(self, dim0: int, dim1: int) -> DeferredBuild:
         order = list(range(self.ndim))
         order[dim0], order[dim1] = order[dim1], order[dim0]
 
         def read(box: Box) -> Tensor:
             return self.read([box[dim] for dim in order]).transpose(dim0, dim1)
 
-        return Deferred([self.shape[dim] for dim in order], self.dtype, read)
+        return DeferredBuild([self.shape[dim] for dim in order], self.dtype, read)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,19 +111,19 @@ def _with(box: Box, dim: int, start: int, stop: int) -> Box:
     return [*box[:dim], (start, stop), *box[dim + 1 :]]
 
 
-def _alike(tensors: Sequence[Any]) -> list[Deferred]:
+def _alike(tensors: Sequence[Any]) -> list[DeferredBuild]:
     """The tensors, if all are deferred and of one dtype: their parts can then be copied side by side."""
-    found = [tensor for tensor in tensors if isinstance(tensor, Deferred)]
-    if not found or len(found) != len(tensors) or len({tensor.dtype for tensor in found}) > 1:
+    deferred = [tensor for tensor in tensors if isinstance(tensor, DeferredBuild)]
+    if not deferred or len(deferred) != len(tensors) or len({tensor.dtype for tensor in deferred}) > 1:
         raise NotDeferrableError
-    return found
+    return deferred
 
 
 def _empty(box: Box, dtype: torch.dtype) -> Tensor:
     return torch.empty([stop - start for start, stop in box], dtype=dtype)
 
 
-def _concatenate(tensors: Sequence[Any], dim: int = 0) -> Deferred:
+def _concatenate(tensors: Sequence[Any], dim: int = 0) -> DeferredBuild:
     pieces = _alike(tensors)
     dim %= pieces[0].ndim
     if len({(*piece.shape[:dim], *piece.shape[dim + 1 :]) for piece in pieces}) > 1:
@@ -137,10 +137,12 @@ def _concatenate(tensors: Sequence[Any], dim: int = 0) -> Deferred:
 
     sizes = list(pieces[0].shape)
     sizes[dim] = sum(piece.shape[dim] for piece in pieces)
-    return Deferred(sizes, pieces[0].dtype, read)
+    return DeferredBuild(sizes, pieces[0].dtype, read)
 
 
-def _overlaps(pieces: Sequence[Deferred], dim: int, start: int, stop: int) -> Iterator[tuple[Deferred, int, int, int]]:
+def _overlaps(
+    pieces: Sequence[DeferredBuild], dim: int, start: int, stop: int
+) -> Iterator[tuple[DeferredBuild, int, int, int]]:
     """Pieces that lie in [start, stop) along `dim`: (piece, where it begins, first and last wanted inside it)."""
     begin = 0
     for piece in pieces:
@@ -150,7 +152,7 @@ def _overlaps(pieces: Sequence[Deferred], dim: int, start: int, stop: int) -> It
         begin += piece.shape[dim]
 
 
-def _stack(tensors: Sequence[Any], dim: int = 0) -> Deferred:
+def _stack(tensors: Sequence[Any], dim: int = 0) -> DeferredBuild:
     pieces = _alike(tensors)
     dim %= pieces[0].ndim + 1
     if len({piece.shape for piece in pieces}) > 1:
@@ -164,17 +166,17 @@ def _stack(tensors: Sequence[Any], dim: int = 0) -> Deferred:
         return out
 
     shape = pieces[0].shape
-    return Deferred([*shape[:dim], len(pieces), *shape[dim:]], pieces[0].dtype, read)
+    return DeferredBuild([*shape[:dim], len(pieces), *shape[dim:]], pieces[0].dtype, read)
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.cat: _concatenate,
     torch.stack: _stack,
-    torch.chunk: Deferred.chunk,
-    torch.split: Deferred.split,
-    torch.unbind: Deferred.unbind,
-    torch.narrow: Deferred.narrow,
-    torch.select: Deferred.select,
-    torch.squeeze: Deferred.squeeze,
-    torch.transpose: Deferred.transpose,
+    torch.chunk: DeferredBuild.chunk,
+    torch.split: DeferredBuild.split,
+    torch.unbind: DeferredBuild.unbind,
+    torch.narrow: DeferredBuild.narrow,
+    torch.select: DeferredBuild.select,
+    torch.squeeze: DeferredBuild.squeeze,
+    torch.transpose: DeferredBuild.transpose,
 }

@@ -25,12 +25,12 @@ from weft.model.stacked import ExpertStack, num_stacked, prove_stacks
 def routers_of(model: Any, family: Family) -> Routers | None:
     """Return the routers of a model of `family`; None: it has none."""
     names = tuple(name for name, _ in model.named_modules() if family.router and fnmatchcase(name, family.router))
-    found = [(name, module) for name in names if hasattr(module := model.get_submodule(name), "top_k")]
-    if not found:
+    routers = [(name, module) for name in names if hasattr(module := model.get_submodule(name), "top_k")]
+    if not routers:
         return None
-    first = found[0][1]
+    first = routers[0][1]
     return Routers(
-        names=tuple(name for name, _ in found),
+        names=tuple(name for name, _ in routers),
         num_experts=first.num_experts,
         top_k=first.top_k,
         scoring=family.scoring,
@@ -39,7 +39,7 @@ def routers_of(model: Any, family: Family) -> Routers | None:
 
 def stacks_of(model: Any) -> dict[str, ExpertStack]:
     """Return the experts of a model of a family with a file, whose forward calls them with choices and weights."""
-    proven = prove_stacks({name: (each, True) for name, each in model.named_modules() if num_stacked(each) > 1})
+    proven = prove_stacks({name: (module, True) for name, module in model.named_modules() if num_stacked(module) > 1})
     return {name: stack for name, stack in proven.items() if stack is not None}
 
 

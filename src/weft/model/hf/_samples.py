@@ -244,12 +244,12 @@ def _pieces(model: Any, image: SampleField) -> int:
     """Tokens that an image becomes; 0 where the model is asked otherwise."""
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), _WithoutMemory():
-            found = model.get_image_features(pixel_values=torch.empty(1, *image.shape, device="meta"))
+            features = model.get_image_features(pixel_values=torch.empty(1, *image.shape, device="meta"))
     except (RecipeError, *_REFUSED):
         return 0
-    found = getattr(found, "pooler_output", found)
-    found = found[0] if isinstance(found, tuple | list) else found
-    return int(found.numel() // found.shape[-1]) if isinstance(found, Tensor) else 0
+    features = getattr(features, "pooler_output", features)
+    features = features[0] if isinstance(features, tuple | list) else features
+    return int(features.numel() // features.shape[-1]) if isinstance(features, Tensor) else 0
 
 
 def _sounds(model: Any, task: HubTask, length: int, images: _Images) -> Iterator[Samples]:
@@ -322,4 +322,4 @@ def _settings(config: Any) -> list[tuple[str, Any]]:
     """Its settings, and those of the configurations in it, the outermost first."""
     own: Mapping[str, Any] = config.to_dict()
     inner = [getattr(config, name) for name in own if hasattr(getattr(config, name, None), "to_dict")]
-    return [*own.items(), *(item for each in inner for item in _settings(each))]
+    return [*own.items(), *(item for setting in inner for item in _settings(setting))]

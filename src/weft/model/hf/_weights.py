@@ -17,7 +17,7 @@ from weft.config.document import JsonObject, is_plain_name, read_plain_file
 from weft.errors import RecipeError
 from weft.model.blueprint import Initialiser
 from weft.model.hf._conversion import converted
-from weft.model.hf._deferred import Deferred
+from weft.model.hf._deferred import DeferredBuild
 from weft.model.seeding import seeded
 from weft.model.stored import Box, StoredTensor
 
@@ -110,12 +110,12 @@ class _Constructed:
 
 def _innermost(skeleton: Any, path: str) -> Any:
     """The model that rules over a module: a model in a model has rules of its own."""
-    found = skeleton
+    module = skeleton
     inner = skeleton
     for name in path.split(".") if path else ():
         inner = getattr(inner, name)
-        found = inner if hasattr(inner, "_init_weights") else found
-    return found
+        module = inner if hasattr(inner, "_init_weights") else module
+    return module
 
 
 def _uninitialised(name: str, module: nn.Module) -> None:
@@ -145,20 +145,20 @@ class SafetensorsFolder:
     def is_empty(self) -> bool:
         return not self.files
 
-    def tensors(self) -> dict[str, Deferred]:
+    def tensors(self) -> dict[str, DeferredBuild]:
         """Return all tensors by their key; each file's header is read once, and nothing else."""
         keys: dict[str, list[str]] = {}
         for key, name in self.files.items():
             keys.setdefault(name, []).append(key)
-        found: dict[str, Deferred] = {}
+        tensors: dict[str, DeferredBuild] = {}
         for name, held in keys.items():
             with _opened(self.folder / name) as file:
                 for key in held:
                     part = file.get_slice(key)
                     shape = tuple(part.get_shape())
                     dtype = (part[0:0] if shape else part[...]).dtype
-                    found[key] = Deferred(shape, dtype, partial(self._read, key))
-        return found
+                    tensors[key] = DeferredBuild(shape, dtype, partial(self._read, key))
+        return tensors
 
     def _read(self, key: str, box: Box) -> Tensor:
         with _opened(self.folder / self.files[key]) as file:
@@ -264,7 +264,7 @@ def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
 
 
-def _check_numbers(tensors: Mapping[str, Deferred], weights: SafetensorsFolder) -> None:
+def _check_numbers(tensors: Mapping[str, DeferredBuild], weights: SafetensorsFolder) -> None:
     """Refuse numbers of 8 bits or fewer: they mean something only together with their scales."""
     for key, tensor in tensors.items():
         if tensor.dtype.is_floating_point and tensor.dtype.itemsize < _NARROWEST:
@@ -281,15 +281,15 @@ def _complete(
     """The stored tensors, checked to be all of the model's and as it has them, tied ones under each name."""
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
     by_tensor = {id(state[name]): tensor for name, tensor in reversed(stored.items())}
-    found = {name: stored[name] if name in stored else by_tensor.get(id(tensor)) for name, tensor in state.items()}
-    missing = [name for name, tensor in found.items() if tensor is None]
+    complete = {name: stored[name] if name in stored else by_tensor.get(id(tensor)) for name, tensor in state.items()}
+    missing = [name for name, tensor in complete.items() if tensor is None]
     if missing:
         others = f" What nothing of the model takes: {', '.join(unread[:3])}." if unread else ""
         raise RecipeError(
             f'model.hf = "{weights.folder}": the weights lack {missing[0]} ({len(missing)} of {len(state)} tensors are'
             f" missing).{others} Is config.json of the same model? Remove the weights to start from random ones."
         )
-    for name, tensor in found.items():
+    for name, tensor in complete.items():
         assert tensor is not None
         if state[name].is_floating_point() and not tensor.dtype.is_floating_point:
             raise RecipeError(
@@ -301,7 +301,7 @@ def _complete(
                 f'model.hf = "{weights.folder}": {name} has shape {tuple(tensor.shape)} in the weights but'
                 f" {tuple(state[name].shape)} by config.json. Use the config of the same model."
             )
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    return {name: tensor for name, tensor in complete.items() if tensor is not None}
 
 
 def _file_of(name: str, weights: SafetensorsFolder) -> str:

@@ -17,13 +17,13 @@ class OneDevice(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         try:
-            return func(*args, **given)
+            return func(*args, **keywords)
         except RuntimeError as problem:
-            if "device" not in str(problem) or not _is_mixed((args, given)):
+            if "device" not in str(problem) or not _is_mixed((args, keywords)):
                 raise
-            return func(*_without_values(args), **_without_values(given))
+            return func(*_without_values(args), **_without_values(keywords))
 
 
 def _is_mixed(tree: Any) -> bool:

@@ -90,14 +90,14 @@ class StandIns:
 
     def _numbered(self, indices: Any, where: str) -> list[Any]:
         """Boolean masks as positions, of which there are as many as the mask has ones."""
-        found: list[Any] = []
+        numbered: list[Any] = []
         for index in indices:
             if index is not None and index.dtype in (torch.bool, torch.uint8):
                 count = self._assumed(index, where) if index.is_meta else int(index.count_nonzero())
-                found += [torch.empty(count, dtype=torch.int64, device=_META)] * index.dim()
+                numbered += [torch.empty(count, dtype=torch.int64, device=_META)] * index.dim()
             else:
-                found.append(index)
-        return found
+                numbered.append(index)
+        return numbered
 
     def _assumed(self, mask: Tensor, where: str) -> int:
         count = (mask.numel() + 1) // 2

@@ -24,9 +24,9 @@ def copied_call(function: Any, memo: dict[int, Any]) -> Any:
     if id(function) in memo:
         return memo[id(function)]
     if isinstance(function, partial):
-        given = cast("partial[Any]", function)
-        arguments = [_copied(value, memo) for value in given.args]
-        return partial(copied_call(given.func, memo), *arguments, **_copied_each(given.keywords, memo))
+        bound = cast("partial[Any]", function)
+        arguments = [_copied(value, memo) for value in bound.args]
+        return partial(copied_call(bound.func, memo), *arguments, **_copied_each(bound.keywords, memo))
     if isinstance(function, types.MethodType):
         return types.MethodType(function.__func__, _copied(function.__self__, memo))
     if not isinstance(function, types.FunctionType):
@@ -82,8 +82,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     is_large = isinstance(value, Tensor) and value.nbytes > _SHARED_BYTES
     if is_large or type(value).__module__.startswith(FOREIGN):
         return value
-    if isinstance(value, nn.Module) and sum(each.nbytes for each in value.parameters()) > _SHARED_BYTES:
-        memo |= {id(each): each for each in value.parameters()}  # of a teacher
+    if isinstance(value, nn.Module) and sum(parameter.nbytes for parameter in value.parameters()) > _SHARED_BYTES:
+        memo |= {id(parameter): parameter for parameter in value.parameters()}  # of a teacher
     try:
         return copy.deepcopy(value, memo)
     except Exception:  # whatever it holds: files, locks, groups

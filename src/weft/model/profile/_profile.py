@@ -62,7 +62,7 @@ class Operator:
     kept_bytes_per_token: float = 0.0
     """The same, of fixed size: dropout masks (1 byte), statistics (4 bytes), indices (8 bytes)."""
     unfused_elements_per_token: float = 0.0
-    """What is kept besides where the operator runs as several kernels (`Stack.fused_elementwise`)."""
+    """What is kept besides where the operator runs as several kernels (`Framework.fused_elementwise`)."""
     unfused_bytes_per_token: float = 0.0
     """The same, of fixed size: what such kernels compute in fp32."""
     dropout: bool = False
@@ -90,7 +90,7 @@ class Operator:
 
 def last_of_experts(operators: Sequence[Operator]) -> Operator | None:
     """The product whose results experts give, which are parts of a sum where tensor ranks cut experts."""
-    return next((each for each in reversed(operators) if each.split == "expert" and each.n), None)
+    return next((operator for operator in reversed(operators) if operator.split == "expert" and operator.n), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,13 +186,15 @@ class Profile:
     def attention_heads(self) -> tuple[int, int] | None:
         """Heads of queries and of keys, where all attention has as many."""
         every = (operator for block, _ in self.count_blocks() for operator in block.operators)
-        found = {(operator.heads, operator.kv_heads) for operator in every if operator.kind == "attention"}
-        return found.pop() if len(found) == 1 else None
+        heads = {(operator.heads, operator.kv_heads) for operator in every if operator.kind == "attention"}
+        return heads.pop() if len(heads) == 1 else None
 
     @property
     def drops_attention(self) -> bool:
         """Whether some attention drops probabilities."""
-        return any(each.kind == "attention" and each.dropout for part in self.parts for each in part.operators)
+        return any(
+            operator.kind == "attention" and operator.dropout for part in self.parts for operator in part.operators
+        )
 
     def _no_shared_attention(self) -> str:
         operators = [operator for part, _ in self.count_blocks() for operator in part.operators]

@@ -50,7 +50,7 @@ def build_factory(recipe: ModelRecipe, *, seed: int = 0) -> Blueprint:
     if isinstance(built, Blueprint | nn.Module):
         blueprint = built if isinstance(built, Blueprint) else _plain(recipe, built)
         kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-        hooked = any(getattr(each, kind, None) for each in blueprint.module.parameters() for kind in kinds)
+        hooked = any(getattr(parameter, kind, None) for parameter in blueprint.module.parameters() for kind in kinds)
         if hooked or blueprint.vocabulary_head is not None:
             from weft.model.hooks import refuse_given  # most models have none
 
@@ -62,7 +62,7 @@ def build_factory(recipe: ModelRecipe, *, seed: int = 0) -> Blueprint:
     )
 
 
-def _spell_call(path: str, arguments: Mapping[str, Any]) -> str:
+def _format_call(path: str, arguments: Mapping[str, Any]) -> str:
     return f"{path.replace(':', '.')}({', '.join(f'{name}={value!r:.80}' for name, value in arguments.items())})"
 
 
@@ -72,7 +72,7 @@ def _check_not_of_python(path: str, arguments: Mapping[str, Any]) -> None:
     if package in sys.stdlib_module_names and package != "__main__":
         raise RecipeError(
             f'model.factory = "{path}" is of Python\'s own library, which makes no models:'
-            f" {_spell_call(path, arguments)} was not called."
+            f" {_format_call(path, arguments)} was not called."
             " Name a function that returns a torch.nn.Module, and read a recipe before you run it."
         )
 
@@ -84,12 +84,18 @@ def _check_makes_models(path: str, function: Callable[..., Any], arguments: Mapp
     elif inspect.isbuiltin(function):
         problem = "is built into an extension, and makes no models"
     else:
-        found = getattr(function, "__annotations__", {}).get("return", Any)
-        name = "None" if found is None else found if isinstance(found, str) else getattr(found, "__name__", "")
+        annotation = getattr(function, "__annotations__", {}).get("return", Any)
+        name = (
+            "None"
+            if annotation is None
+            else annotation
+            if isinstance(annotation, str)
+            else getattr(annotation, "__name__", "")
+        )
         problem = f"says that it returns a {name}" if name in _NO_MODELS else None
     if problem is not None:
         raise RecipeError(
-            f'model.factory = "{path}" {problem}: {_spell_call(path, arguments)} was not called.'
+            f'model.factory = "{path}" {problem}: {_format_call(path, arguments)} was not called.'
             " Name a class of torch.nn.Module, or a function that returns one or a weft.model.Blueprint."
         )
 

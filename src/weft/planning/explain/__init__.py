@@ -1,6 +1,6 @@
 """Explains a plan: why it is the best one, what it costs, and what another would cost.  No torch."""
 
-from weft.planning.explain._next import Change as Change
+from weft.planning.explain._next import SuggestedChange as SuggestedChange
 from weft.planning.explain._next import next_changes as next_changes
 from weft.planning.explain._plots import PICTURES as PICTURES
 from weft.planning.explain._plots import draw as draw

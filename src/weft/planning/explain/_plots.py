@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weft.config.cluster import Cluster
 from weft.config.plan import Axis, MeshPlan, axis_coordinates
 from weft.errors import PlanError
-from weft.figures import spell_figure, spell_memory, time_unit
+from weft.formatting import format_memory, format_number, time_unit
 from weft.planning.explain._text import memory_parts, waterfall
 from weft.planning.price import Prediction, ScheduleSpan
 from weft.techniques.cost_terms import Layout
@@ -38,7 +38,7 @@ _MOST_ROWS = 64
 def draw(name: str, path: str | Path, prediction: Prediction, layout: Layout, cluster: Cluster) -> None:
     """Write one of `PICTURES` to a .png, .svg or .pdf file.
 
-    `timeline` needs a prediction with spans (`Pricer.predict(layout, spans=True)`).
+    `timeline` needs a prediction with spans (`CostModel.predict(layout, spans=True)`).
 
     Raises:
         PlanError: matplotlib is not installed, or the file cannot be written or has another ending.
@@ -77,13 +77,13 @@ def _waterfall(axes: Axes, prediction: Prediction) -> None:
     for index, (_, seconds) in enumerate(steps):
         height = seconds * scale
         axes.bar(index, height, bottom=bottom, color=_INK if index == 0 else _COLOURS[1], width=0.7)
-        axes.text(index, bottom + max(height, 0), spell_figure(height), ha="center", va="bottom", fontsize=8)
+        axes.text(index, bottom + max(height, 0), format_number(height), ha="center", va="bottom", fontsize=8)
         bottom += height
     axes.bar(len(steps), bottom, color=_COLOURS[0], width=0.7)
-    axes.text(len(steps), bottom, spell_figure(bottom), ha="center", va="bottom", fontsize=8)
+    axes.text(len(steps), bottom, format_number(bottom), ha="center", va="bottom", fontsize=8)
     axes.set_xticks(range(len(steps) + 1), [*(word.replace(" ", "\n") for word, _ in steps), "step"], fontsize=8)
     axes.set_ylabel(f"{unit} per step")
-    axes.set_title(f"From the ideal to {spell_figure(bottom)} {unit} (± {prediction.spread * 100:.0f} %)")
+    axes.set_title(f"From the ideal to {format_number(bottom)} {unit} (± {prediction.spread * 100:.0f} %)")
     _tidy(axes)
 
 
@@ -103,7 +103,7 @@ def _memory(axes: Axes, prediction: Prediction) -> None:
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     usable = prediction.usable_bytes / _GIBI
     axes.axhline(usable, color=_COLOURS[3], linewidth=1.2)
-    line = spell_memory(prediction.usable_bytes)
+    line = format_memory(prediction.usable_bytes)
     axes.text(len(stages) - 0.5, usable, line, ha="right", va="bottom", fontsize=8, color=_COLOURS[3])
     if len(stages) <= _MOST_ROWS:
         axes.set_xticks([stage.rank for stage in stages])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from weft.config.document import spell
+from weft.config.document import format_value
 from weft.config.plan import plan_settings
-from weft.figures import spell_figure, spell_memory, spell_percent
+from weft.formatting import format_memory, format_number, format_percent
 from weft.planning.search import SearchResult
 from weft.techniques.recompute.settings import RECOMPUTE_KEY
 
@@ -19,19 +19,21 @@ def search_reasons(result: SearchResult) -> dict[str, str]:
         if not setting.knob.explained:
             continue
         value = setting.of(plan)
-        others = (each for each in result.best if each.plan is not None and setting.of(each.plan) != value)
+        others = (
+            candidate for candidate in result.best if candidate.plan is not None and setting.of(candidate.plan) != value
+        )
         other = next(others, None)
         if other is not None and other.plan is not None:
             more = 100 * (other.score / best.score - 1)
             shown = _spelled(setting.of(other.plan))
-            reasons[setting.key] = f"the best plan found with {shown} is {spell_percent(more)} worse"
+            reasons[setting.key] = f"the best plan found with {shown} is {format_percent(more)} worse"
     prediction = best.prediction
     reasons["microbatch.per_step"] = f"keeps the global batch of {result.global_batch_size:,}"
     if prediction.fits:
-        fullest = spell_figure(prediction.fullest.device / 2**30)
-        reasons.setdefault(RECOMPUTE_KEY, f"{fullest} of {spell_memory(prediction.device_bytes)} per rank")
+        fullest = format_number(prediction.fullest.device / 2**30)
+        reasons.setdefault(RECOMPUTE_KEY, f"{fullest} of {format_memory(prediction.device_bytes)} per rank")
     return reasons
 
 
 def _spelled(value: object) -> str:
-    return "some of the blocks" if isinstance(value, tuple) else spell(value)
+    return "some of the blocks" if isinstance(value, tuple) else format_value(value)

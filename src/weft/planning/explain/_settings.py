@@ -8,31 +8,31 @@ from dataclasses import dataclass, replace
 from typing import Any, get_type_hints
 
 from weft.config.plan import plan_settings
-from weft.config.settings import Declared, Knob, choices_of
+from weft.config.settings import DeclaredSetting, Knob, choices_of
 from weft.errors import PlanError, did_you_mean
 from weft.planning.search import Space
 from weft.techniques.contract import list_choices
 from weft.techniques.cost_terms import Layout
 
-_DATA = Declared(
+_DATA = DeclaredSetting(
     section="mesh", name="data", hint=int, default=1, knob=Knob(space="datas", asked=("data", "dp"), explained=True)
 )
 """Replicate × shard, which people ask for as one; a layout has it, a plan computes it."""
 
 
 @functools.cache
-def _asked() -> tuple[Mapping[str, Declared], Mapping[str, str]]:
+def _asked() -> tuple[Mapping[str, DeclaredSetting], Mapping[str, str]]:
     """Return what may be asked for, by its first name, and its other names."""
-    found, others = dict[str, Declared](), dict[str, str]()
+    asked, others = dict[str, DeclaredSetting](), dict[str, str]()
     for declaration in (_DATA, *plan_settings()):
         if declaration.knob.asked:
             first, *more = declaration.knob.asked
-            found[first] = declaration
+            asked[first] = declaration
             others |= dict.fromkeys(more, first)
-    return found, others
+    return asked, others
 
 
-def _words(declaration: Declared) -> tuple[str, ...]:
+def _words(declaration: DeclaredSetting) -> tuple[str, ...]:
     """The words of a setting, those of a layout where it has more; none for numbers."""
     hint = get_type_hints(Layout).get(declaration.layout, declaration.hint)
     if hint is bool:
@@ -40,13 +40,13 @@ def _words(declaration: Declared) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word for word in choices_of(hint) if isinstance(word, str)))
 
 
-def _numbers(declaration: Declared) -> tuple[int, ...]:
+def _numbers(declaration: DeclaredSetting) -> tuple[int, ...]:
     """The numbers of a setting that has some alone."""
-    return tuple(each for each in choices_of(declaration.hint) if isinstance(each, int))
+    return tuple(choice for choice in choices_of(declaration.hint) if isinstance(choice, int))
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class QuestionSetting:
     """One setting of a question."""
 
     name: str
@@ -54,7 +54,7 @@ class Setting:
     value: Any
 
     @property
-    def _declared(self) -> Declared:
+    def _declared(self) -> DeclaredSetting:
         return _asked()[0][self.name]
 
     @property
@@ -101,30 +101,32 @@ class Setting:
         changed = layout if field == "data" else replace(layout, **{field: self.value})
         rest = changed.pipeline * changed.context * changed.tensor
         most = max(1, devices // rest)
-        wanted = int(self.value) if field == "data" else min(layout.data * _model_ranks(layout) // rest or 1, most)
-        return _spread(changed, wanted, global_batch_size)
+        data = int(self.value) if field == "data" else min(layout.data * _model_ranks(layout) // rest or 1, most)
+        return _spread(changed, data, global_batch_size)
 
 
-def parse_settings(text: str) -> tuple[Setting, ...]:
+def parse_settings(text: str) -> tuple[QuestionSetting, ...]:
     """Read `tensor=8` or `pipeline = 4, recompute = full`.
 
     Raises:
         PlanError: no such setting, or a value that it cannot have.
     """
-    found = [_parse(part) for part in text.replace(";", ",").split(",") if part.strip()]
-    if not found:
+    settings = [_parse(part) for part in text.replace(";", ",").split(",") if part.strip()]
+    if not settings:
         raise PlanError('the question is empty. Ask for a setting, such as "tensor=8".')
-    return tuple(found)
+    return tuple(settings)
 
 
-def apply_settings(settings: Sequence[Setting], layout: Layout, *, devices: int, global_batch_size: int) -> Layout:
-    """Return a layout with all settings; see `Setting.applied`."""
+def apply_settings(
+    settings: Sequence[QuestionSetting], layout: Layout, *, devices: int, global_batch_size: int
+) -> Layout:
+    """Return a layout with all settings; see `QuestionSetting.applied`."""
     for setting in settings:
         layout = setting.applied(layout, devices=devices, global_batch_size=global_batch_size)
     return layout
 
 
-def _parse(part: str) -> Setting:
+def _parse(part: str) -> QuestionSetting:
     name, sign, value = (word.strip() for word in part.partition("="))
     short = name.rpartition(".")[2]
     asked, others = _asked()
@@ -139,13 +141,13 @@ def _parse(part: str) -> Setting:
         if value not in words:
             hint = did_you_mean(value, words) or f" Use {', '.join(words)}."
             raise PlanError(f'{short} cannot be "{value}".{hint}')
-        return Setting(short, value == "true" if words == ("false", "true") else value)
+        return QuestionSetting(short, value == "true" if words == ("false", "true") else value)
     digits = value.replace("_", "")
     if numbers and (not digits.isdigit() or int(digits) not in numbers):
         raise PlanError(f'{short} cannot be "{value}". Use {list_choices(numbers)}.')
     if not numbers and (not digits.isdigit() or int(digits) < 1):
         raise PlanError(f'{short} cannot be "{value}". Use a whole number above 0.')
-    return Setting(short, int(digits))
+    return QuestionSetting(short, int(digits))
 
 
 def _model_ranks(layout: Layout) -> int:

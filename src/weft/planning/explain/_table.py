@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from weft.config.document import to_table
-from weft.figures import spell_figure
+from weft.formatting import format_number
 from weft.planning.price import TimeTerms
 from weft.planning.search import Candidate, SearchResult
 from weft.techniques.cost_terms import Layout
@@ -35,7 +35,7 @@ def plan_table(result: SearchResult, *, top: int) -> list[str]:
     chosen = result.best[:top]
     if not chosen:
         return _nothing(result)
-    rows = [_HEADINGS, *(_row(place, each, chosen[0]) for place, each in enumerate(chosen, start=1))]
+    rows = [_HEADINGS, *(_row(place, candidate, chosen[0]) for place, candidate in enumerate(chosen, start=1))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     lines = [
         "  ".join(
@@ -71,7 +71,7 @@ def search_document(result: SearchResult) -> dict[str, Any]:
         "sequence_length": result.profile.sequence_length,
         "objective": result.objective.quantity,
         "counts": dataclasses.asdict(result.counts),
-        "plans": [_document(each) for each in result.best],
+        "plans": [_document(candidate) for candidate in result.best],
     }
 
 
@@ -100,7 +100,7 @@ def _document(candidate: Candidate) -> dict[str, Any]:
 
 def _heading(result: SearchResult, seconds: float) -> Iterator[str]:
     counts, objective = result.counts, result.objective
-    parameters = f"{spell_figure(result.profile.num_parameters / 1e9)} B parameters"
+    parameters = f"{format_number(result.profile.num_parameters / 1e9)} B parameters"
     yield f"{result.profile.name}, {parameters}  ·  {result.cluster.summary}"
     unit = f" of {result.profile.sequence_length:,} tokens" if result.profile.sequence_length > 1 else ""
     yield f"global batch {result.global_batch_size:,} samples{unit}  ·  objective {objective.quantity}"
@@ -140,7 +140,7 @@ def what_it_costs(candidate: Candidate, first: Candidate) -> str:
         (getattr(candidate.prediction.time, field.name) - getattr(first.prediction.time, field.name), field.name)
         for field in dataclasses.fields(TimeTerms)
     ]
-    worse = sorted((each for each in differences if each[0] > 0), reverse=True)[:_LARGEST_TERMS]
+    worse = sorted((difference for difference in differences if difference[0] > 0), reverse=True)[:_LARGEST_TERMS]
     if candidate.layout.world_size != first.layout.world_size and not worse:
         return f"{candidate.layout.world_size:,} devices"
     return ", ".join(f"+{_seconds(seconds)} {name.replace('_', ' ')}" for seconds, name in worse)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from weft.figures import spell_figure, spell_percent, time_unit
+from weft.formatting import format_number, format_percent, time_unit
 from weft.planning.price import MemoryKinds, Prediction, TimeTerms
-from weft.techniques.cost_terms import Calibration, Layout, Stack
+from weft.techniques.cost_terms import Calibration, Framework, Layout
 from weft.techniques.registry import words as technique_words
 
 _WORDS = {field.name: field.name.replace("_", " ") for field in dataclasses.fields(TimeTerms)} | {
@@ -34,8 +34,8 @@ def time_line(time: TimeTerms) -> str:
     """Return `ideal 2.31 s │ matrix shapes +0.41 │ …`."""
     (first, ideal), *rest = waterfall(time)
     unit, scale = time_unit(time.total)
-    head = f"{first} {spell_figure(ideal * scale)} {unit}"
-    return " │ ".join([head, *(f"{word} {spell_figure(s * scale, 2, signed=True)}" for word, s in rest)])
+    head = f"{first} {format_number(ideal * scale)} {unit}"
+    return " │ ".join([head, *(f"{word} {format_number(s * scale, 2, signed=True)}" for word, s in rest)])
 
 
 def memory_line(prediction: Prediction) -> str:
@@ -47,17 +47,17 @@ def memory_line(prediction: Prediction) -> str:
     parts += [("communicators", fullest.device - fullest.reserved)]
     free = prediction.usable_bytes - fullest.device
     shown = [
-        f"{word} {spell_figure(size / _GIBI)}"
+        f"{word} {format_number(size / _GIBI)}"
         for word, size in parts
         if size >= 0.005 * _GIBI or size > 0.01 * fullest.device
     ]
-    margin = f"margin {spell_figure(prediction.margin_bytes / _GIBI)} GiB"
-    return " · ".join([*shown, f"free {spell_figure(free / _GIBI)}", margin])
+    margin = f"margin {format_number(prediction.margin_bytes / _GIBI)} GiB"
+    return " · ".join([*shown, f"free {format_number(free / _GIBI)}", margin])
 
 
-def imbalance_line(layout: Layout, calibration: Calibration, stack: Stack) -> str:
+def imbalance_line(layout: Layout, calibration: Calibration, framework: Framework) -> str:
     """Return what a price takes for granted of how tokens choose experts; empty where ranks share out none."""
-    if layout.expert == 1 or stack.balances_experts:
+    if layout.expert == 1 or framework.balances_experts:
         return ""
     busiest = f"{calibration.expert_imbalance:.3g} times the mean number of tokens (expert_imbalance)"
     return f"of {layout.expert} ranks that share out experts, the busiest has {busiest}"
@@ -80,28 +80,28 @@ def layout_line(layout: Layout) -> str:
     return ", ".join([*words, layout.recompute_line, *technique_words(layout)])
 
 
-def spell_change(ratio: float) -> str:
+def format_change(ratio: float) -> str:
     """Return `12 % slower than` for a time that is 1.12 times another, `as fast as` for an equal one."""
     percent = (ratio - 1) * 100
     if abs(percent) < 0.05:
         return "as fast as"
-    return f"{spell_percent(abs(percent))} {'slower' if percent > 0 else 'faster'} than"
+    return f"{format_percent(abs(percent))} {'slower' if percent > 0 else 'faster'} than"
 
 
 def differences(one: TimeTerms, other: TimeTerms, *, most: int = 4) -> list[tuple[str, float]]:
     """Return the causes by whose seconds two steps differ most: `other` − `one`, largest first."""
-    found = [
+    terms = [
         (_WORDS[field.name], float(getattr(other, field.name)) - float(getattr(one, field.name)))
         for field in dataclasses.fields(one)
     ]
     whole = max(one.total, other.total)
-    return sorted((pair for pair in found if abs(pair[1]) >= _NEGLIGIBLE * whole), key=lambda p: -abs(p[1]))[:most]
+    return sorted((pair for pair in terms if abs(pair[1]) >= _NEGLIGIBLE * whole), key=lambda p: -abs(p[1]))[:most]
 
 
 def difference_line(pairs: Iterable[tuple[str, float]], total: float) -> str:
     """Return `bubble +0.4, tensor -0.1 s`."""
     unit, scale = time_unit(total)
-    return ", ".join(f"{word} {spell_figure(seconds * scale, 2, signed=True)}" for word, seconds in pairs) + f" {unit}"
+    return ", ".join(f"{word} {format_number(seconds * scale, 2, signed=True)}" for word, seconds in pairs) + f" {unit}"
 
 
 def _axes(layout: Layout) -> tuple[tuple[str, int], ...]:

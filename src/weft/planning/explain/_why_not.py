@@ -7,17 +7,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from weft.errors import PlanError
-from weft.figures import spell_seconds
-from weft.planning.explain._settings import Setting, apply_settings, parse_settings
+from weft.formatting import format_seconds
+from weft.planning.explain._settings import QuestionSetting, apply_settings, parse_settings
 from weft.planning.explain._text import (
     difference_line,
     differences,
+    format_change,
     imbalance_line,
     layout_line,
     memory_parts,
-    spell_change,
 )
-from weft.planning.price import Prediction, Pricer, check_layout
+from weft.planning.price import CostModel, Prediction, check_layout
 from weft.planning.search import Acceptance, Candidate, SearchResult, search
 from weft.techniques.cost_terms import Layout
 from weft.techniques.registry import lighter
@@ -28,10 +28,10 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class _Question:
     result: SearchResult
-    pricer: Pricer
-    settings: Sequence[Setting]
+    cost_model: CostModel
+    settings: Sequence[QuestionSetting]
 
     @property
     def text(self) -> str:
@@ -46,14 +46,14 @@ class _Case:
         result = self.result
         if idle := [why for setting in self.settings if (why := setting.idle_in(layout))]:
             return idle
-        found = check_layout(result.profile, result.cluster, layout)
-        if not found:
-            refusal = Acceptance(self.pricer, result.space, result.global_batch_size).problem(layout)
-            found = [" ".join(refusal.splitlines())] if refusal else []
-        return found
+        problems = check_layout(result.profile, result.cluster, layout)
+        if not problems:
+            refusal = Acceptance(self.cost_model, result.space, result.global_batch_size).problem(layout)
+            problems = [" ".join(refusal.splitlines())] if refusal else []
+        return problems
 
 
-def explain_choice(result: SearchResult, pricer: Pricer, question: str) -> list[str]:
+def explain_choice(result: SearchResult, cost_model: CostModel, question: str) -> list[str]:
     """Answer why the best plan of a search does not have some settings.
 
     Says what the plan would take with them and nothing else changed, or why that cannot be; the smallest further
@@ -69,32 +69,32 @@ def explain_choice(result: SearchResult, pricer: Pricer, question: str) -> list[
     settings = parse_settings(question)
     if not result.best:
         raise PlanError("nothing fits on this cluster, so there is no plan to compare with. Use more devices.")
-    best, case = result.best[0], _Case(result, pricer, settings)
+    best, case = result.best[0], _Question(result, cost_model, settings)
     if all(setting.of(best.layout) == setting.value for setting in settings):
         return [f"{case.text} is what the best plan has."]
     alone = _alone(case, best)
     asked = next((setting.value for setting in settings if setting.name == "expert"), 1)
-    assumed = imbalance_line(replace(best.layout, expert=asked), result.calibration, result.stack)
+    assumed = imbalance_line(replace(best.layout, expert=asked), result.calibration, result.framework)
     said = [f"Prices assume: {assumed}."] if assumed else []
     return [*_changed_alone(case, best), *_best_with(case, best, alone), *said]
 
 
-def _alone(case: _Case, best: Candidate) -> float:
+def _alone(case: _Question, best: Candidate) -> float:
     """Step seconds of the best plan with nothing but the settings changed; infinite where that cannot be."""
     layout = case.with_settings(best.layout)
     if case.problems(layout):
         return math.inf
-    prediction = case.pricer.predict(layout, exact=True)
+    prediction = case.cost_model.predict(layout, exact=True)
     return prediction.step_seconds if prediction.fits else math.inf
 
 
-def _changed_alone(case: _Case, best: Candidate) -> Iterator[str]:
+def _changed_alone(case: _Question, best: Candidate) -> Iterator[str]:
     layout = case.with_settings(best.layout)
     problems = case.problems(layout)
     if problems:
         yield f"{case.text} cannot be changed alone: {' '.join(problems)}"
         return
-    prediction = case.pricer.predict(layout, exact=True)
+    prediction = case.cost_model.predict(layout, exact=True)
     if prediction.fits:
         yield _cost(f"{case.text} and nothing else changed would take", best, layout, prediction)
         return
@@ -103,32 +103,32 @@ def _changed_alone(case: _Case, best: Candidate) -> Iterator[str]:
     yield f"Smallest changes that fit: {', or '.join(fixes)}." if fixes else "No single further change makes it fit."
 
 
-def _best_with(case: _Case, best: Candidate, alone: float) -> Iterator[str]:
+def _best_with(case: _Question, best: Candidate, alone: float) -> Iterator[str]:
     """`alone`: step seconds of the plan with nothing else changed; a search that finds nothing faster is not told."""
     space = case.result.space
     for setting in case.settings:
         space = setting.fixed(space)
     for setting in case.settings:
         space = setting.with_ranks(space)
-    found = search(
+    answer = search(
         case.result.profile,
         case.result.cluster,
         global_batch_size=case.result.global_batch_size,
         objective=case.result.objective,
         space=space,
-        stack=case.pricer.stack,
-        calibration=case.pricer.calibration,
-        pricer=case.pricer,
+        framework=case.cost_model.framework,
+        calibration=case.cost_model.calibration,
+        cost_model=case.cost_model,
         top=1,
     )
-    if not found.best:
-        commonest = " ".join(next(iter(found.counts.refused), "").splitlines())
-        if alone == math.inf and found.counts.refused:
+    if not answer.best:
+        commonest = " ".join(next(iter(answer.counts.refused), "").splitlines())
+        if alone == math.inf and answer.counts.refused:
             yield f"No plan with {case.text} that fits can be trained, whatever else is changed: {commonest}"
         elif alone == math.inf:
             yield f"No plan with {case.text} fits, whatever else is changed."
         return
-    rival = found.best[0]
+    rival = answer.best[0]
     if rival.score < best.score * (1.0 - _ROUNDING):
         yield (
             f"The search without {case.text} missed the best plan, which has it: take the plan below in place of the"
@@ -145,8 +145,8 @@ def _cost(start: str, best: Candidate, layout: Layout, prediction: Prediction) -
     """Compare step times of one global batch."""
     mine, theirs = best.prediction.time, prediction.time
     ratio = prediction.step_seconds / best.prediction.step_seconds
-    text = f"{start} {spell_seconds(prediction.step_seconds)}, {spell_change(ratio)} the best plan's "
-    text += spell_seconds(best.prediction.step_seconds)
+    text = f"{start} {format_seconds(prediction.step_seconds)}, {format_change(ratio)} the best plan's "
+    text += format_seconds(best.prediction.step_seconds)
     if layout.world_size != best.layout.world_size:
         text += f", on {layout.world_size:,} devices instead of {best.layout.world_size:,}"
     pairs = differences(mine, theirs)
@@ -163,21 +163,21 @@ def _too_much(text: str, prediction: Prediction) -> str:
     return f"{text} {need}: {over / _GIBI:.1f} GiB too much beside {margin:.1f} GiB of margin."
 
 
-def _fitting(case: _Case, layout: Layout) -> list[tuple[str, Prediction]]:
+def _fitting(case: _Question, layout: Layout) -> list[tuple[str, Prediction]]:
     """Single further changes under which the layout fits, the fastest first."""
     fixed = {setting.name for setting in case.settings}
-    found: list[tuple[str, Prediction]] = []
+    fitting: list[tuple[str, Prediction]] = []
     for name, text, changed in _further(layout):
         if name in fixed:
             continue
         (further,) = parse_settings(text)
-        changed = _Case(case.result, case.pricer, (further,)).with_settings(changed)
+        changed = _Question(case.result, case.cost_model, (further,)).with_settings(changed)
         if not further.allowed(case.result.space) or case.problems(changed):
             continue
-        prediction = case.pricer.predict(changed, exact=True)
+        prediction = case.cost_model.predict(changed, exact=True)
         if prediction.fits:
-            found.append((text, prediction))
-    return sorted(found, key=lambda pair: pair[1].step_seconds)
+            fitting.append((text, prediction))
+    return sorted(fitting, key=lambda pair: pair[1].step_seconds)
 
 
 def _further(layout: Layout) -> Iterator[tuple[str, str, Layout]]:
@@ -198,4 +198,4 @@ def _fix(best: Candidate, words: str, prediction: Prediction) -> str:
     name, _, value = words.partition("=")
     ratio = prediction.step_seconds / best.prediction.step_seconds
     size = prediction.fullest.device / _GIBI
-    return f"{name} = {value} ({size:.1f} GiB, {spell_change(ratio)} the best plan)"
+    return f"{name} = {value} ({size:.1f} GiB, {format_change(ratio)} the best plan)"

@@ -40,7 +40,7 @@ class BlockFit(NamedTuple):
         )
 
 
-class _Seen(NamedTuple):
+class _MeasuredPass(NamedTuple):
     """One pass of a measured block, in seconds."""
 
     products: float
@@ -60,19 +60,19 @@ def block_fit(device: Device, precision: str) -> BlockFit:
     rows = [row for row in speeds.blocks if row.precision == precision] if speeds else []
     if not rows or speeds is None:
         return BlockFit()
-    forward: list[_Seen] = []
-    backward: list[_Seen] = []
+    forward: list[_MeasuredPass] = []
+    backward: list[_MeasuredPass] = []
     operators = 1
     for row in rows:
         block = _block(row)
         operators = len(block.operators)
         there, back = _summed(device, block, row)
-        forward.append(_Seen(*there, row.forward_seconds * speeds.scale))
-        backward.append(_Seen(*back, row.backward_seconds * speeds.scale))
+        forward.append(_MeasuredPass(*there, row.forward_seconds * speeds.scale))
+        backward.append(_MeasuredPass(*back, row.backward_seconds * speeds.scale))
     return BlockFit(_fit(forward, operators), _fit(backward, operators))
 
 
-def _fit(seen: Sequence[_Seen], operators: int) -> PassFit:
+def _fit(seen: Sequence[_MeasuredPass], operators: int) -> PassFit:
     """The factor with the least squared logarithm of predicted over measured; the smallest block says the extra."""
     smallest = min(seen, key=lambda one: one.measured)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from weft.config.plan import Recompute
 from weft.model.profile import Block, Operator, Profile, last_of_experts
-from weft.techniques.cost_terms import ELEMENT_BYTES, Layout, MemoryHabits, PricedPrecision, Stack
+from weft.techniques.cost_terms import ELEMENT_BYTES, Framework, FrameworkMemory, Layout, PricedPrecision
 from weft.techniques.recompute.cost import waiting_bytes
 from weft.techniques.tensor.mesh_2d.shape import grid_shape, tesseract
 
@@ -64,24 +64,24 @@ def activation_bytes(precision: PricedPrecision) -> int:
 
 
 class BlockMemories:
-    """Memory of blocks under one stack, kept by what it depends on."""
+    """Memory of blocks under one framework, kept by what it depends on."""
 
-    def __init__(self, profile: Profile, stack: Stack) -> None:
-        self._profile, self._stack = profile, stack
+    def __init__(self, profile: Profile, framework: Framework) -> None:
+        self._profile, self._framework = profile, framework
         self._found: dict[tuple[int, MemoryKey, Recompute], BlockMemory] = {}
 
     def memory(self, block: Block, key: MemoryKey, recompute: Recompute = "none") -> BlockMemory:
         """Return what one microbatch keeps in a block of the profile."""
         index = (id(block), key, recompute)
-        found = self._found.get(index)
-        if found is None:
-            found = self._found[index] = _memory(self._profile, self._stack, block, key, recompute)
-        return found
+        memory = self._found.get(index)
+        if memory is None:
+            memory = self._found[index] = _memory(self._profile, self._framework, block, key, recompute)
+        return memory
 
 
-def _memory(profile: Profile, stack: Stack, block: Block, key: MemoryKey, recompute: Recompute) -> BlockMemory:
+def _memory(profile: Profile, framework: Framework, block: Block, key: MemoryKey, recompute: Recompute) -> BlockMemory:
     tokens = key.samples * profile.sequence_length / key.context
-    kept = _Kept(stack, key, profile.sequence_length)
+    kept = _KeptBytes(framework, key, profile.sequence_length)
     # Backward frees what it has used: the fullest moment is the operator with most before it and the widest gradients.
     whole = fullest = 0.0
     for operator in block.operators:
@@ -101,17 +101,19 @@ def _memory(profile: Profile, stack: Stack, block: Block, key: MemoryKey, recomp
     return BlockMemory(dense, experts, tokens * waiting, tokens * live)
 
 
-class _Kept:
+class _KeptBytes:
     """Bytes per token of one rank."""
 
-    def __init__(self, stack: Stack, key: MemoryKey, length: int) -> None:
-        self._habits: MemoryHabits = stack.memory
-        self._flash, fused = stack.flash_attention, stack.fused_elementwise
-        self._fused_norms = fused if self._habits.fused_norms is None else self._habits.fused_norms
-        self._fused_activations = fused if self._habits.fused_activations is None else self._habits.fused_activations
+    def __init__(self, framework: Framework, key: MemoryKey, length: int) -> None:
+        self._memory_model: FrameworkMemory = framework.memory
+        self._flash, fused = framework.flash_attention, framework.fused_elementwise
+        self._fused_norms = fused if self._memory_model.fused_norms is None else self._memory_model.fused_norms
+        self._fused_activations = (
+            fused if self._memory_model.fused_activations is None else self._memory_model.fused_activations
+        )
         self._key, self._length = key, length
         self._element = activation_bytes(key.precision)
-        self._mask = 1 if self._habits.masks_in_bytes else self._element
+        self._mask = 1 if self._memory_model.masks_in_bytes else self._element
 
     def entry(self, block: Block) -> float:
         """The activation that enters it."""
@@ -127,7 +129,7 @@ class _Kept:
         if operator.dropout and operator.kind == "elementwise":
             fixed *= self._mask
         size = elements * self._element + fixed
-        if self._habits.operands_in_fp8 and self._key.precision in _EIGHT_BITS and operator.kind == "elementwise":
+        if self._memory_model.operands_in_fp8 and self._key.precision in _EIGHT_BITS and operator.kind == "elementwise":
             # Of what norms and activations keep, the result is a matmul's input.
             size -= (elements / 3 if operator.split in ("column", "expert") else elements / 2) * (self._element - 1)
         if operator.kind == "attention":
@@ -141,13 +143,13 @@ class _Kept:
 
     def selected(self, block: Block) -> float:
         """What `recompute = "selective"` keeps of a block."""
-        if self._habits.selective == "attention":
+        if self._memory_model.selective == "attention":
             return sum(
                 self.of(operator) - self._scores(operator) / self._share(operator) * (operator.kind == "attention")
                 for operator in block.operators
             )
         results = 0.0
-        every = 2 if self._habits.selective == "alternate" else 1
+        every = 2 if self._memory_model.selective == "alternate" else 1
         summed = last_of_experts(block.operators) if self._key.expert_tensor > 1 else None
         for operator in block.operators:
             if operator.kind in ("matmul", "convolution"):
@@ -169,16 +171,16 @@ class _Kept:
 
     def _projection(self, operator: Operator) -> float:
         """Elements kept of the joint projection."""
-        if self._habits.kept_projection == "none":
+        if self._memory_model.kept_projection == "none":
             return 0.0
-        values = operator.kv_heads * operator.value_head_size if self._habits.kept_projection == "all" else 0
+        values = operator.kv_heads * operator.value_head_size if self._memory_model.kept_projection == "all" else 0
         return (operator.heads + operator.kv_heads) * operator.head_size + values
 
     def _scores(self, operator: Operator) -> float:
         if self._flash:
             return 0.0
         keys = min(self._length, operator.window or self._length)
-        each = self._habits.score_bytes * self._element / 2
+        each = self._memory_model.score_bytes * self._element / 2
         if operator.dropout:
             each += self._element + self._mask
         return operator.heads * keys * each
@@ -186,7 +188,7 @@ class _Kept:
     def _gathers(self, operator: Operator) -> bool:
         is_norm_before_matmul = operator.kind == "elementwise" and operator.split == "sequence"
         return (
-            self._habits.keeps_gathered
+            self._memory_model.keeps_gathered
             and self._key.sequence_parallel
             and is_norm_before_matmul
             and operator.kept_elements_per_token > 0

@@ -45,7 +45,7 @@ class CollectiveChoice(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Flat:
+class _FlatGroup:
     """A group with all its legs taken for one link."""
 
     members: int
@@ -102,12 +102,12 @@ def _lines(kind: Collective, group: AxisGroup) -> tuple[CostLine, ...]:
     far = 1e12
     low, high = (algorithm_choices(kind, size, group) for size in (0.0, far))
     start, copies = _fixed(kind, 0.0, group), _fixed(kind, far, group)
-    found = tuple(
+    lines = tuple(
         CostLine(a.algorithm, a.seconds + start, (b.seconds - a.seconds + copies - start) / far)
         for a, b in zip(low, high, strict=True)
     )
-    group.lines[kind] = found
-    return found
+    group.lines[kind] = lines
+    return lines
 
 
 def _seconds(choice: CollectiveChoice) -> float:
@@ -147,7 +147,7 @@ def _fixed(kind: Collective, size_bytes: float, group: AxisGroup) -> float:
     return start + _COPIES[kind] * size_bytes * group.seconds_per_copied_byte
 
 
-def _flat(group: AxisGroup) -> _Flat:
+def _flat(group: AxisGroup) -> _FlatGroup:
     outermost = len(group.legs) - 1
     hops, depth, left = 0.0, 0.0, group.size
     for index, leg in enumerate(group.legs):
@@ -157,7 +157,7 @@ def _flat(group: AxisGroup) -> _Flat:
         depth += (leg.units - 1 if is_chain else (leg.units - 1).bit_length()) * leg.latency
         left = after
     steps = (group.size - 1).bit_length()
-    return _Flat(
+    return _FlatGroup(
         members=group.size,
         hop=hops / group.size,
         depth=depth / steps,
@@ -167,7 +167,7 @@ def _flat(group: AxisGroup) -> _Flat:
     )
 
 
-def _all_reduce_choices(size: float, group: AxisGroup, flat: _Flat) -> Iterator[CollectiveChoice]:
+def _all_reduce_choices(size: float, group: AxisGroup, flat: _FlatGroup) -> Iterator[CollectiveChoice]:
     n = flat.members
     if len(group.legs) == 1:
         yield from _leg_all_reduces(size, group.legs[0])
@@ -234,7 +234,7 @@ def _leg_halves(size: float, leg: Leg) -> Iterator[CollectiveChoice]:
         yield CollectiveChoice("halving_doubling", halving_doubling.half_seconds(n, size, leg.latency, 1 / leg.ring))
 
 
-def _half_choices(size: float, group: AxisGroup, flat: _Flat) -> Iterator[CollectiveChoice]:
+def _half_choices(size: float, group: AxisGroup, flat: _FlatGroup) -> Iterator[CollectiveChoice]:
     """Reduce-scatter and all-gather, which cost the same."""
     n = flat.members
     if len(group.legs) == 1:
@@ -270,7 +270,7 @@ def _torus_seconds(size: float, group: AxisGroup) -> float:
     return seconds
 
 
-def _broadcast_choices(size: float, group: AxisGroup, flat: _Flat) -> Iterator[CollectiveChoice]:
+def _broadcast_choices(size: float, group: AxisGroup, flat: _FlatGroup) -> Iterator[CollectiveChoice]:
     n = flat.members
     yield CollectiveChoice("tree", _tree_broadcast(size, group))
     yield CollectiveChoice("ring", ring.broadcast_seconds(n, size, flat.hop, flat.per_byte))

@@ -16,7 +16,7 @@ from weft.model.profile import Profile
 from weft.planning.price._block_memory import BlockMemories, BlockMemory, MemoryKey, memory_key
 from weft.planning.price._prediction import StageMemory
 from weft.planning.price._rank_memory import RankMemory, RankShare
-from weft.techniques.cost_terms import WEFT, Layout, Stack
+from weft.techniques.cost_terms import WEFT, Framework, Layout
 from weft.techniques.fused_loss.cost import loss_bytes
 from weft.techniques.offload.cost import BLOCKS_HERE
 from weft.techniques.pipeline.cost import FOLDED, in_flight
@@ -39,15 +39,15 @@ class StageSizes(NamedTuple):
 
 
 class Memories:
-    """Memory of layouts of one model under one stack; keeps every part that several layouts share."""
+    """Memory of layouts of one model under one framework; keeps every part that several layouts share."""
 
-    def __init__(self, profile: Profile, stack: Stack = WEFT, *, on_accelerator: bool = True) -> None:
+    def __init__(self, profile: Profile, framework: Framework = WEFT, *, on_accelerator: bool = True) -> None:
         if not on_accelerator:
             # torch has no kernels of its own for root-mean-square norms and dropouts on CPUs.
-            stack = replace(stack, memory=replace(stack.memory, fused_norms=False, masks_in_bytes=False))
-        self.profile, self.stack, self.on_accelerator = profile, stack, on_accelerator
-        self.blocks = BlockMemories(profile, stack)
-        self._tables: dict[tuple[MemoryKey, Recompute | tuple[Recompute, ...]], _Tables] = {}
+            framework = replace(framework, memory=replace(framework.memory, fused_norms=False, masks_in_bytes=False))
+        self.profile, self.framework, self.on_accelerator = profile, framework, on_accelerator
+        self.blocks = BlockMemories(profile, framework)
+        self._tables: dict[tuple[MemoryKey, Recompute | tuple[Recompute, ...]], _PrefixSums] = {}
         self._held: dict[tuple[object, ...], tuple[tuple[StageSizes, ...], ...]] = {}
 
     def of(self, layout: Layout, cuts: Sequence[int] | None = None) -> tuple[StageMemory, ...]:
@@ -77,7 +77,7 @@ class Memories:
         (`memory_key`)."""
         key = memory_key(layout)
         ends = sum(self.blocks.memory(end, key).dense_parameters for end in (self.profile.stem, self.profile.tail))
-        return RankMemory.of(layout, self.stack, ends=ends, on_accelerator=self.on_accelerator)
+        return RankMemory.of(layout, self.framework, ends=ends, on_accelerator=self.on_accelerator)
 
     def _here(self, layout: Layout) -> Layout:
         """The layout without what has no effect: the host's memory is the cores' own."""
@@ -97,12 +97,12 @@ class Memories:
             self._held[index] = tuple(map(tuple, held))
         return self._held[index]
 
-    def _table(self, key: MemoryKey, words: Recompute | tuple[Recompute, ...]) -> _Tables:
+    def _table(self, key: MemoryKey, words: Recompute | tuple[Recompute, ...]) -> _PrefixSums:
         if (key, words) not in self._tables:
             each = (words,) * len(self.profile.blocks) if isinstance(words, str) else words
             blocks = self.profile.parts
             pairs = zip(blocks, ("none", *each, "none"), strict=True)
-            self._tables[key, words] = _Tables([self.blocks.memory(block, key, word) for block, word in pairs])
+            self._tables[key, words] = _PrefixSums([self.blocks.memory(block, key, word) for block, word in pairs])
         return self._tables[key, words]
 
     def _shares(self, layout: Layout, cuts: Sequence[int] | None) -> Iterator[RankShare]:
@@ -113,33 +113,33 @@ class Memories:
         is_tied = self.profile.tied and layout.pipeline > 1 and not folded
         tied = self.profile.vocabulary_size * self.profile.hidden_size / layout.tensor if is_tied else 0.0
         logits = self.logits(layout)
-        for rank, held in enumerate(self._ranks(layout, cuts)):
+        for rank, stages in enumerate(self._ranks(layout, cuts)):
             has_head = rank == head_rank
-            dense = sum(stage.dense for stage in held)
+            dense = sum(stage.dense for stage in stages)
             yield RankShare(
                 dense=dense + tied if has_head else dense,
-                experts=sum(stage.experts for stage in held),
-                waiting=self._waiting(layout, rank, held),
-                live=max(stage.live for stage in held),
+                experts=sum(stage.experts for stage in stages),
+                waiting=self._waiting(layout, rank, stages),
+                live=max(stage.live for stage in stages),
                 logits=logits if has_head else 0.0,
-                widest=max(stage.widest for stage in held),
+                widest=max(stage.widest for stage in stages),
             )
 
-    def _waiting(self, layout: Layout, rank: int, held: Sequence[StageSizes]) -> float:
+    def _waiting(self, layout: Layout, rank: int, stages: Sequence[StageSizes]) -> float:
         """Activations between their forward and their backward."""
         counts = in_flight(layout.schedule, layout.pipeline, layout.chunks, layout.microbatches, rank)
-        waiting = sum(count * stage.kept for count, stage in zip(counts, held, strict=True))
+        waiting = sum(count * stage.kept for count, stage in zip(counts, stages, strict=True))
         if not layout.offloads_activations:
             return waiting
-        ends = sum(count * stage.of_ends for count, stage in zip(counts, held, strict=True))
-        return min(waiting, ends + BLOCKS_HERE * max(stage.of_block for stage in held))
+        ends = sum(count * stage.of_ends for count, stage in zip(counts, stages, strict=True))
+        return min(waiting, ends + BLOCKS_HERE * max(stage.of_block for stage in stages))
 
     def logits(self, layout: Layout) -> float:
         """Bytes around the loss."""
-        return loss_bytes(layout, self.profile, self.stack.memory, on_accelerator=self.on_accelerator)
+        return loss_bytes(layout, self.profile, self.framework.memory, on_accelerator=self.on_accelerator)
 
 
-class _Tables:
+class _PrefixSums:
     """Sums over runs of stem, blocks and tail, so that any cut into stages is a subtraction."""
 
     def __init__(self, memories: Sequence[BlockMemory]) -> None:

@@ -11,10 +11,10 @@ from weft.model.profile import Block, Profile
 from weft.planning.price._check_layout import check_layout
 from weft.planning.price._collectives import collective_seconds
 from weft.planning.price._memory import Memories
+from weft.planning.price._model_cost import ModelCost, Stages, model_cost_of
 from weft.planning.price._prediction import Prediction, ScheduleSpan, TimeTerms
 from weft.planning.price._stages import BlockCost, BlockCosts, key_of
 from weft.planning.price._update import Update, trained_loads, update_of
-from weft.planning.price._whole import Stages, Whole, whole_of
 from weft.techniques.buckets.cost import bucket_of
 from weft.techniques.buckets.sizes import SMALLEST_BUCKET
 from weft.techniques.cost_terms import (
@@ -25,11 +25,11 @@ from weft.techniques.cost_terms import (
     Calibration,
     CostKey,
     Device,
+    Framework,
     Groups,
     Layout,
     Network,
     RankLoad,
-    Stack,
 )
 from weft.techniques.offload.cost import unloading
 from weft.techniques.pipeline.cost import (
@@ -48,13 +48,13 @@ from weft.techniques.zero.cost import gathers_of, gathers_weights, hiding, reduc
 _KINDS = {"F": "forward", "B": "backward", "I": "input_backward", "W": "weight_backward"}
 
 
-class _Case(NamedTuple):
+class _LayoutCosts(NamedTuple):
     """A layout with what its price is made of."""
 
     layout: Layout
     groups: Groups
     device: Device
-    whole: Whole
+    model_cost: ModelCost
     stages: Stages
     times: StageTimes
     gathering: float
@@ -65,21 +65,21 @@ class _Case(NamedTuple):
     """Exposed seconds of one microbatch's activations on their way to host memory and back, all stages."""
 
 
-class Pricer:
+class CostModel:
     """Prices layouts of one model on one cluster; keeps every part that several layouts share."""
 
     def __init__(
-        self, profile: Profile, cluster: Cluster, stack: Stack = WEFT, calibration: Calibration = DATASHEET
+        self, profile: Profile, cluster: Cluster, framework: Framework = WEFT, calibration: Calibration = DATASHEET
     ) -> None:
         calibration = calibration if cluster.has_accelerators else calibration.on_cores()
-        self.profile, self.cluster, self.stack, self.calibration = profile, cluster, stack, calibration
+        self.profile, self.cluster, self.framework, self.calibration = profile, cluster, framework, calibration
         self.network = Network(cluster, slowdowns=calibration.link_slowdowns)
         self._timelines = Timelines()
         self._collectives = BoundedCache[tuple[str, float, AxisGroup, str], float]()
         self._devices: dict[float, tuple[Device, BlockCosts]] = {}
-        self._wholes: dict[tuple[object, ...], Whole] = {}
+        self._model_costs: dict[tuple[object, ...], ModelCost] = {}
         self._sample_flops = model_flops(profile)
-        self.memories = Memories(profile, stack, on_accelerator=cluster.has_accelerators)
+        self.memories = Memories(profile, framework, on_accelerator=cluster.has_accelerators)
 
     # ── parts, for bounds and reports ─────────────────────────────────────────────────────────────────────────────
 
@@ -103,7 +103,7 @@ class Pricer:
     @property
     def hiding(self) -> dict[str, float]:
         """What of a computation hides ZeRO-3's collectives, and how they slow it down: see `waits_of`."""
-        return hiding(self.calibration, self.stack, on_accelerator=self.memories.on_accelerator)
+        return hiding(self.calibration, self.framework, on_accelerator=self.memories.on_accelerator)
 
     def copied(self, layout: Layout) -> float:
         """Return the seconds per byte of ZeRO-3's copies between weights and the flat tensors that travel: on cores
@@ -127,14 +127,14 @@ class Pricer:
             size /= layout.tensor
         return self.seconds("send", size, pair)
 
-    def whole(self, layout: Layout) -> Whole:
+    def model_cost(self, layout: Layout) -> ModelCost:
         """Return the costs of all blocks: a microbatch's sums, and stages for any cuts."""
         costs = self._key(layout)
         key = (costs, layout.recompute, layout.adapters_only, self._threads(layout))
-        if key not in self._wholes:
+        if key not in self._model_costs:
             machine = self._machine(layout)[1]
-            self._wholes[key] = whole_of(self.profile, layout, lambda block: machine.cost(block, costs))
-        return self._wholes[key]
+            self._model_costs[key] = model_cost_of(self.profile, layout, lambda block: machine.cost(block, costs))
+        return self._model_costs[key]
 
     # ── the whole ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -153,15 +153,15 @@ class Pricer:
         time = self.time(layout, exact=exact or spans, case=case)
         return Prediction(
             time=time,
-            spread=self.stack.spread,
-            stages=self.memories.of(layout, case.whole.cuts(layout)),
+            spread=self.framework.spread,
+            stages=self.memories.of(layout, case.model_cost.cuts(layout)),
             usable_bytes=self.cluster.usable_memory_bytes,
             margin_bytes=self.cluster.device_memory_bytes - self.cluster.usable_memory_bytes,
             model_flops=self._sample_flops * layout.microbatch_size * layout.microbatches * layout.data,
             spans=self._spans(case) if spans else (),
         )
 
-    def time(self, layout: Layout, *, exact: bool = False, case: _Case | None = None) -> TimeTerms:
+    def time(self, layout: Layout, *, exact: bool = False, case: _LayoutCosts | None = None) -> TimeTerms:
         """Return the seconds of a step by cause.  The layout must fit (`check_layout`)."""
         case = case or self._case(layout)
         step, without_transfers = self._pipeline(case, exact=exact)
@@ -193,7 +193,7 @@ class Pricer:
     def slowdown(self, world_size: int) -> float:
         """Return how many times as long as its parts a step of so many ranks takes."""
         nodes = max(1.0, world_size / max(node.devices.count for node in self.cluster.nodes))
-        return self.stack.slowdown * (1.0 + self.calibration.straggler * math.log2(nodes))
+        return self.framework.slowdown * (1.0 + self.calibration.straggler * math.log2(nodes))
 
     def bucket(self, layout: Layout, *, low: int = SMALLEST_BUCKET) -> int | None:
         """Return the bytes of a gradient bucket for which the fullest rank waits least, at least `low`; None where the
@@ -205,10 +205,10 @@ class Pricer:
         load = max(trained_loads(layout, self._loads(case)), key=lambda load: load.dense + load.experts)
         return bucket_of(layout, load, case.device, case.groups, self.seconds, low)
 
-    def _case(self, layout: Layout) -> _Case:
+    def _case(self, layout: Layout) -> _LayoutCosts:
         groups, device = self.groups(layout), self.device(layout)
-        whole = self.whole(layout)
-        stages = whole.stages(whole.cuts(layout))
+        model_cost = self.model_cost(layout)
+        stages = model_cost.stages(model_cost.cuts(layout))
         forward, inputs, gathering, scatters = self._gathered(layout, stages, groups)
         away = 0.0
         if layout.offloads_activations:
@@ -222,12 +222,12 @@ class Pricer:
             away = sum(out) + sum(back)
         hop = self.transfer(layout, groups.pipeline) if layout.pipeline > 1 else 0.0
         times = StageTimes(forward=forward, input=inputs, weight=stages.weight, transfer=hop)
-        return _Case(layout, groups, device, whole, stages, times, gathering, scatters, away)
+        return _LayoutCosts(layout, groups, device, model_cost, stages, times, gathering, scatters, away)
 
-    def _step(self, case: _Case, *, exact: bool) -> PipelineTimes:
+    def _step(self, case: _LayoutCosts, *, exact: bool) -> PipelineTimes:
         layout, times = case.layout, case.times
         play = self._timelines.play if exact else closed_form
-        if layout.pipeline > 1 and times.transfer and not self.stack.overlap_pipeline:
+        if layout.pipeline > 1 and times.transfer and not self.framework.overlap_pipeline:
             hop = times.transfer
             times = StageTimes(
                 forward=[time + hop for time in times.forward],
@@ -236,7 +236,7 @@ class Pricer:
             )
         return play(layout.schedule, layout.pipeline, layout.chunks, layout.microbatches, times)
 
-    def _pipeline(self, case: _Case, *, exact: bool) -> tuple[PipelineTimes, float]:
+    def _pipeline(self, case: _LayoutCosts, *, exact: bool) -> tuple[PipelineTimes, float]:
         """Return the pipeline's step, and its seconds if transfers took no time."""
         layout, times, step = case.layout, case.times, self._step(case, exact=exact)
         if layout.pipeline == 1 or times.transfer == 0.0:
@@ -244,7 +244,7 @@ class Pricer:
         free = StageTimes(forward=times.forward, input=times.input, weight=times.weight)
         return step, self._step(case._replace(times=free), exact=exact).seconds
 
-    def _loads(self, case: _Case) -> list[RankLoad]:
+    def _loads(self, case: _LayoutCosts) -> list[RankLoad]:
         layout, stages, times = case.layout, case.stages, case.times
         ranks = stage_ranks(layout.schedule, layout.pipeline, layout.chunks) if layout.num_stages > 1 else (0,)
         totals = [[0.0] * 5 for _ in range(layout.pipeline)]
@@ -261,7 +261,7 @@ class Pricer:
             total[4] += scatter
         return [RankLoad(*total) for total in totals]
 
-    def _update(self, case: _Case, step: PipelineTimes) -> Update:
+    def _update(self, case: _LayoutCosts, step: PipelineTimes) -> Update:
         layout = case.layout
         update = update_of(layout, self._loads(case), step, case.device, case.groups, self.seconds)
         if self.profile.tied and layout.pipeline > 1 and not layout.adapters_only:
@@ -270,8 +270,8 @@ class Pricer:
             update = update._replace(data=update.data + self.seconds("all_reduce", size, ends))
         return update
 
-    def _terms(self, case: _Case, pipeline: float, without_transfers: float, update: Update) -> TimeTerms:
-        layout, (passes, again) = case.layout, case.whole.sums
+    def _terms(self, case: _LayoutCosts, pipeline: float, without_transfers: float, update: Update) -> TimeTerms:
+        layout, (passes, again) = case.layout, case.model_cost.sums
         each = layout.microbatches / layout.pipeline
         busy = each * (passes.seconds + again.seconds + case.gathering + case.unloading)
         inside = pipeline + sum(update)
@@ -307,7 +307,7 @@ class Pricer:
         threads = self._threads(layout)
         if threads not in self._devices:
             slowest = _slowest(self.cluster)
-            device = Device(slowest, self.calibration, self.stack, threads)
+            device = Device(slowest, self.calibration, self.framework, threads)
             self._devices[threads] = (device, BlockCosts(self.profile, device, self.seconds))
         return self._devices[threads]
 
@@ -323,7 +323,7 @@ class Pricer:
         dense_bytes, expert_bytes = sum(stages.dense_parameters) / blocks, sum(stages.expert_parameters) / blocks
         of_dense, of_experts = gathers_of(dense_bytes, expert_bytes, groups, self.seconds)
         copied = self.copied(layout)
-        once, beside = reduces_once(layout, self.stack), self.hiding
+        once, beside = reduces_once(layout, self.framework), self.hiding
         forward, inputs, scatters = list[float](), list[float](), list[float]()
         exposed = 0.0
         for ahead, back, more, dense, experts in zip(
@@ -338,7 +338,7 @@ class Pricer:
             exposed += waits.forward + waits.backward
         return forward, inputs, exposed, scatters
 
-    def _spans(self, case: _Case) -> tuple[ScheduleSpan, ...]:
+    def _spans(self, case: _LayoutCosts) -> tuple[ScheduleSpan, ...]:
         layout = case.layout
         shape = (layout.schedule, layout.pipeline, layout.chunks, layout.microbatches)
         return tuple(
@@ -359,7 +359,7 @@ def predict(
     cluster: Cluster,
     layout: Layout,
     *,
-    stack: Stack = WEFT,
+    framework: Framework = WEFT,
     calibration: Calibration = DATASHEET,
     spans: bool = False,
 ) -> Prediction:
@@ -369,7 +369,7 @@ def predict(
         PlanError: the layout does not fit the model or the cluster.
         ClusterError: the speed of the devices is unknown.
     """
-    return Pricer(profile, cluster, stack, calibration).predict(layout, exact=True, spans=spans)
+    return CostModel(profile, cluster, framework, calibration).predict(layout, exact=True, spans=spans)
 
 
 def model_flops(profile: Profile) -> float:

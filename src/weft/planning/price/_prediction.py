@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from weft.columns import Column
+from weft.vectorized import Column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class TimeTerms:
     optimizer: float = 0.0
     offload: float = 0.0
     other: float = 0.0
-    """Stragglers, data loading, host overhead: the stack's scalar."""
+    """Stragglers, data loading, host overhead: the framework's scalar."""
 
     @property
     def total(self) -> float:

@@ -1,13 +1,13 @@
-"""The memory of one pipeline rank by kind, of one layout or of a table of them (`weft.columns`)."""
+"""The memory of one pipeline rank by kind, of one layout or of a table of them (`weft.vectorized`)."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from weft.columns import Column, chosen
 from weft.planning.price._prediction import MemoryKinds
-from weft.techniques.cost_terms import Layout, Stack
+from weft.techniques.cost_terms import Framework, Layout
 from weft.techniques.zero.cost import States, gathers_weights, holds_weights, holds_whole_gradients, states_of
+from weft.vectorized import Column, chosen
 
 PROCESS_BYTES = 295e6
 """What a rank on a CPU holds beside its tensors: the interpreter, torch, the network, the allocator's remains.
@@ -51,28 +51,28 @@ class RankMemory(NamedTuple):
     """Bytes outside the allocator."""
 
     @classmethod
-    def of(cls, layout: Layout, stack: Stack, *, ends: float, on_accelerator: bool) -> RankMemory:
+    def of(cls, layout: Layout, framework: Framework, *, ends: float, on_accelerator: bool) -> RankMemory:
         """`ends`: elements of stem and tail."""
-        habits, element = stack.memory, layout.element_bytes
-        gathers, holds = gathers_weights(layout), holds_weights(layout, stack)
-        whole = holds_whole_gradients(layout, stack)
+        memory_model, element = framework.memory, layout.element_bytes
+        gathers, holds = gathers_weights(layout), holds_weights(layout, framework)
+        whole = holds_whole_gradients(layout, framework)
         # Gradients of a block are made in compute precision, and cast where they are kept in a wider one.
         wide = layout.gradient_bytes if layout.gradient_bytes > element else 0
-        gathered = chosen(holds, 0.0, habits.gathered_blocks * element)
+        gathered = chosen(holds, 0.0, memory_model.gathered_blocks * element)
         gathered = gathered + chosen(whole | layout.adapters_only, 0, element + wide)
         axes = (layout.data, layout.tensor, layout.pipeline, layout.context, layout.expert)
-        communicators = sum(size > 1 for size in axes) * habits.communicator_bytes
-        kept_ends = chosen(holds, 0.0, ends * element * habits.gathers_ends)
+        communicators = sum(size > 1 for size in axes) * memory_model.communicator_bytes
+        kept_ends = chosen(holds, 0.0, ends * element * memory_model.gathers_ends)
         return cls(
             dense=states_of(layout, whole_gradients=whole),
             experts=states_of(layout, experts=True, whole_gradients=whole),
-            gradient_copies=habits.gradient_copies * element * layout.trained_share * (not layout.shards_weights),
+            gradient_copies=memory_model.gradient_copies * element * layout.trained_share * (not layout.shards_weights),
             gathered=chosen(gathers, gathered, 0.0),
             held=chosen(holds, float(element), 0.0),
-            buffers=chosen(gathers, kept_ends, _bucket_bytes(layout, stack)),
-            workspace=habits.workspace_bytes if on_accelerator else 0.0,
-            reserved=1 + habits.fragmentation if on_accelerator else 1.0,
-            outside=habits.context_bytes + communicators if on_accelerator else PROCESS_BYTES,
+            buffers=chosen(gathers, kept_ends, _bucket_bytes(layout, framework)),
+            workspace=memory_model.workspace_bytes if on_accelerator else 0.0,
+            reserved=1 + memory_model.fragmentation if on_accelerator else 1.0,
+            outside=memory_model.context_bytes + communicators if on_accelerator else PROCESS_BYTES,
         )
 
     def kinds(self, rank: RankShare) -> MemoryKinds:
@@ -95,9 +95,12 @@ class RankMemory(NamedTuple):
         return self.kinds(rank).allocated * self.reserved + self.outside
 
 
-def _bucket_bytes(layout: Layout, stack: Stack) -> Column:
+def _bucket_bytes(layout: Layout, framework: Framework) -> Column:
     """Bytes in which gradients travel."""
     if layout.adapters_only:
         return 0.0
     travels = layout.data * layout.context > 1
-    return chosen(travels, stack.memory.bucket_copies * layout.bucket_limits[1], 0.0) + stack.memory.reduction_bytes
+    return (
+        chosen(travels, framework.memory.bucket_copies * layout.bucket_limits[1], 0.0)
+        + framework.memory.reduction_bytes
+    )

@@ -74,10 +74,10 @@ class BlockCosts:
 
     def cost(self, block: Block, key: CostKey) -> BlockCost:
         """Return what one microbatch costs in a block."""
-        found = self._costs.get((id(block), key))
-        if found is None:
-            found = self._costs[id(block), key] = self._price(block, key)
-        return found
+        cost = self._costs.get((id(block), key))
+        if cost is None:
+            cost = self._costs[id(block), key] = self._price(block, key)
+        return cost
 
     def sums(self, key: CostKey) -> tuple[float, float]:
         """Return the seconds of one microbatch in all blocks but stem and tail, and what of it is computing.
@@ -130,7 +130,7 @@ class BlockCosts:
 
     def _work(self, block: Block, share: Share) -> _BlockWork:
         """What a rank computes in a block, wherever its groups lie."""
-        is_even = share.expert == 1 or self._device.stack.balances_experts
+        is_even = share.expert == 1 or self._device.framework.balances_experts
         imbalance = 1.0 if is_even else self._device.calibration.expert_imbalance
         works = [(operator, operator_work(self._device, operator, share, imbalance)) for operator in block.operators]
         if self._device.speeds:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from weft.columns import Column, chosen
 from weft.techniques.buckets.cost import Reductions
 from weft.techniques.cost_terms import Device, Groups, Layout, RankLoad, Seconds
 from weft.techniques.offload.cost import host_step, reading
 from weft.techniques.pipeline.cost import PipelineTimes
 from weft.techniques.registry import update_seconds
 from weft.techniques.zero.cost import holds_whole_gradients, sharing_ranks
+from weft.vectorized import Column, chosen
 
 
 class Update(NamedTuple):
@@ -58,13 +58,13 @@ def optimizer_seconds(layout: Layout, dense: Column, experts: Column, device: De
     mine = dense / shards + experts / expert_shards
     if layout.steps_on_host:
         return host_step(layout, mine, device.calibration)
-    whole = holds_whole_gradients(layout, device.stack) | (not layout.shards_gradients)
-    held = chosen(whole, dense + experts, mine)
+    whole = holds_whole_gradients(layout, device.framework) | (not layout.shards_gradients)
+    elements = chosen(whole, dense + experts, mine)
     waits = update_seconds(layout, mine * layout.master_bytes) + reading(layout, mine, device.calibration)
     known = device.speeds.update_seconds(mine) if device.speeds else None
     if known is not None:
-        return known + device.moved((mine + held) * layout.gradient_bytes).seconds, waits
+        return known + device.moved((mine + elements) * layout.gradient_bytes).seconds, waits
     # Norm and clearing of the gradients; state read and written; the weight in compute precision written.
     touched = mine * (2.0 * layout.gradient_bytes + 2.0 * layout.master_bytes + layout.element_bytes)
-    touched += held * layout.gradient_bytes
+    touched += elements * layout.gradient_bytes
     return device.moved(touched).seconds, waits

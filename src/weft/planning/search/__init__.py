@@ -5,7 +5,7 @@ from weft.planning.search._choose import PlanChoice as PlanChoice
 from weft.planning.search._choose import choose_plan as choose_plan
 from weft.planning.search._choose import explain_settings as explain_settings
 from weft.planning.search._convert import plan_of as plan_of
-from weft.planning.search._deadline import Smallest as Smallest
+from weft.planning.search._deadline import SmallestCluster as SmallestCluster
 from weft.planning.search._deadline import part_of_cluster as part_of_cluster
 from weft.planning.search._deadline import smallest_cluster as smallest_cluster
 from weft.planning.search._default_batch import DefaultBatch as DefaultBatch

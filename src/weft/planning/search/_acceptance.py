@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from weft.config.plan import Plan
 from weft.errors import PlanError
-from weft.planning.price import Pricer
-from weft.planning.search._convert import Sections, plan_of
-from weft.planning.search._pins import with_given
+from weft.planning.price import CostModel
+from weft.planning.search._convert import PlanSections, plan_of
+from weft.planning.search._pins import with_pins
 from weft.planning.search._space import Space
 from weft.techniques.cost_terms import Layout
 
@@ -18,9 +18,9 @@ from weft.techniques.cost_terms import Layout
 class Acceptance:
     """Asks a space what stands against the plans of layouts (`Space.refuses`), and counts what it hears."""
 
-    def __init__(self, pricer: Pricer, space: Space, global_batch_size: int, given: Plan | None = None) -> None:
-        self._pricer, self._space, self._batch, self._given = pricer, space, global_batch_size, given or Plan()
-        self._sections = Sections()
+    def __init__(self, cost_model: CostModel, space: Space, global_batch_size: int, pins: Plan | None = None) -> None:
+        self._cost_model, self._space, self._batch, self._pins = cost_model, space, global_batch_size, pins or Plan()
+        self._sections = PlanSections()
         self.refused: Counter[str] = Counter()
         """Refusal → layouts that were refused for it."""
 
@@ -49,6 +49,6 @@ class Acceptance:
 
     def _stated(self, layout: Layout, shares: Sequence[int] | None) -> Plan:
         if layout.pipeline > 1:
-            layout = replace(layout, cuts=self._pricer.whole(layout).cuts(layout))  # the ones that were priced
+            layout = replace(layout, cuts=self._cost_model.model_cost(layout).cuts(layout))  # the ones that were priced
         plan = plan_of(layout, global_batch_size=self._batch, shares=shares, known=self._sections)
-        return with_given(plan, self._given)
+        return with_pins(plan, self._pins)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.planning.price import Pricer, model_flops
+from weft.planning.price import CostModel, model_flops
 from weft.planning.search._space import Space
 from weft.planning.search._splits import Splits
 from weft.techniques.cost_terms import Layout
@@ -30,11 +30,11 @@ _NETWORK_HALVES = 0.5
 class SplitBounds:
     """What no layout of a split goes below, of one model on one cluster."""
 
-    def __init__(self, pricer: Pricer, space: Space, base: Layout) -> None:
+    def __init__(self, cost_model: CostModel, space: Space, base: Layout) -> None:
         """`base` is one rank, with the precision and bytes of all layouts of the search."""
         self._base = base
-        profile, cluster, calibration = pricer.profile, pricer.cluster, pricer.calibration
-        device, stem_to_tail = pricer.device(base), profile.parts
+        profile, cluster, calibration = cost_model.profile, cost_model.cluster, cost_model.calibration
+        device, stem_to_tail = cost_model.device(base), profile.parts
         self._cores = None if cluster.has_accelerators else min(node.cores for node in cluster.nodes)
         self._num_nodes = cluster.num_nodes
         # Where cores are the devices, `base` has all of a node's, and a rank computes with its share of them.
@@ -56,7 +56,7 @@ class SplitBounds:
             for operator in block.operators
             if operator.split == "row"
         )
-        self._tensor_sums_bytes = 0.0 if pricer.stack.overlap_tensor else sums * profile.sequence_length
+        self._tensor_sums_bytes = 0.0 if cost_model.framework.overlap_tensor else sums * profile.sequence_length
         self._link_bytes_per_second = max((tier.bandwidth_bytes_per_second for tier in cluster.links), default=1e30)
 
     def seconds(self, splits: Splits) -> Floats:
@@ -70,9 +70,9 @@ class SplitBounds:
         # Frozen weights beside adapters have no products for their gradients.
         of_weights = 0.0 if base.adapters_only else (tokens + self._inner_half) / tokens
         compute = compute * (2.0 + of_weights) / 3.0
-        held = self._dense_parameters / splits.tensor + self._expert_parameters / splits.expert / splits.tensor
+        parameters = self._dense_parameters / splits.tensor + self._expert_parameters / splits.expert / splits.tensor
         gradients = base.gradient_bytes * (not base.adapters_only)
-        moved = held * (2 * base.element_bytes + gradients) / (self._memory_bytes_per_second * speed)
+        moved = parameters * (2 * base.element_bytes + gradients) / (self._memory_bytes_per_second * speed)
         share = _NETWORK_HALVES * 2 * (splits.tensor - 1) / splits.tensor
         summed = share * self._tensor_sums_bytes * splits.size / splits.context / self._link_bytes_per_second
         whole = np.maximum(compute, moved) + summed

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from weft.config.plan import DataParallelPlan
-from weft.planning.price import Pricer
+from weft.planning.price import CostModel
 from weft.planning.search._space import Space
 from weft.techniques.buckets.sizes import LARGEST_BUCKET, SMALLEST_BUCKET, next_bucket
 from weft.techniques.cost_terms import Layout
@@ -18,33 +18,35 @@ _STEPS = (4, 1)
 """Steps of the ladder of `next_bucket`: twice and half, then the sizes between."""
 
 
-class Priced(NamedTuple):
+class PricedLayout(NamedTuple):
     """A layout with its price."""
 
     score: float
     layout: Layout
 
 
-def sized(pricer: Pricer, space: Space, layout: Layout, *, most: int = LARGEST_BUCKET) -> Layout:
+def sized(cost_model: CostModel, space: Space, layout: Layout, *, most: int = LARGEST_BUCKET) -> Layout:
     """Return a layout with the bucket of the closed form, where the space leaves it open, and at most `most`."""
-    wanted = pricer.bucket(layout, low=_least(space)) if space.bucket_bytes is None else None
-    return layout if wanted is None else replace(layout, bucket_bytes=max(min(wanted, most), _least(space)))
+    bucket = cost_model.bucket(layout, low=_least(space)) if space.bucket_bytes is None else None
+    return layout if bucket is None else replace(layout, bucket_bytes=max(min(bucket, most), _least(space)))
 
 
-def with_best_bucket(pricer: Pricer, space: Space, start: Priced, price: Callable[[Layout], Priced | None]) -> Priced:
+def with_best_bucket(
+    cost_model: CostModel, space: Space, start: PricedLayout, price: Callable[[Layout], PricedLayout | None]
+) -> PricedLayout:
     """Return the best bucket for a priced layout: from the closed form's, up and down as long as that is better."""
-    if space.bucket_bytes is not None or pricer.bucket(start.layout, low=_least(space)) is None:
+    if space.bucket_bytes is not None or cost_model.bucket(start.layout, low=_least(space)) is None:
         return start
-    best = better(start, price(sized(pricer, space, start.layout))) or start
+    best = better(start, price(sized(cost_model, space, start.layout))) or start
     for steps in (sign * step for step in _STEPS for sign in (1, -1)):
         while True:
             size = next_bucket(best.layout.bucket_bytes, steps)
             if not _least(space) <= size <= LARGEST_BUCKET:
                 break
-            found = better(best, price(replace(best.layout, bucket_bytes=size)))
-            if found is None or found is best:
+            candidate = better(best, price(replace(best.layout, bucket_bytes=size)))
+            if candidate is None or candidate is best:
                 break
-            best = found
+            best = candidate
     return best
 
 
@@ -52,7 +54,7 @@ def _least(space: Space) -> int:
     return max(SMALLEST_BUCKET, *(space.first_bucket_bytes or (0,)))
 
 
-def better(one: Priced | None, other: Priced | None) -> Priced | None:
+def better(one: PricedLayout | None, other: PricedLayout | None) -> PricedLayout | None:
     """Return the lower score; the first of equals."""
     if one is None or other is None:
         return one or other

@@ -9,9 +9,9 @@ from weft.config.cluster import Cluster, table_links
 from weft.config.plan import DataParallelPlan, ModelFacts, Plan
 from weft.config.recipe import Recipe
 from weft.errors import PlanError
-from weft.figures import spell_figure, spell_memory, spell_seconds
+from weft.formatting import format_memory, format_number, format_seconds
 from weft.model.profile import Profile
-from weft.planning.price import Pricer
+from weft.planning.price import CostModel
 from weft.planning.search._pins import has_pins
 from weft.planning.search._recipe_space import recipe_space
 from weft.planning.search._refusal import no_plan
@@ -61,7 +61,7 @@ def choose_plan(
     processes: int | None = None,
     *,
     profile: Profile,
-    given: Plan | None = None,
+    pins: Plan | None = None,
     calibration: Calibration = DATASHEET,
     top: int = 8,
 ) -> PlanChoice:
@@ -81,30 +81,30 @@ def choose_plan(
     """
     if processes is not None and processes < 1:
         raise PlanError(f"processes = {processes} is too few. Use 1 or more.")
-    given = given or Plan()
-    processes = _enough_processes(given, cluster, processes)
+    pins = pins or Plan()
+    processes = _enough_processes(pins, cluster, processes)
 
-    def find(cluster: Cluster, processes: int | None, given: Plan = given) -> list[Candidate]:
-        return _rivals(recipe, cluster, facts, processes, profile, given, calibration, top)
+    def find(cluster: Cluster, processes: int | None, pins: Plan = pins) -> list[Candidate]:
+        return _rivals(recipe, cluster, facts, processes, profile, pins, calibration, top)
 
     rivals = find(cluster, processes)
-    axes = replace(given, origins={key: where for key, where in given.origins.items() if key.startswith("mesh.")})
-    known = rivals if rivals or axes == given else find(cluster, processes, axes)
+    axes = replace(pins, origins={key: where for key, where in pins.origins.items() if key.startswith("mesh.")})
+    known = rivals if rivals or axes == pins else find(cluster, processes, axes)
     if not known:
-        raise no_plan(find, cluster, processes, profile, recipe.batch.global_batch_size, given)
+        raise no_plan(find, cluster, processes, profile, recipe.batch.global_batch_size, pins)
     best = known[0]
     assert best.plan is not None
-    reasons = _unless_given(explain_settings(best.plan, recipe, cluster, known), given)
+    reasons = _unless_given(explain_settings(best.plan, recipe, cluster, known), pins)
     return PlanChoice(plan=best.plan, reasons=reasons, rivals=tuple(rivals))
 
 
-def _enough_processes(given: Plan, cluster: Cluster, processes: int | None) -> int | None:
+def _enough_processes(pins: Plan, cluster: Cluster, processes: int | None) -> int | None:
     """Return `processes`; where none are given and given axes make up more ranks than there are devices, so many.
 
     Raises:
         PlanError: the given axes do not divide the processes.
     """
-    mesh = given.mesh
+    mesh = pins.mesh
     model_ranks = mesh.pipeline * mesh.context * mesh.tensor
     if processes is None:
         return mesh.world_size if mesh.world_size > cluster.num_devices else None
@@ -117,8 +117,8 @@ def _enough_processes(given: Plan, cluster: Cluster, processes: int | None) -> i
     return processes
 
 
-def _unless_given(reasons: Mapping[str, str], given: Plan) -> dict[str, str]:
-    return {key: why for key, why in reasons.items() if key not in given.origins}
+def _unless_given(reasons: Mapping[str, str], pins: Plan) -> dict[str, str]:
+    return {key: why for key, why in reasons.items() if key not in pins.origins}
 
 
 def _rivals(
@@ -127,16 +127,16 @@ def _rivals(
     facts: ModelFacts,
     processes: int | None,
     profile: Profile,
-    given: Plan,
+    pins: Plan,
     calibration: Calibration,
     top: int,
 ) -> list[Candidate]:
     """Candidates that can be run, best first."""
     if processes is not None and processes > cluster.num_devices and not cluster.has_accelerators:
         cluster = _crowded(cluster, processes)
-    pricer = Pricer(profile, cluster, calibration=calibration)
-    found: list[Candidate] = []
-    for space in _spaces(recipe, cluster, processes, profile, facts, given):
+    cost_model = CostModel(profile, cluster, calibration=calibration)
+    candidates: list[Candidate] = []
+    for space in _spaces(recipe, cluster, processes, profile, facts, pins):
         result = search(
             profile,
             cluster,
@@ -145,11 +145,11 @@ def _rivals(
             space=space,
             optimizer=recipe.optimizer,
             calibration=calibration,
-            pricer=pricer,
+            cost_model=cost_model,
             top=top,
         )
-        found += [_with_threads(each, cluster) for each in result.best]
-    fitting = [each for each in found if _is_accepted(each, recipe, facts, processes, given)]
+        candidates += [_with_threads(candidate, cluster) for candidate in result.best]
+    fitting = [candidate for candidate in candidates if _is_accepted(candidate, recipe, facts, processes, pins)]
     return _simplest_first(sorted(fitting, key=lambda each: (each.score, each.layout.world_size)))[:top]
 
 
@@ -171,9 +171,9 @@ def _simplest_first(ranked: list[Candidate]) -> list[Candidate]:
     if not ranked:
         return []
     limit = ranked[0].score * (1 + _CLOSE * ranked[0].prediction.spread)
-    close = [each for each in ranked if each.score <= limit]
+    close = [candidate for candidate in ranked if candidate.score <= limit]
     first = min(close, key=_complexity)
-    return [first, *(each for each in ranked if each is not first)]
+    return [first, *(candidate for candidate in ranked if candidate is not first)]
 
 
 def _complexity(candidate: Candidate) -> tuple[object, ...]:
@@ -183,12 +183,12 @@ def _complexity(candidate: Candidate) -> tuple[object, ...]:
 
 
 def _spaces(
-    recipe: Recipe, cluster: Cluster, processes: int | None, profile: Profile, facts: ModelFacts, given: Plan
+    recipe: Recipe, cluster: Cluster, processes: int | None, profile: Profile, facts: ModelFacts, pins: Plan
 ) -> Iterator[Space]:
     """One space, or one per split of a given number of processes."""
     batch = recipe.batch.global_batch_size
     # Offloading is for the user to choose: what waits elsewhere is slow where the price of its links is not measured.
-    space = replace(recipe_space(recipe, profile, facts, cluster, given), offloads=(given.memory.offload,))
+    space = replace(recipe_space(recipe, profile, facts, cluster, pins), offloads=(pins.memory.offload,))
     if processes is None:
         yield space
         return
@@ -213,8 +213,8 @@ def _with_threads(candidate: Candidate, cluster: Cluster) -> Candidate:
     return replace(candidate, plan=replace(candidate.plan, compute=compute))
 
 
-def _is_accepted(candidate: Candidate, recipe: Recipe, facts: ModelFacts, processes: int | None, given: Plan) -> bool:
-    if candidate.plan is None or not has_pins(candidate.plan, given):
+def _is_accepted(candidate: Candidate, recipe: Recipe, facts: ModelFacts, processes: int | None, pins: Plan) -> bool:
+    if candidate.plan is None or not has_pins(candidate.plan, pins):
         return False
     try:
         check_plan(candidate.plan, recipe, facts, processes)
@@ -227,8 +227,8 @@ def explain_settings(plan: Plan, recipe: Recipe, cluster: Cluster, rivals: Seque
     """Return why each setting of the best of `rivals` is as it is, by dotted key."""
     best, world = rivals[0], plan.mesh.world_size
     prediction = best.prediction
-    memory = f"{spell_figure(prediction.fullest.device / 2**30, 2)} of {spell_memory(prediction.device_bytes)}"
-    seconds = spell_seconds(prediction.step_seconds)
+    memory = f"{format_number(prediction.fullest.device / 2**30, 2)} of {format_memory(prediction.device_bytes)}"
+    seconds = format_seconds(prediction.step_seconds)
     count = f"{world} processes" if world > 1 else "1 process"
     axis = next(
         (axis for axis in ("shard", "replicate", "tensor", "context", "pipeline") if getattr(plan.mesh, axis) > 1), None

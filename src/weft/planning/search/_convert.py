@@ -14,7 +14,7 @@ from weft.techniques.pipeline.schedules import Schedule
 from weft.techniques.zero.settings import stage_of
 
 
-class Sections:
+class PlanSections:
     """Makes sections of plans, each of them once: thousands of layouts have a few hundred between them, and checking
     them took a fifth of a search in which most are refused (2026-11-26)."""
 
@@ -27,7 +27,7 @@ def plan_of(
     *,
     global_batch_size: int,
     shares: Sequence[int] | None = None,
-    known: Sections | None = None,
+    known: PlanSections | None = None,
 ) -> Plan:
     """Return the plan that says what a layout says; `Layout.of` gives the layout back.
 
@@ -69,13 +69,13 @@ def _section(name: str, **settings: Any) -> Any:
 
 def _microbatch(layout: Layout, global_batch_size: int, shares: Sequence[int] | None) -> MicrobatchPlan:
     size, total = layout.microbatch_size, global_batch_size // layout.microbatch_size
-    given = tuple(shares) if shares is not None else even_shares(total, layout.data)
-    if size * sum(given) != global_batch_size or len(given) != layout.data or max(given) != layout.microbatches:
+    sizes = tuple(shares) if shares is not None else even_shares(total, layout.data)
+    if size * sum(sizes) != global_batch_size or len(sizes) != layout.data or max(sizes) != layout.microbatches:
         raise PlanError(
             f"{layout.microbatches} microbatches of {size} samples on the busiest of {layout.data} data ranks do not "
             f"make a global batch of {global_batch_size}: even shares would be {even_shares(total, layout.data)[0]}."
         )
-    return MicrobatchPlan.of(size, given)
+    return MicrobatchPlan.of(size, sizes)
 
 
 def _schedule(layout: Layout) -> Schedule:

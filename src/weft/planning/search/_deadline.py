@@ -13,7 +13,7 @@ from weft.planning.search._result import SearchResult
 Search = Callable[[Cluster], SearchResult]
 
 
-class Smallest(NamedTuple):
+class SmallestCluster(NamedTuple):
     """A part of a cluster with the best plans for it."""
 
     nodes: int
@@ -38,7 +38,7 @@ def part_of_cluster(cluster: Cluster, nodes: int) -> Cluster:
     return replace(cluster, nodes=tuple(kept), links=tuple(links))
 
 
-def smallest_cluster(cluster: Cluster, search: Search, *, deadline_seconds: float) -> Smallest:
+def smallest_cluster(cluster: Cluster, search: Search, *, deadline_seconds: float) -> SmallestCluster:
     """Return the fewest nodes on which the best plan trains the objective's tokens in time, by bisection: plans may
     leave devices idle, so more nodes take no longer.
 
@@ -62,13 +62,13 @@ def smallest_cluster(cluster: Cluster, search: Search, *, deadline_seconds: floa
         )
     while low < high:
         middle = (low + high) // 2
-        found = search(part_of_cluster(cluster, middle))
+        result = search(part_of_cluster(cluster, middle))
         tried += 1
-        if found.best and _seconds(found) <= deadline_seconds:
-            high, best = middle, found
+        if result.best and _seconds(result) <= deadline_seconds:
+            high, best = middle, result
         else:
             low = middle + 1
-    return Smallest(high, best, tried)
+    return SmallestCluster(high, best, tried)
 
 
 def _seconds(result: SearchResult) -> float:

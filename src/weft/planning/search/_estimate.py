@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from weft.config.cluster import Collective
-from weft.planning.price import Pricer, RankMemory, RankShare, optimizer_seconds
+from weft.planning.price import CostModel, RankMemory, RankShare, optimizer_seconds
 from weft.planning.search._bounds import Floats
-from weft.planning.search._group import GroupCosts, HeldBytes, Passes
-from weft.planning.search._options import Options, Way
+from weft.planning.search._group import GroupCosts, HeldBytes, PassSeconds
+from weft.planning.search._options import Options, ShardingOption
 from weft.planning.search._pipelines import StageBlocks, pipeline_seconds, stage_blocks
 from weft.planning.search._space import Offload, Space
 from weft.planning.search._splits import Ints
@@ -35,7 +35,7 @@ _QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Pipeline ranks at which the need of memory is looked at, as shares of the pipeline."""
 
 
-class Rates(NamedTuple):
+class WeightRates(NamedTuple):
     """Seconds per element of a rank's weights, of dense ones and of experts, by row."""
 
     reduce: Floats
@@ -47,13 +47,15 @@ class Rates(NamedTuple):
 class RateTable:
     """What the collectives over data ranks take at least, by what decides it."""
 
-    def __init__(self, pricer: Pricer, space: Space) -> None:
-        self._pricer, self._space = pricer, space
-        self._regular = pricer.cluster.has_accelerators and has_even_islands(pricer.cluster)
-        self._island = pricer.cluster.links[0].devices if pricer.cluster.links else 1
+    def __init__(self, cost_model: CostModel, space: Space) -> None:
+        self._cost_model, self._space = cost_model, space
+        self._regular = cost_model.cluster.has_accelerators and has_even_islands(cost_model.cluster)
+        self._island = cost_model.cluster.links[0].devices if cost_model.cluster.links else 1
         self._found = BoundedCache[tuple[object, ...], tuple[float, float, float, float]]()
 
-    def rates(self, costs: GroupCosts, way: Way, data: Ints, block_bytes: tuple[float, float]) -> Rates:
+    def rates(
+        self, costs: GroupCosts, way: ShardingOption, data: Ints, block_bytes: tuple[float, float]
+    ) -> WeightRates:
         """Return the rates of every row.
 
         Args:
@@ -66,35 +68,35 @@ class RateTable:
             data, least = (np.where(ranks <= self._island, ranks, power_below(ranks)) for ranks in (data, least))
         wide = int(max(data.max(initial=0), least.max(initial=0))) + 1
         keys, rows = np.unique((costs.case * wide + data) * wide + least, return_inverse=True)
-        found = [
+        rates = [
             self._of(costs.bases[int(key) // wide**2], way.zero, int(key) // wide % wide, int(key) % wide, *block_bytes)
             for key in keys
         ]
-        return Rates(*(np.array(column)[rows] for column in zip(*found, strict=True)))
+        return WeightRates(*(np.array(column)[rows] for column in zip(*rates, strict=True)))
 
     def _of(
         self, base: Layout, zero: int, data: int, shard: int, block_bytes: float, expert_bytes: float
     ) -> tuple[float, float, float, float]:
         axes = (base.tensor, base.context, base.expert, base.order)
         key = (*axes, base.pipeline, zero, data, shard, block_bytes * (zero == 3), expert_bytes * (zero == 3))
-        found = self._found.get(key)
-        if found is None:
+        rates = self._found.get(key)
+        if rates is None:
             layout = replace(base, shard=shard, replicate=max(1, data // shard), zero=stage_of(zero))
-            found = self._found[key] = self._find(layout, block_bytes, expert_bytes)
-        return found
+            rates = self._found[key] = self._find(layout, block_bytes, expert_bytes)
+        return rates
 
     def _find(self, layout: Layout, block_bytes: float, expert_bytes: float) -> tuple[float, float, float, float]:
         # Experts borrow of more shards than the least: of their own collectives nothing is known then.
         borrows = layout.expert_room % layout.expert == 0
         layout = layout if borrows else replace(layout, expert=1)
-        pricer, groups = self._pricer, self._pricer.groups(layout)
+        cost_model, groups = self._cost_model, self._cost_model.groups(layout)
         element, gradient = float(layout.element_bytes), float(layout.gradient_bytes)
         is_whole = self._space.compressions == ("none",)  # what is sent else, and how, `weft.planning.price` knows
         if layout.shards_weights:
             if not gathers_weights(layout):
                 return 0.0, 0.0, 0.0, 0.0
-            dense, experts = gathers_of(block_bytes, expert_bytes, groups, pricer.seconds)
-            copied = pricer.copied(layout)
+            dense, experts = gathers_of(block_bytes, expert_bytes, groups, cost_model.seconds)
+            copied = cost_model.copied(layout)
             return (
                 (dense.scatter + copied) * gradient,
                 (dense.gather + copied) * element,
@@ -115,7 +117,7 @@ class RateTable:
 
     def _best(self, kind: Collective, group: AxisGroup, algorithms: tuple[str, ...]) -> float:
         """Seconds per byte in the best of sizes."""
-        return min(self._pricer.seconds(kind, size, group, by) / size for size in _SIZES for by in algorithms)
+        return min(self._cost_model.seconds(kind, size, group, by) / size for size in _SIZES for by in algorithms)
 
 
 def power_below(numbers: Ints) -> Ints:
@@ -123,7 +125,7 @@ def power_below(numbers: Ints) -> Ints:
     return (1 << np.log2(np.maximum(numbers, 1)).astype(np.int64)).astype(np.int64)
 
 
-class _Block(NamedTuple):
+class _BlockSizes(NamedTuple):
     """What one block holds: elements of its weights, and bytes of one microbatch, by row."""
 
     dense: float
@@ -131,7 +133,7 @@ class _Block(NamedTuple):
     kept: Floats
 
 
-class _Ends(NamedTuple):
+class _EndSizes(NamedTuple):
     """What a rank has besides blocks: elements of stem and tail, and bytes that these keep and that the loss takes."""
 
     dense: Floats | float
@@ -139,12 +141,12 @@ class _Ends(NamedTuple):
     logits: Floats | float
 
 
-_NO_ENDS = _Ends(0.0, 0.0, 0.0)
+_NO_ENDS = _EndSizes(0.0, 0.0, 0.0)
 
 
-def _table(base: Layout, space: Space, options: Options, way: Way) -> Layout:
-    """The layouts of a table as one, with columns for sizes (`weft.columns`); of what is chosen later it has what holds
-    least."""
+def _table(base: Layout, space: Space, options: Options, way: ShardingOption) -> Layout:
+    """Return the layouts of a table as one layout whose sizes are columns (`weft.vectorized`).  A setting that is
+    chosen later has the value that holds the fewest bytes, so that bounds of memory stay below the truth."""
     splits = options.splits
     columns: dict[str, Any] = {
         "pipeline": splits.pipeline,
@@ -169,29 +171,29 @@ class Estimates:
 
     def __init__(
         self,
-        pricer: Pricer,
+        cost_model: CostModel,
         space: Space,
         costs: GroupCosts,
         options: Options,
-        way: Way,
+        way: ShardingOption,
         rates: RateTable,
     ) -> None:
-        self._pricer, self._space, self._costs, self._options = pricer, space, costs, options
+        self._cost_model, self._space, self._costs, self._options = cost_model, space, costs, options
         self._layout = _table(costs.bases[0], space, options, way)
-        weights, p, blocks = costs.weights, options.splits.pipeline, len(pricer.profile.blocks)
+        weights, p, blocks = costs.weights, options.splits.pipeline, len(cost_model.profile.blocks)
         self._least_dense = weights.dense / p + np.where(p == 1, weights.stem + weights.tail, 0.0)
         self._experts = weights.experts / p
         self._trained = self._layout.trained_share
         """Share of the elements that have gradients and are stepped."""
         self._uneven = -(-blocks // p) * p / blocks
         """Blocks of the largest stage over those of the mean."""
-        self._device = pricer.device(costs.bases[0])
+        self._device = cost_model.device(costs.bases[0])
         self._cut: dict[int, StageBlocks] = {}
         # Nothing offloaded is a bound of all, whether the space has it or not.
         offloads: set[Offload] = {"none", *space.offloads}
         self._tables = {offload: replace(self._layout, offload=offload) for offload in offloads}
         self._memories: dict[Offload, RankMemory] = {}
-        self._once = reduces_once(self._layout, pricer.stack)
+        self._once = reduces_once(self._layout, cost_model.framework)
         element = self._layout.element_bytes
         dense_bytes = (weights.dense + weights.stem + weights.tail) / blocks * element
         expert_bytes = weights.experts / blocks * element
@@ -199,7 +201,7 @@ class Estimates:
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def seconds(self, passes: Passes, *offloads: Offload, pipeline: Floats | None = None) -> Floats:
+    def seconds(self, passes: PassSeconds, *offloads: Offload, pipeline: Floats | None = None) -> Floats:
         """Return the seconds of a step, at least; of several ways of offloading, in which one may be the best.
 
         Args:
@@ -210,45 +212,50 @@ class Estimates:
         if all(map(offloads_activations, offloads)):
             ahead, back = self._unloading(passes, ahead, back)
         if pipeline is None or shards_weights or all(map(offloads_activations, offloads)):
-            args = (self._space.schedules, len(self._pricer.profile.blocks), self._costs.hop, self._options, passes)
+            args = (self._space.schedules, len(self._cost_model.profile.blocks), self._costs.hop, self._options, passes)
             pipeline = pipeline_seconds(*args, ahead + back, self._stages(passes))
         optimizer = np.minimum.reduce([self._optimizer(offload) for offload in offloads])
         step = pipeline + once + self._reductions(passes, ahead, back) + optimizer
         worlds, rows = np.unique(self._options.splits.world, return_inverse=True)
-        slowdown = np.array([self._pricer.slowdown(int(world)) for world in worlds])[rows]
-        return step * slowdown + self._pricer.calibration.step_seconds
+        slowdown = np.array([self._cost_model.slowdown(int(world)) for world in worlds])[rows]
+        return step * slowdown + self._cost_model.calibration.step_seconds
 
-    def _gathering(self, passes: Passes) -> Waits:
+    def _gathering(self, passes: PassSeconds) -> Waits:
         """What ZeRO-3's collectives of one microbatch add to one rank's passes."""
         p = self._options.splits.pipeline
         sent = self._least_dense * self._rates.gather + self._experts * self._rates.gather_experts
         scattered = self._least_dense * self._rates.reduce + self._experts * self._rates.reduce_experts
         forward, backward = passes.forward / p, (passes.input + passes.weight) / p
-        return waits_of(sent, scattered * self._trained, forward, backward, once=self._once, **self._pricer.hiding)
+        return waits_of(sent, scattered * self._trained, forward, backward, once=self._once, **self._cost_model.hiding)
 
-    def _unloading(self, passes: Passes, ahead: Floats, back: Floats) -> tuple[Floats, Floats]:
+    def _unloading(self, passes: PassSeconds, ahead: Floats, back: Floats) -> tuple[Floats, Floats]:
         """The same waits with activations on their way to host memory and back."""
-        p, calibration = self._options.splits.pipeline, self._pricer.calibration
+        p, calibration = self._options.splits.pipeline, self._cost_model.calibration
         moved, forward, inputs = self._costs.moved / p, passes.forward / p + ahead, passes.input / p + back
         args = self._layout, moved
         return ahead + unloading(*args, forward, calibration), back + unloading(*args, inputs, calibration)
 
-    def _reductions(self, passes: Passes, ahead: Floats, back: Floats) -> Floats:
+    def _reductions(self, passes: PassSeconds, ahead: Floats, back: Floats) -> Floats:
         """Exposed seconds of reducing gradients, and of gathering renewed weights; they also hide beside what a forward
         and a backward wait for."""
-        p, rates, stack, layout = self._options.splits.pipeline, self._rates, self._pricer.stack, self._layout
-        overlap = self._pricer.calibration.overlap_share
+        p, rates, framework, layout = (
+            self._options.splits.pipeline,
+            self._rates,
+            self._cost_model.framework,
+            self._layout,
+        )
+        overlap = self._cost_model.calibration.overlap_share
         whole = self._trained * (self._experts * rates.reduce_experts + self._least_dense * rates.reduce)
         # What ZeRO-3 sends, microbatches wait for; its copies' sum is left out.
         whole = whole * (not layout.shards_weights)
         times = np.where(self._once, 1, layout.microbatches) if layout.shards_gradients_alone else 1
-        window = overlap * ((passes.input + passes.weight) / p + back) * self._uneven * stack.overlap_gradients
+        window = overlap * ((passes.input + passes.weight) / p + back) * self._uneven * framework.overlap_gradients
         # The bucket that comes last is waited for in the last microbatch alone, which makes that one no shorter.
         exposed = self._beside(whole, window) + (times - 1) * self._beside(whole * (1.0 - self._last_share), window)
         if layout.gathers_after_step:
             publish = self._trained * (self._least_dense * rates.gather + self._experts * rates.gather_experts)
             exposed = exposed + self._beside(
-                publish, overlap * (passes.forward / p + ahead) * self._uneven * stack.overlap_parameters
+                publish, overlap * (passes.forward / p + ahead) * self._uneven * framework.overlap_parameters
             )
         return exposed.astype(np.float64)
 
@@ -263,7 +270,7 @@ class Estimates:
     def _beside(self, whole: Floats, window: Floats) -> Floats:
         """What no window hides, and what the rest slows down."""
         exposed, hidden = beside(self._layout, whole, window)
-        return exposed + (self._pricer.calibration.overlap_slowdown - 1.0) * hidden
+        return exposed + (self._cost_model.calibration.overlap_slowdown - 1.0) * hidden
 
     def _optimizer(self, offload: Offload) -> Floats:
         if self._device.speeds:  # as measured, which no column is looked up in
@@ -274,18 +281,18 @@ class Estimates:
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def device_bytes(self, held: HeldBytes, passes: Passes, offload: Offload) -> Floats:
+    def device_bytes(self, held: HeldBytes, passes: PassSeconds, offload: Offload) -> Floats:
         """Return the bytes of the fullest rank, at least: of the first, the last, and the first of those between that
         have the most blocks."""
         options, p = self._options, self._options.splits.pipeline
-        blocks, weights = len(self._pricer.profile.blocks), self._costs.weights
+        blocks, weights = len(self._cost_model.profile.blocks), self._costs.weights
         stages, joined, alone = self._stages(passes), options.joined_ends, p == 1
-        least = _Block(weights.least_dense, weights.least_experts, held.least)
-        mean = _Block(weights.dense / blocks, weights.experts / blocks, held.kept / blocks)
+        least = _BlockSizes(weights.least_dense, weights.least_experts, held.least)
+        mean = _BlockSizes(weights.dense / blocks, weights.experts / blocks, held.kept / blocks)
         one, logits = np.full(len(p), float(blocks)), self._costs.logits
         ends = weights.stem + np.where(joined, weights.tail, 0.0)
-        first = _Ends(ends, held.stem + np.where(joined, held.tail, 0.0), np.where(joined, logits, 0.0))
-        last = _Ends(
+        first = _EndSizes(ends, held.stem + np.where(joined, held.tail, 0.0), np.where(joined, logits, 0.0))
+        last = _EndSizes(
             np.where(joined, 0.0, weights.tail), np.where(joined, 0.0, held.tail), np.where(joined, 0.0, logits)
         )
         memory = self._memory(offload)
@@ -306,10 +313,12 @@ class Estimates:
         evenly = options.chunks * stages.first
         return np.where(options.joined_ends, folded, flight * evenly + least * (stages.first_rank - evenly))
 
-    def _between(self, stages: StageBlocks, block: _Block, passes: Passes, live: Floats, offload: Offload) -> Floats:
+    def _between(
+        self, stages: StageBlocks, block: _BlockSizes, passes: PassSeconds, live: Floats, offload: Offload
+    ) -> Floats:
         """Bytes of the fullest of the ranks between; where blocks differ, of ranks in the mean."""
         options, p, v = self._options, self._options.splits.pipeline, self._options.chunks
-        each = len(self._pricer.profile.blocks) / p
+        each = len(self._cost_model.profile.blocks) / p
         fewest = np.where(options.joined_ends, options.flight, options.last_flight)
         mean = self._share(block, each, each * fewest, _NO_ENDS, live, offload)
         folds = options.joined_ends
@@ -322,24 +331,24 @@ class Estimates:
         memory = self._memory(offload)
         return np.where(passes.alike, memory.device_bytes(fullest), memory.device_bytes(mean))
 
-    def _stages(self, passes: Passes) -> StageBlocks:
+    def _stages(self, passes: PassSeconds) -> StageBlocks:
         if id(passes) not in self._cut:
-            self._cut[id(passes)] = stage_blocks(len(self._pricer.profile.blocks), self._options, passes)
+            self._cut[id(passes)] = stage_blocks(len(self._cost_model.profile.blocks), self._options, passes)
         return self._cut[id(passes)]
 
     def _flights(self, rank: Ints) -> tuple[Floats, Floats]:
         """`flights`, by row."""
         options, splits = self._options, self._options.splits
-        found = np.ones((2, len(rank)))
+        in_flight = np.ones((2, len(rank)))
         for index, name in enumerate(self._space.schedules):
             here = (options.schedule == index) & (splits.pipeline > 1)
             if here.any():
                 columns = (splits.pipeline, options.chunks, splits.microbatches, rank)
-                found[:, here] = flights(name, *(column[here] for column in columns))
-        return found[0], found[1]
+                in_flight[:, here] = flights(name, *(column[here] for column in columns))
+        return in_flight[0], in_flight[1]
 
     def _share(
-        self, block: _Block, count: Floats, waiting: Floats, ends: _Ends, live: Floats, offload: Offload
+        self, block: _BlockSizes, count: Floats, waiting: Floats, ends: _EndSizes, live: Floats, offload: Offload
     ) -> RankShare:
         """What a rank has of `count` blocks, of which `waiting` wait for their backward (`BLOCKS_HERE`, where they wait
         elsewhere), and of the ends."""
@@ -355,7 +364,7 @@ class Estimates:
 
     def _memory(self, offload: Offload) -> RankMemory:
         if offload not in self._memories:
-            self._memories[offload] = self._pricer.memories.of_ranks(self._tables[offload])
+            self._memories[offload] = self._cost_model.memories.of_ranks(self._tables[offload])
         return self._memories[offload]
 
     def least_share(self, light: HeldBytes, heavy: HeldBytes, need: Floats, usable: float) -> Floats:

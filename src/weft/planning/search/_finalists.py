@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from weft.config.plan import AXES, Recompute
-from weft.planning.price import Pricer, check_layout
+from weft.planning.price import CostModel, check_layout
 from weft.planning.search._acceptance import Acceptance
-from weft.planning.search._buckets import USUAL_BUCKET_BYTES, Priced, better, sized, with_best_bucket
+from weft.planning.search._buckets import USUAL_BUCKET_BYTES, PricedLayout, better, sized, with_best_bucket
 from weft.planning.search._objective import Objective
 from weft.planning.search._orders import distinct_orders
 from weft.planning.search._rows import RecomputeLevel
@@ -46,19 +46,19 @@ class Tally:
 class Finalists:
     """Prices layouts of one search."""
 
-    def __init__(self, pricer: Pricer, space: Space, objective: Objective, acceptance: Acceptance) -> None:
-        self._pricer, self._space, self._objective, self._acceptance = pricer, space, objective, acceptance
-        self._tiers = tuple(tier.devices for tier in pricer.cluster.links)
+    def __init__(self, cost_model: CostModel, space: Space, objective: Objective, acceptance: Acceptance) -> None:
+        self._cost_model, self._space, self._objective, self._acceptance = cost_model, space, objective, acceptance
+        self._tiers = tuple(tier.devices for tier in cost_model.cluster.links)
         self.tally = Tally()
         self.best: float = math.inf
         """The least score so far."""
         self.compared = 1.0
         """Times the least score up to which plans are priced: more than 1 for a comparison."""
-        self.found: dict[Layout, Priced] = {}
+        self.found: dict[Layout, PricedLayout] = {}
         self._bounds: dict[tuple[object, ...], float] = {}
         self._explored: set[Layout] = set()
         self._holds: dict[tuple[object, ...], bool] = {}
-        self._buckets_fill = pricer.memories.stack.memory.bucket_copies > 0 or len(space.bucket_bytes or ()) > 1
+        self._buckets_fill = cost_model.memories.framework.memory.bucket_copies > 0 or len(space.bucket_bytes or ()) > 1
         """Whether the size of a bucket may decide what fits, or is one of several."""
         self._fewest_words: dict[tuple[object, ...], tuple[Recompute, ...] | None] = {}
 
@@ -72,7 +72,7 @@ class Finalists:
         and offloading that may score less than the best so far; what fits is in `found`.
 
         What is left out is too slow by the closed form of its schedule, less what a schedule as played may fall short
-        of it (`Pricer.least_seconds`); or computes more again than fits without.
+        of it (`CostModel.least_seconds`); or computes more again than fits without.
         """
         key = replace(row, order=AXES)
         if key in self._explored:
@@ -81,12 +81,13 @@ class Finalists:
         limit = self.limit
         light = self._space.recomputes[0]
         placed = {
-            each: self._bound(replace(each, recompute=light, offload="none")) for each in self._placed(row, least_shard)
+            layout: self._bound(replace(layout, recompute=light, offload="none"))
+            for layout in self._placed(row, least_shard)
         }
-        for each in sorted(placed, key=placed.__getitem__):  # what is priced first leaves less to the others
-            if placed[each] >= limit:
+        for layout in sorted(placed, key=placed.__getitem__):  # what is priced first leaves less to the others
+            if placed[layout] >= limit:
                 break
-            for carried in self._carried(each):
+            for carried in self._carried(layout):
                 limit = self._recomputed(carried, limit)
 
     def _placed(self, row: Layout, least_shard: int) -> Iterator[Layout]:
@@ -115,9 +116,9 @@ class Finalists:
         """Price every recomputation and offloading that is of use: none where less fits, which takes no longer, unless
         activations are offloaded, of which there are fewer where more is computed again.  Of losses by chunks and
         whole ones, which take as long, the one that holds less."""
-        words, logits = self._space.recomputes, self._pricer.memories.logits
+        words, logits = self._space.recomputes, self._cost_model.memories.logits
         losses = sorted((replace(layout, fused_loss=fused) for fused in self._space.fused_losses), key=logits)
-        layout = next((each for each in losses if not self._acceptance.problem(each)), losses[0])
+        layout = next((loss for loss in losses if not self._acceptance.problem(loss)), losses[0])
         for place, light in enumerate(words):
             plain = replace(layout, recompute=light)
             if self._bound(replace(plain, offload="none")) >= limit:
@@ -137,34 +138,34 @@ class Finalists:
         if self._bound(layout) >= limit or (not self._buckets_fill and not self._fits(layout)):
             return limit
         for start in self._buckets(layout):
-            found = self._priced(start, limit * _BUCKETS_MATTER)
-            if found is not None:
-                limit = self._best_bucket(found, limit)
+            priced = self._priced(start, limit * _BUCKETS_MATTER)
+            if priced is not None:
+                limit = self._best_bucket(priced, limit)
         return limit
 
     def _with_mixture(self, layout: Layout, level: RecomputeLevel, limit: float) -> float:
         """Price a layout with as few blocks computed again as fit."""
-        best: Priced | None = None
+        best: PricedLayout | None = None
         for start in self._buckets(layout) if self._buckets_fill else (layout,):
             for words, cuts in self._mixtures(start, level):
                 mixed = replace(start, recompute=words, cuts=cuts or None)
                 if self._bound(mixed) >= limit * _MIXTURES_DIFFER:
                     break
-                found = mixed if self._buckets_fill else next(self._buckets(mixed))
-                best = better(best, self._priced(found, limit * _BUCKETS_MATTER))
+                priced = mixed if self._buckets_fill else next(self._buckets(mixed))
+                best = better(best, self._priced(priced, limit * _BUCKETS_MATTER))
         return limit if best is None else self._best_bucket(best, limit)
 
-    def _best_bucket(self, found: Priced, limit: float) -> float:
-        if found.score < limit * _BUCKETS_MATTER:
-            found = with_best_bucket(self._pricer, self._space, found, lambda each: self._priced(each, limit))
-        return min(limit, found.score)
+    def _best_bucket(self, start: PricedLayout, limit: float) -> float:
+        if start.score < limit * _BUCKETS_MATTER:
+            start = with_best_bucket(self._cost_model, self._space, start, lambda each: self._priced(each, limit))
+        return min(limit, start.score)
 
     def _buckets(self, layout: Layout) -> Iterator[Layout]:
         """The layout with the bucket of the closed form; where that does not fit, with the usual one too."""
         if self._space.bucket_bytes is not None:
             yield from (replace(layout, bucket_bytes=size) for size in self._space.bucket_bytes)
             return
-        best = sized(self._pricer, self._space, layout)
+        best = sized(self._cost_model, self._space, layout)
         yield best
         least = max(USUAL_BUCKET_BYTES, *(self._space.first_bucket_bytes or (0,)))
         if best.bucket_bytes > least and self._buckets_fill and not self._fits(best):
@@ -173,14 +174,14 @@ class Finalists:
     # ── prices ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _score(self, seconds: float, layout: Layout) -> float:
-        pessimistic = self._objective.pessimistic_seconds(seconds, self._pricer.stack.spread)
+        pessimistic = self._objective.pessimistic_seconds(seconds, self._cost_model.framework.spread)
         return self._objective.score(pessimistic, layout.world_size)
 
     def _bound(self, layout: Layout) -> float:
         """The score by closed form, less what closed forms may be too long, and without the update."""
-        groups = self._pricer.groups(layout)
+        groups = self._cost_model.groups(layout)
         sharded = (layout.shard, layout.reduce_every, groups.shard) if layout.shards_weights else None
-        statistics = groups.data if self._pricer.profile.has_batch_norm else None
+        statistics = groups.data if self._cost_model.profile.has_batch_norm else None
         key = (
             _TIMED(layout),
             layout.data,
@@ -192,35 +193,35 @@ class Finalists:
             groups.pipeline,
         )
         if key not in self._bounds:
-            seconds = self._pricer.least_seconds(layout, update=False)
+            seconds = self._cost_model.least_seconds(layout, update=False)
             self._bounds[key] = self._score(seconds, layout)
         return self._bounds[key]
 
-    def _priced(self, layout: Layout, limit: float) -> Priced | None:
+    def _priced(self, layout: Layout, limit: float) -> PricedLayout | None:
         """The price of a layout as it is played; None where it does not fit, or is above `limit` by its closed form."""
         if layout in self.found:
             return self.found[layout]
-        if check_layout(self._pricer.profile, self._pricer.cluster, layout):
+        if check_layout(self._cost_model.profile, self._cost_model.cluster, layout):
             self.tally.invalid += 1
             return None
         self.tally.priced += 1
         if not self._fits(layout):
             return None
-        if self._score(self._pricer.least_seconds(layout), layout) >= limit or not self._acceptance.takes(layout):
+        if self._score(self._cost_model.least_seconds(layout), layout) >= limit or not self._acceptance.takes(layout):
             return None
-        found = Priced(self._score(self._pricer.step_seconds(layout, exact=True), layout), layout)
-        self.found[layout] = found
-        self.best = min(self.best, found.score)
-        return found
+        priced = PricedLayout(self._score(self._cost_model.step_seconds(layout, exact=True), layout), layout)
+        self.found[layout] = priced
+        self.best = min(self.best, priced.score)
+        return priced
 
     def _fits(self, layout: Layout) -> bool:
         cuts = layout.cuts
         if layout.pipeline > 1 and cuts is None:  # they are by cost, and so depend on the order
-            cuts = self._pricer.whole(layout).cuts(layout)
+            cuts = self._cost_model.model_cost(layout).cuts(layout)
         key = (_HELD(layout), layout.bucket_bytes * self._buckets_fill, cuts)
         if key not in self._holds:
-            need = self._pricer.memories.fullest(layout, cuts)
-            self._holds[key] = need <= self._pricer.cluster.usable_memory_bytes
+            need = self._cost_model.memories.fullest(layout, cuts)
+            self._holds[key] = need <= self._cost_model.cluster.usable_memory_bytes
             self.tally.out_of_memory += not self._holds[key]
         return self._holds[key]
 
@@ -229,14 +230,14 @@ class Finalists:
     ) -> Iterator[tuple[tuple[Recompute, ...], tuple[int, ...]]]:
         """Words per block and cuts: in every stage as few `heavy` blocks as fit, stages cut for the light word, then
         for these words."""
-        blocks = len(self._pricer.profile.blocks)
+        blocks = len(self._cost_model.profile.blocks)
         words: tuple[Recompute, ...] = (level.light,) * blocks
         for _ in range(3):
-            cuts = self._pricer.whole(replace(layout, recompute=words)).cuts(layout)
-            found = self._fewest(replace(layout, cuts=cuts), level, cuts)
-            if found is None or found == words:
+            cuts = self._cost_model.model_cost(replace(layout, recompute=words)).cuts(layout)
+            mixture = self._fewest(replace(layout, cuts=cuts), level, cuts)
+            if mixture is None or mixture == words:
                 return
-            words = found
+            words = mixture
             yield words, cuts
 
     def _fewest(self, layout: Layout, level: RecomputeLevel, cuts: tuple[int, ...]) -> tuple[Recompute, ...] | None:
@@ -249,7 +250,7 @@ class Finalists:
     def _find_fewest(
         self, layout: Layout, level: RecomputeLevel, cuts: tuple[int, ...]
     ) -> tuple[Recompute, ...] | None:
-        starts, blocks = (0, *cuts), len(self._pricer.profile.blocks)
+        starts, blocks = (0, *cuts), len(self._cost_model.profile.blocks)
         ends = (*cuts, blocks)
         ranks = self._blocks_of_ranks(layout, starts, ends)
         low, high = [0] * len(ranks), [len(held) for held in ranks]
@@ -266,19 +267,19 @@ class Finalists:
 
     def _blocks_of_ranks(self, layout: Layout, starts: tuple[int, ...], ends: tuple[int, ...]) -> list[list[int]]:
         owners = stage_ranks(layout.schedule, layout.pipeline, layout.chunks) if layout.num_stages > 1 else (0,)
-        held: list[list[int]] = [[] for _ in range(layout.pipeline)]
+        blocks_of_ranks: list[list[int]] = [[] for _ in range(layout.pipeline)]
         for owner, start, end in zip(owners, starts, ends, strict=True):
-            held[owner] += range(start, end)
-        return held
+            blocks_of_ranks[owner] += range(start, end)
+        return blocks_of_ranks
 
     def _words(self, level: RecomputeLevel, ranks: list[list[int]], counts: list[int]) -> tuple[Recompute, ...]:
-        words: list[Recompute] = [level.light] * sum(len(held) for held in ranks)
-        for held, count in zip(ranks, counts, strict=True):
-            for block in held[:count]:
+        words: list[Recompute] = [level.light] * sum(len(blocks) for blocks in ranks)
+        for blocks, count in zip(ranks, counts, strict=True):
+            for block in blocks[:count]:
                 words[block] = level.heavy
         return tuple(words)
 
     def _fitting(self, layout: Layout, level: RecomputeLevel, ranks: list[list[int]], counts: list[int]) -> list[bool]:
         words = self._words(level, ranks, counts)
-        needs = self._pricer.memories.device_bytes(replace(layout, recompute=words))
-        return [need <= self._pricer.cluster.usable_memory_bytes for need in needs]
+        needs = self._cost_model.memories.device_bytes(replace(layout, recompute=words))
+        return [need <= self._cost_model.cluster.usable_memory_bytes for need in needs]

@@ -11,15 +11,15 @@ import numpy as np
 
 from weft.config.plan import Axis, Recompute
 from weft.model.profile import Block
-from weft.planning.price import BlockCost, Pricer, memory_key
+from weft.planning.price import BlockCost, CostModel, memory_key
 from weft.planning.search._bounds import Floats
 from weft.planning.search._space import Space
-from weft.planning.search._splits import Bools, Ints, Table
+from weft.planning.search._splits import Bools, CandidateTable, Ints
 from weft.planning.search._variants import StageVariant
 from weft.techniques.cost_terms import Layout
 
 
-class Passes(NamedTuple):
+class PassSeconds(NamedTuple):
     """Seconds of one microbatch in all blocks, stem and tail, on one rank that has them all; by case."""
 
     forward: Floats
@@ -46,7 +46,7 @@ class Passes(NamedTuple):
         return self.block - self.block_forward - self.block_input
 
     @property
-    def whole(self) -> Floats:
+    def all_blocks(self) -> Floats:
         return self.forward + self.input + self.weight
 
 
@@ -63,7 +63,7 @@ class HeldBytes(NamedTuple):
     tail: Floats
 
 
-class Weights(NamedTuple):
+class WeightElements(NamedTuple):
     """Elements of one rank's weights."""
 
     dense: float
@@ -79,7 +79,7 @@ class Weights(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupCosts(Table):
+class GroupCosts(CandidateTable):
     """Of one microbatch size on one (tensor, context, expert), in several cases: schemes, and arrangements of the axes
     on the hardware."""
 
@@ -91,9 +91,9 @@ class GroupCosts(Table):
     """`StageVariant.lent`, by row."""
     case: Ints
     """Case of each row; the figures below are by row."""
-    passes: dict[Recompute, Passes]
+    passes: dict[Recompute, PassSeconds]
     held: dict[Recompute, HeldBytes]
-    weights: Weights
+    weights: WeightElements
     """Weights of all cases."""
     hop: Floats
     """Seconds from a stage to the next, on the links that are best for it."""
@@ -107,44 +107,44 @@ Counted = Sequence[tuple[Block, int]]
 """Each kind of block, and how many there are."""
 
 
-def group_costs(pricer: Pricer, space: Space, counted: Counted, cases: Sequence[StageVariant]) -> GroupCosts:
+def group_costs(cost_model: CostModel, space: Space, counted: Counted, cases: Sequence[StageVariant]) -> GroupCosts:
     """Return the costs of a group of splits in each of its cases."""
-    profile, bases = pricer.profile, [case.layout for case in cases]
+    profile, bases = cost_model.profile, [case.layout for case in cases]
     passes: dict[Recompute, list[tuple[float, ...]]] = {word: [] for word in space.recomputes}
     held: dict[Recompute, list[tuple[float, ...]]] = {word: [] for word in space.recomputes}
     moved: list[float] = []
     for base in bases:
-        costs = [(pricer.block_cost(block, base), count) for block, count in counted]
-        ends = [pricer.block_cost(end, base) for end in (profile.stem, profile.tail)]
-        moved.append(sum(each.kept_bytes * count for each, count in costs))
+        costs = [(cost_model.block_cost(block, base), count) for block, count in counted]
+        ends = [cost_model.block_cost(end, base) for end in (profile.stem, profile.tail)]
+        moved.append(sum(cost.kept_bytes * count for cost, count in costs))
         for word in space.recomputes:
             passes[word].append(_passes(costs, ends, word))
-            held[word].append(_held(pricer, base, counted, word))
-    costs = [(pricer.block_cost(block, bases[0]), count) for block, count in counted]
+            held[word].append(_held(cost_model, base, counted, word))
+    costs = [(cost_model.block_cost(block, bases[0]), count) for block, count in counted]
     return GroupCosts(
         bases=tuple(bases),
         inside=np.array([case.inside for case in cases]),
         lent=np.array([case.lent for case in cases]),
         case=np.arange(len(bases)),
-        passes={word: Passes(*map(np.array, zip(*found, strict=True))) for word, found in passes.items()},
+        passes={word: PassSeconds(*map(np.array, zip(*found, strict=True))) for word, found in passes.items()},
         held={word: HeldBytes(*map(np.array, zip(*found, strict=True))) for word, found in held.items()},
-        weights=Weights(
-            dense=sum(each.dense_parameters * count for each, count in costs),
-            experts=sum(each.expert_parameters * count for each, count in costs),
-            stem=pricer.block_cost(profile.stem, bases[0]).dense_parameters,
-            tail=pricer.block_cost(profile.tail, bases[0]).dense_parameters,
-            widest=max(each.dense_parameters + each.expert_parameters for each, _ in costs),
-            least_dense=min(each.dense_parameters for each, _ in costs),
-            least_experts=min(each.expert_parameters for each, _ in costs),
+        weights=WeightElements(
+            dense=sum(cost.dense_parameters * count for cost, count in costs),
+            experts=sum(cost.expert_parameters * count for cost, count in costs),
+            stem=cost_model.block_cost(profile.stem, bases[0]).dense_parameters,
+            tail=cost_model.block_cost(profile.tail, bases[0]).dense_parameters,
+            widest=max(cost.dense_parameters + cost.expert_parameters for cost, _ in costs),
+            least_dense=min(cost.dense_parameters for cost, _ in costs),
+            least_experts=min(cost.expert_parameters for cost, _ in costs),
         ),
-        hop=np.array([_hop(pricer, base) for base in bases]),
+        hop=np.array([_hop(cost_model, base) for base in bases]),
         moved=np.array(moved),
-        logits=np.array([_logits(pricer, space, base) for base in bases]),
+        logits=np.array([_logits(cost_model, space, base) for base in bases]),
     )
 
 
-def _logits(pricer: Pricer, space: Space, base: Layout) -> float:
-    return min(pricer.memories.logits(replace(base, fused_loss=fused)) for fused in space.fused_losses)
+def _logits(cost_model: CostModel, space: Space, base: Layout) -> float:
+    return min(cost_model.memories.logits(replace(base, fused_loss=fused)) for fused in space.fused_losses)
 
 
 _PARTS = (attrgetter("forward"), attrgetter("input"), attrgetter("weight"))
@@ -168,20 +168,20 @@ def _seconds(cost: BlockCost) -> float:
     return cost.forward.seconds + cost.input.seconds + cost.weight.seconds
 
 
-def _held(pricer: Pricer, base: Layout, counted: Counted, word: Recompute) -> tuple[float, ...]:
-    key, blocks = memory_key(base), pricer.memories.blocks
-    found = [(blocks.memory(block, key, word), count) for block, count in counted]
-    stem, tail = (blocks.memory(end, key).kept_bytes for end in (pricer.profile.stem, pricer.profile.tail))
-    kept = sum(each.kept_bytes * count for each, count in found)
-    least = min(each.kept_bytes for each, _ in found)
-    return kept, least, min(each.live_bytes for each, _ in found), stem, tail
+def _held(cost_model: CostModel, base: Layout, counted: Counted, word: Recompute) -> tuple[float, ...]:
+    key, blocks = memory_key(base), cost_model.memories.blocks
+    memories = [(blocks.memory(block, key, word), count) for block, count in counted]
+    stem, tail = (blocks.memory(end, key).kept_bytes for end in (cost_model.profile.stem, cost_model.profile.tail))
+    kept = sum(memory.kept_bytes * count for memory, count in memories)
+    least = min(memory.kept_bytes for memory, _ in memories)
+    return kept, least, min(memory.live_bytes for memory, _ in memories), stem, tail
 
 
-def _hop(pricer: Pricer, base: Layout) -> float:
+def _hop(cost_model: CostModel, base: Layout) -> float:
     """Seconds of sending one microbatch's activation to the next stage, over the innermost or the outermost links."""
-    if 2 * base.world_size > pricer.cluster.num_devices:
+    if 2 * base.world_size > cost_model.cluster.num_devices:
         return 0.0
     others: tuple[Axis, ...] = tuple(axis for axis in base.order if axis != "pipeline")
     orders: tuple[tuple[Axis, ...], ...] = (("pipeline", *others), (*others, "pipeline"))
-    pairs = [pricer.groups(replace(base, pipeline=2, order=order)).pipeline for order in orders]
-    return min(pricer.transfer(base, pair) for pair in pairs)
+    pairs = [cost_model.groups(replace(base, pipeline=2, order=order)).pipeline for order in orders]
+    return min(cost_model.transfer(base, pair) for pair in pairs)

@@ -11,13 +11,13 @@ import numpy as np
 from weft.config.plan import ReduceEvery
 from weft.planning.search._bounds import Floats
 from weft.planning.search._space import Space, chunk_choices, divisors
-from weft.planning.search._splits import Bools, Ints, Splits, Table
+from weft.planning.search._splits import Bools, CandidateTable, Ints, Splits
 from weft.techniques.pipeline.cost import FOLDED, flights
 from weft.techniques.pipeline.schedules import SPLIT_BACKWARD, Schedule, chunk_limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(Table):
+class Options(CandidateTable):
     """Splits, once for every schedule and number of chunks that their pipeline allows."""
 
     splits: Splits
@@ -69,8 +69,8 @@ class OptionMaker:
         if pipeline not in self._schedules:
             pairs: list[tuple[int, int]] = [(0, 1)] if pipeline == 1 else []
             for index, name in enumerate(self._space.schedules if pipeline > 1 else ()):
-                found = chunk_choices(self._space, *chunk_limits(name), self._num_blocks // pipeline)
-                pairs += [(index, chunks) for chunks in found]
+                choices = chunk_choices(self._space, *chunk_limits(name), self._num_blocks // pipeline)
+                pairs += [(index, chunks) for chunks in choices]
             table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
             self._schedules[pipeline] = (table[:, 0], table[:, 1])
         return self._schedules[pipeline]
@@ -108,7 +108,7 @@ def _in_flight(name: Schedule, p: Ints, v: Ints, m: Ints) -> tuple[Floats, Float
     return first, flights(name, p, v, m, p - 1)[0]
 
 
-class Way(NamedTuple):
+class ShardingOption(NamedTuple):
     """A way of sharding."""
 
     zero: int
@@ -119,20 +119,22 @@ class Way(NamedTuple):
     least: Ints
     """And at least: of all divisors between them only bounds are known."""
 
-    def take(self, rows: Bools) -> Way:
+    def take(self, rows: Bools) -> ShardingOption:
         return self._replace(shard=self.shard[rows], least=self.least[rows])
 
 
-def ways_of_sharding(space: Space, options: Options, islands: Sequence[int], *, accumulates: bool) -> list[Way]:
+def sharding_options(
+    space: Space, options: Options, islands: Sequence[int], *, accumulates: bool
+) -> list[ShardingOption]:
     """Return ZeRO stages and shards with how often gradients are reduced, where that is a choice.
 
     Args:
-        accumulates: whether the stack's pipelines keep whole gradients until the end of a step.
+        accumulates: whether the framework's pipelines keep whole gradients until the end of a step.
         islands: devices of each tier of links: ZeRO-3's shards inside of them and across are told apart.
     """
     splits = options.splits
     can = (splits.pipeline == 1) | (~options.splits_backward & ((options.chunks == 1) | ~splits.uneven))
-    found: list[Way] = []
+    options_found: list[ShardingOption] = []
     rows: list[tuple[ReduceEvery, Bools]]
     for zero, shard, least in _shardings(space, splits, islands, accumulates=accumulates):
         if space.reductions is not None:
@@ -150,8 +152,8 @@ def ways_of_sharding(space: Space, options: Options, islands: Sequence[int], *, 
                 ("step", is_choice),
                 ("microbatch", is_choice & can),
             ]
-        found += [Way(zero, every, np.where(here, shard, 0), least) for every, here in rows]
-    return found
+        options_found += [ShardingOption(zero, every, np.where(here, shard, 0), least) for every, here in rows]
+    return options_found
 
 
 def _shardings(
@@ -167,22 +169,24 @@ def _shardings(
         usual = np.where((splits.pipeline == 1) & (2 in space.zeros), 2, space.zeros[-1])
     default = np.broadcast_to(usual, data.shape)
     one_shard = space.shards is None or 1 in space.shards
-    found: list[tuple[int, Ints, Ints]] = []
+    shardings: list[tuple[int, Ints, Ints]] = []
     for zero in space.zeros:
         if zero < 3:
             shard = np.where((expert > 1) & (zero > 0), data, one)
             # A pipeline reduces gradients once per step, which leaves them whole: ZeRO-2 is ZeRO-1.
             same = (zero == 2) & (1 in space.zeros) & (splits.pipeline > 1) & (accumulates and space.reductions is None)
-            found.append((zero, np.where((alone & (zero != default)) | same, 0, shard), shard))
+            shardings.append((zero, np.where((alone & (zero != default)) | same, 0, shard), shard))
             continue
         if one_shard:
             # Data ranks keep copies, and weights are shared out over the context alone.
             copies = ~alone & ((data == 1) | (space.replicas & (context > 1)))
-            found.append((3, np.where(copies | (alone & (default == 3)), 1, 0), one))
+            shardings.append((3, np.where(copies | (alone & (default == 3)), 1, 0), one))
         shards = _shards(space, data, islands if (expert == 1).all() else ())
-        found += [(3, np.where(data == 1, 0, most), least) for most, least in shards]
-    borrows = [np.maximum(shard, 1) * context % expert == 0 for _, shard, _ in found]
-    return [(zero, np.where(fits, shard, 0), least) for (zero, shard, least), fits in zip(found, borrows, strict=True)]
+        shardings += [(3, np.where(data == 1, 0, most), least) for most, least in shards]
+    borrows = [np.maximum(shard, 1) * context % expert == 0 for _, shard, _ in shardings]
+    return [
+        (zero, np.where(fits, shard, 0), least) for (zero, shard, least), fits in zip(shardings, borrows, strict=True)
+    ]
 
 
 def _shards(space: Space, data: Ints, islands: Sequence[int]) -> list[tuple[Ints, Ints]]:
@@ -196,11 +200,11 @@ def _shards(space: Space, data: Ints, islands: Sequence[int]) -> list[tuple[Ints
     if not islands:
         return [(column, column) for column in _each_divisor(data)]
     edges = sorted({1, *(size for island in islands for size in (island, 4 * island))})
-    found: list[tuple[Ints, Ints]] = []
+    shards: list[tuple[Ints, Ints]] = []
     for above, most in zip(edges, [*edges[1:], int(data.max(initial=1))], strict=True):
         largest, least = _divisors_between(data, above, most)
-        found.append((largest, least))
-    return found
+        shards.append((largest, least))
+    return shards
 
 
 def _each_divisor(data: Ints) -> Iterator[Ints]:

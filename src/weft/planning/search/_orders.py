@@ -38,12 +38,12 @@ def outermost(order: tuple[Axis, ...], axes: tuple[Axis, ...]) -> tuple[Axis, ..
 
 def _signature(layout: Layout, order: tuple[Axis, ...], tiers: tuple[int, ...]) -> Signature:
     stride = 1
-    found: list[tuple[Axis, tuple[int, ...]]] = []
+    signature: list[tuple[Axis, tuple[int, ...]]] = []
     for axis in reversed(order):
         size = int(getattr(layout, axis))
-        found.append((axis, tuple(_ranks_together(stride, size, island) for island in tiers)))
+        signature.append((axis, tuple(_ranks_together(stride, size, island) for island in tiers)))
         stride *= size
-    return tuple(sorted(found))
+    return tuple(sorted(signature))
 
 
 def _ranks_together(stride: int, size: int, island: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from weft.config.plan import Plan, plan_settings
-from weft.config.settings import Declared
+from weft.config.settings import DeclaredSetting
 from weft.planning.search._space import Space
 from weft.techniques.registry import TECHNIQUES
 
@@ -16,7 +16,7 @@ _DATA = ("mesh.replicate", "mesh.shard")
 
 
 @functools.cache
-def searched() -> Mapping[str, Declared]:
+def searched() -> Mapping[str, DeclaredSetting]:
     """Return the settings that search chooses, by their dotted keys."""
     return {setting.key: setting for setting in plan_settings() if setting.knob.space}
 
@@ -44,30 +44,30 @@ def pinned(space: Space, plan: Plan) -> Space:
     return replace(space, **changes)
 
 
-def beyond_search(given: Plan) -> tuple[str, ...]:
+def beyond_search(pins: Plan) -> tuple[str, ...]:
     """Return the settings that a plan was given and search does not choose, such as threads or the rank of a codec."""
-    return tuple(key for key in given.origins if key not in searched() and key not in _DATA)
+    return tuple(key for key in pins.origins if key not in searched() and key not in _DATA)
 
 
-def with_given(plan: Plan, given: Plan) -> Plan:
+def with_pins(plan: Plan, pins: Plan) -> Plan:
     """Return a plan with the given settings that search does not choose.
 
     Raises:
         PlanError: they do not go with the others.
     """
     sections: dict[str, dict[str, Any]] = {}
-    for key in beyond_search(given):
+    for key in beyond_search(pins):
         section, name = key.split(".")
-        sections.setdefault(section, {})[name] = _value(given, key)
+        sections.setdefault(section, {})[name] = _value(pins, key)
     for section, settings in sections.items():
         plan = replace(plan, **{section: replace(getattr(plan, section), **settings)})
     return plan
 
 
-def has_pins(plan: Plan, given: Plan) -> bool:
+def has_pins(plan: Plan, pins: Plan) -> bool:
     """Whether a plan has those of the given settings that search chooses."""
-    keys = [key for key in given.origins if key in searched() or key in _DATA]
-    return all(_value(plan, key) == _value(given, key) for key in keys)
+    keys = [key for key in pins.origins if key in searched() or key in _DATA]
+    return all(_value(plan, key) == _value(pins, key) for key in keys)
 
 
 def _value(plan: Plan, key: str) -> Any:

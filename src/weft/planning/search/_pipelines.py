@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.planning.search._bounds import Floats
-from weft.planning.search._group import Passes
+from weft.planning.search._group import PassSeconds
 from weft.planning.search._options import Options
 from weft.planning.search._splits import Ints
 from weft.techniques.pipeline.cost import (
@@ -47,7 +47,7 @@ class StageBlocks(NamedTuple):
         return np.where(self.extras > 0, self.first + 1, self.first)
 
 
-def stage_blocks(blocks: int, options: Options, passes: Passes) -> StageBlocks:
+def stage_blocks(blocks: int, options: Options, passes: PassSeconds) -> StageBlocks:
     """Return how many blocks stages have when each block goes to the lightest stage, of equally light ones the later.
 
     The last stage begins with the tail, so it gets its k-th block when each of the others has as many as outweigh the
@@ -59,8 +59,8 @@ def stage_blocks(blocks: int, options: Options, passes: Passes) -> StageBlocks:
     block = np.maximum(passes.block, _NO_SECONDS)
     behind = np.ceil(passes.tail / block - 1e-9)
     behind_first = np.ceil((passes.tail - passes.stem) / block - 1e-9)
-    given = blocks + (others - 1) * (1.0 - behind) + (1.0 - behind_first)
-    last = np.clip(np.floor(given / stages), 1.0, blocks - stages + 1)
+    waiting = blocks + (others - 1) * (1.0 - behind) + (1.0 - behind_first)
+    last = np.clip(np.floor(waiting / stages), 1.0, blocks - stages + 1)
     usual = passes.alike & (passes.stem < passes.block)
     last = np.where(usual, last, 1.0)
     least = np.floor(blocks / stages)
@@ -94,7 +94,7 @@ def pipeline_seconds(
     blocks: int,
     hop: Floats,
     options: Options,
-    passes: Passes,
+    passes: PassSeconds,
     waits: Floats | float,
     held: StageBlocks | None = None,
 ) -> Floats:
@@ -107,7 +107,7 @@ def pipeline_seconds(
     """
     p, v, m = options.splits.pipeline, options.chunks, options.splits.microbatches
     held = held or stage_blocks(blocks, options, passes)
-    whole = passes.whole + waits * p
+    whole = passes.all_blocks + waits * p
     hop_here = np.where(p > 1, hop, 0.0)
     fullest = _full_rank(blocks, held, options, passes, waits)
     slowest = np.maximum(np.maximum(whole / p, _last_rank(held, options, passes)), fullest)
@@ -125,14 +125,14 @@ def pipeline_seconds(
     balance = mean / np.maximum(mean, _slowest_stage(blocks, held, options, passes, waits))
     shares = _shares(schedules, 1 << int(p.max(initial=1)).bit_length())[:, options.schedule, p]
     share = least_share(ScheduleShares(*shares), balance, p, m)
-    found = np.where(options.is_plain, plain, chunked) * share
+    seconds = np.where(options.is_plain, plain, chunked) * share
     before = held.full_rank
-    owed = (before + 1) * held.most * passes.block_weight
-    ahead = _ahead(schedules, options, passes, passes.block, before * held.first, owed)
+    deferred_weights = (before + 1) * held.most * passes.block_weight
+    ahead = _ahead(schedules, options, passes, passes.block, before * held.first, deferred_weights)
     busy = m * fullest + np.where(passes.alike & (p > 2), ahead, 0.0)
     busy = np.maximum(busy, _busy_ranks(schedules, blocks, held, hop_here, options, passes, waits))
     busy = np.maximum(busy, _busy_in_the_mean(schedules, blocks, held, options, passes, waits))
-    return np.where(p == 1, m * whole, np.maximum(found, busy))
+    return np.where(p == 1, m * whole, np.maximum(seconds, busy))
 
 
 @functools.cache
@@ -143,7 +143,9 @@ def _shares(schedules: tuple[Schedule, ...], pipelines: int) -> Floats:
     )
 
 
-def _slowest_stage(blocks: int, held: StageBlocks, options: Options, passes: Passes, waits: Floats | float) -> Floats:
+def _slowest_stage(
+    blocks: int, held: StageBlocks, options: Options, passes: PassSeconds, waits: Floats | float
+) -> Floats:
     """Seconds of one microbatch on the slowest stage; unequal blocks may be cut however they are."""
     each = passes.block + waits * options.splits.pipeline / blocks
     exact = np.maximum(held.most * each, held.last * each + passes.tail)
@@ -152,7 +154,7 @@ def _slowest_stage(blocks: int, held: StageBlocks, options: Options, passes: Pas
     return np.where(passes.alike, exact, np.maximum(least, passes.tail + passes.least_block))
 
 
-def _full_rank(blocks: int, held: StageBlocks, options: Options, passes: Passes, waits: Floats | float) -> Floats:
+def _full_rank(blocks: int, held: StageBlocks, options: Options, passes: PassSeconds, waits: Floats | float) -> Floats:
     """Seconds of one microbatch on the rank between that has the most blocks, or on any that has more than its part.
 
     With waits, of a rank that has no more than its part: in an order of the axes that makes blocks slower, which may
@@ -165,7 +167,7 @@ def _full_rank(blocks: int, held: StageBlocks, options: Options, passes: Passes,
     return np.where(passes.alike, np.where(p > 2, alike, 0.0), part * passes.least_block)
 
 
-def _last_rank(held: StageBlocks, options: Options, passes: Passes) -> Floats:
+def _last_rank(held: StageBlocks, options: Options, passes: PassSeconds) -> Floats:
     """Seconds of one microbatch on the rank that has the head."""
     each = np.where(passes.alike, passes.block, passes.least_block)
     folded = held.first_rank * each + passes.stem + passes.tail
@@ -178,7 +180,7 @@ def _busy_ranks(
     held: StageBlocks,
     hop: Floats,
     options: Options,
-    passes: Passes,
+    passes: PassSeconds,
     waits: Floats | float,
 ) -> Floats:
     """`busy_seconds` of the last rank, and of the last of those with the most blocks, where ranks have one
@@ -189,14 +191,16 @@ def _busy_ranks(
     each = passes.block + waits * p / blocks
     last = held.last_rank * passes.block + passes.tail
     others = np.where(v == 1, blocks - held.last, (p - 1) * held.first)
-    owed = p.astype(np.float64) * np.maximum(held.most * passes.block_weight, _weights_of_last(blocks, held, passes))
+    deferred_weights = p.astype(np.float64) * np.maximum(
+        held.most * passes.block_weight, _weights_of_last(blocks, held, passes)
+    )
     ways = np.where(options.splits_backward, 1.0, 2.0)
-    behind_last = m * last + _ahead(schedules, options, passes, each, others, owed) + ways * (p - 1) * hop
+    behind_last = m * last + _ahead(schedules, options, passes, each, others, deferred_weights) + ways * (p - 1) * hop
     behind_last = np.where(options.joined_ends, 0.0, behind_last)
     ahead = others * each + passes.stem
     most = np.maximum(held.most * passes.block, -(-blocks // p) * each)  # see `_full_rank`
     behind_most = m * most + ahead - held.most * each + 2.0 * before * hop
-    evened = (passes.whole + waits * p) / (1.0 - (1.0 - 1.0 / m) ** p)
+    evened = (passes.all_blocks + waits * p) / (1.0 - (1.0 - 1.0 / m) ** p)
     behind_most = np.where(options.is_plain, behind_most, 0.0)
     evened = np.where(options.is_plain, evened, 0.0)
     return np.where(passes.alike, np.maximum(behind_last, behind_most), evened)
@@ -207,45 +211,50 @@ def _busy_in_the_mean(
     blocks: int,
     held: StageBlocks,
     options: Options,
-    passes: Passes,
+    passes: PassSeconds,
     waits: Floats | float,
 ) -> Floats:
     """The same bound of every rank, in the mean over ranks, of which one is not below it."""
     p, m = options.splits.pipeline, options.splits.microbatches
     before = (p - 1) / 2.0
     most = held.most * passes.block_weight
-    owed = (before + 1) * most + np.maximum(0.0, _weights_of_last(blocks, held, passes) - most)
-    ahead = _ahead(schedules, options, passes, passes.block, before * held.first, owed)
-    return m * (passes.whole / p + waits) + ahead * passes.alike
+    deferred_weights = (before + 1) * most + np.maximum(0.0, _weights_of_last(blocks, held, passes) - most)
+    ahead = _ahead(schedules, options, passes, passes.block, before * held.first, deferred_weights)
+    return m * (passes.all_blocks / p + waits) + ahead * passes.alike
 
 
-def _weights_of_last(blocks: int, held: StageBlocks, passes: Passes) -> Floats:
+def _weights_of_last(blocks: int, held: StageBlocks, passes: PassSeconds) -> Floats:
     """Seconds of one microbatch's gradients of weights in the last stage, at most."""
     return held.last * passes.block_weight + passes.weight - blocks * passes.block_weight
 
 
 def _ahead(
-    schedules: tuple[Schedule, ...], options: Options, passes: Passes, each: Floats, blocks: Floats, owed: Floats
+    schedules: tuple[Schedule, ...],
+    options: Options,
+    passes: PassSeconds,
+    each: Floats,
+    blocks: Floats,
+    deferred_weights: Floats,
 ) -> Floats:
     """Seconds of a step for which a rank has nothing to do while the first and the last microbatch pass the `blocks`
     before it, of `each` seconds: all of them, or forwards where gradients of weights are put off that may come beside
     the others' backwards.  Under the interleaved zero bubble schedule they are put off for no more microbatches than
-    there are ranks before and one more, which take `owed` seconds."""
+    there are ranks before and one more, which take `deferred_weights` seconds."""
     forward, inputs = blocks * passes.block_forward, blocks * passes.block_input
-    limited = forward + np.maximum(0.0, inputs - owed)
+    limited = forward + np.maximum(0.0, inputs - deferred_weights)
     is_limited = np.array([name == "interleaved_zero_bubble" for name in schedules])[options.schedule]
     return np.where(options.splits_backward, np.where(is_limited, limited, forward), blocks * each)
 
 
-def _bubbles(schedules: tuple[Schedule, ...], options: Options, passes: Passes) -> Floats:
+def _bubbles(schedules: tuple[Schedule, ...], options: Options, passes: PassSeconds) -> Floats:
     """Seconds that a step takes longer than its busiest rank, and what its last round takes, of equal stages."""
     p, v, m = options.splits.pipeline, options.chunks, options.splits.microbatches
     forward, inputs, weight = (part / (p * v) for part in (passes.forward, passes.input, passes.weight))
-    found = np.zeros((2, len(p)))
+    bubbles = np.zeros((2, len(p)))
     for index, name in enumerate(schedules):
         here = np.flatnonzero(options.schedule == index)
         if len(here):
             passes_here = forward[here], inputs[here], weight[here]
-            found[0, here] = bubble_seconds(name, p[here], *passes_here)
-            found[1, here] = last_round_seconds(name, p[here], v[here], m[here], *passes_here)
-    return np.maximum(0.0, found)
+            bubbles[0, here] = bubble_seconds(name, p[here], *passes_here)
+            bubbles[1, here] = last_round_seconds(name, p[here], v[here], m[here], *passes_here)
+    return np.maximum(0.0, bubbles)

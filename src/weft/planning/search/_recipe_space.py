@@ -20,7 +20,7 @@ from weft.techniques.tensor.mesh_2d.limits import forms_grid
 from weft.techniques.tensor.mesh_2d.limits import model_problem as grid_problem
 
 
-def recipe_space(recipe: Recipe, profile: Profile, facts: ModelFacts, cluster: Cluster, given: Plan) -> Space:
+def recipe_space(recipe: Recipe, profile: Profile, facts: ModelFacts, cluster: Cluster, pins: Plan) -> Space:
     """Return what can be chosen for a recipe's model; nothing is in it that a training of the recipe would refuse.
 
     Axes that the model cannot have at all are left out, and whatever else stands against a plan is asked of the plan
@@ -34,9 +34,9 @@ def recipe_space(recipe: Recipe, profile: Profile, facts: ModelFacts, cluster: C
     Raises:
         PlanError: a given setting can stand in no plan for this model.
     """
-    check_given(given, recipe, facts)
+    check_given(pins, recipe, facts)
     space = space_of(profile, cluster, global_batch_size=recipe.batch.global_batch_size, permit=recipe.permit)
-    case = Case(given, recipe, facts, None)
+    case = Case(pins, recipe, facts, None)
     if recipe.model.split:
         space = replace(space, tensors=(1,))  # what a table of one's own divides, only building the model tells
     if recipe_problem(recipe) or facts.no_context:
@@ -47,11 +47,11 @@ def recipe_space(recipe: Recipe, profile: Profile, facts: ModelFacts, cluster: C
         experts=tuple(ranks for ranks in space.experts if ranks == 1 or _shares_experts(ranks, case)),
         refuses=partial(_refusal, recipe, facts),
     )
-    space = pinned(space, given)
+    space = pinned(space, pins)
     if "1d" not in space.tensor_schemes:  # then heads and features are cut by the side of a grid alone
-        numbers = space.tensors if "mesh.tensor" in given.origins else range(2, cluster.num_devices + 1)
+        numbers = space.tensors if "mesh.tensor" in pins.origins else range(2, cluster.num_devices + 1)
         sizes, schemes = facts.divisible or {}, space.tensor_schemes
-        grids = tuple(n for n in numbers if any(forms_grid(each, n, sizes, facts.hidden_size) for each in schemes))
+        grids = tuple(n for n in numbers if any(forms_grid(scheme, n, sizes, facts.hidden_size) for scheme in schemes))
         space = replace(space, tensors=grids or space.tensors)
     return space
 

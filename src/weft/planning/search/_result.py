@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from weft.config.cluster import Cluster
 from weft.config.plan import Plan
 from weft.model.profile import Profile
-from weft.planning.price import Prediction, Pricer, model_flops
+from weft.planning.price import CostModel, Prediction, model_flops
 from weft.planning.search._objective import Objective
 from weft.planning.search._space import Space
-from weft.techniques.cost_terms import Calibration, Layout, Stack
+from weft.techniques.cost_terms import Calibration, Framework, Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class SearchResult:
     global_batch_size: int
     objective: Objective
     space: Space
-    stack: Stack
+    framework: Framework
     calibration: Calibration
     """What the prices were made with."""
     best: tuple[Candidate, ...]
@@ -81,7 +81,7 @@ class SearchResult:
 
 
 def candidate_of(
-    pricer: Pricer,
+    cost_model: CostModel,
     objective: Objective,
     global_batch_size: int,
     layout: Layout,
@@ -95,13 +95,13 @@ def candidate_of(
     Args:
         relative_speed: peak of the mean of the used devices over that of the slowest.
     """
-    step, profile = prediction.step_seconds, pricer.profile
+    step, profile = prediction.step_seconds, cost_model.profile
     tokens = global_batch_size * profile.sequence_length
     pessimistic = objective.pessimistic_seconds(step, prediction.spread)
     cost = None
     if objective.price_per_device_hour is not None:
         cost = objective.cost_per_million_tokens(step, layout.world_size, tokens)
-    peak = pricer.device(layout).peak(layout.precision) * relative_speed
+    peak = cost_model.device(layout).peak(layout.precision) * relative_speed
     return Candidate(
         layout=layout,
         prediction=prediction,

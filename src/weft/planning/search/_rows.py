@@ -8,7 +8,7 @@ from typing import NamedTuple, get_args
 from weft.config.plan import Recompute, ReduceEvery
 from weft.planning.search._bounds import Floats
 from weft.planning.search._space import Space
-from weft.planning.search._splits import Ints, Splits, Table
+from weft.planning.search._splits import CandidateTable, Ints, Splits
 from weft.techniques.cost_terms import Layout
 from weft.techniques.pipeline.schedules import Schedule
 from weft.techniques.zero.settings import stage_of
@@ -34,7 +34,7 @@ def levels_of(space: Space) -> tuple[RecomputeLevel, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows(Table):
+class LayoutRows(CandidateTable):
     """Layouts of a group of splits, with their bounds."""
 
     splits: Splits

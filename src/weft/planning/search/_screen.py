@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from weft.config.plan import Recompute
-from weft.planning.price import Pricer
+from weft.planning.price import CostModel
 from weft.planning.search._bounds import Floats
 from weft.planning.search._estimate import Estimates, RateTable, power_below
-from weft.planning.search._group import GroupCosts, Passes
-from weft.planning.search._options import OptionMaker, Options, Way, ways_of_sharding
+from weft.planning.search._group import GroupCosts, PassSeconds
+from weft.planning.search._options import OptionMaker, Options, ShardingOption, sharding_options
 from weft.planning.search._pipelines import pipeline_seconds
-from weft.planning.search._rows import REDUCE_EVERY, Rows, levels_of
+from weft.planning.search._rows import REDUCE_EVERY, LayoutRows, levels_of
 from weft.planning.search._space import Offload, Space
 from weft.planning.search._splits import Bools, Ints, Splits
 from weft.planning.search._variants import has_even_islands
@@ -25,41 +25,41 @@ _ROWS_AT_ONCE = 100_000
 class Screen:
     """Screens groups of splits of one model on one cluster."""
 
-    def __init__(self, pricer: Pricer, space: Space) -> None:
-        self._pricer, self._space = pricer, space
+    def __init__(self, cost_model: CostModel, space: Space) -> None:
+        self._cost_model, self._space = cost_model, space
         self._levels = levels_of(space)
-        self._usable = pricer.cluster.usable_memory_bytes
-        self._rates = RateTable(pricer, space)
-        self._choices = OptionMaker(space, len(pricer.profile.blocks))
+        self._usable = cost_model.cluster.usable_memory_bytes
+        self._rates = RateTable(cost_model, space)
+        self._choices = OptionMaker(space, len(cost_model.profile.blocks))
         self._parts_data = any(abs(order.index("replicate") - order.index("shard")) > 1 for order in space.orders or ())
-        even = has_even_islands(pricer.cluster)  # else shards are looked at one by one
-        self._islands = tuple(tier.devices for tier in pricer.cluster.links) if even else ()
+        even = has_even_islands(cost_model.cluster)  # else shards are looked at one by one
+        self._islands = tuple(tier.devices for tier in cost_model.cluster.links) if even else ()
 
     def count(self, splits: Splits) -> int:
         """Return how many layouts there are of some splits."""
         return self._choices.count(splits) * len(self._levels) * len(self._space.offloads) * len(self._space.zeros)
 
-    def rows(self, costs: GroupCosts, splits: Splits, limit: Floats) -> list[Rows]:
+    def rows(self, costs: GroupCosts, splits: Splits, limit: Floats) -> list[LayoutRows]:
         """Return the layouts of a group that may fit and take less than `limit` seconds (of each split), with the least
         that each may take.  A layout is there once for each case."""
         options, row = self._choices.options(splits)
         limit = limit[row]
         farthest = int(costs.inside.max(initial=1))
-        found: list[Rows] = []
+        rows: list[LayoutRows] = []
         for cases, near, fastest in self._near(costs, options, limit):
             some, here, below = costs.take(cases), options.take(near), limit[near]
             for way in self._ways(here):
                 valid = (way.shard > 0) & self._is_case(some, here, way, farthest)
                 if valid.any():
                     taken = (some.take(valid), here.take(valid), way.take(valid))
-                    found += self._sharded(*taken, below[valid], fastest[valid])
-        return found
+                    rows += self._sharded(*taken, below[valid], fastest[valid])
+        return rows
 
-    def _ways(self, options: Options) -> list[Way]:
-        whole = self._pricer.stack.memory.accumulates_whole
-        return ways_of_sharding(self._space, options, self._islands, accumulates=whole)
+    def _ways(self, options: Options) -> list[ShardingOption]:
+        whole = self._cost_model.framework.memory.accumulates_unsharded
+        return sharding_options(self._space, options, self._islands, accumulates=whole)
 
-    def _is_case(self, costs: GroupCosts, options: Options, way: Way, farthest: int) -> Bools:
+    def _is_case(self, costs: GroupCosts, options: Options, way: ShardingOption, farthest: int) -> Bools:
         """Whether the figures of a row's case hold for it; where a given order puts other axes between the data ranks,
         how many of them lie inside depends on the shards too, and all cases are taken."""
         data = way.least if way.zero == 3 else options.splits.data
@@ -72,11 +72,11 @@ class Screen:
     def _near(self, costs: GroupCosts, options: Options, limit: Floats) -> Iterator[tuple[Ints, Ints, Floats]]:
         """Yield cases and options whose pipelines alone, nothing computed again, are below the limit, with their
         seconds; not too many at once."""
-        blocks, schedules = len(self._pricer.profile.blocks), self._space.schedules
+        blocks, schedules = len(self._cost_model.profile.blocks), self._space.schedules
         passes, known = costs.passes[self._levels[0].light], dict[tuple[float, ...], tuple[Ints, Floats]]()
         cases, rows, seconds, count = list[Ints](), list[Ints](), list[Floats](), 0
         for case in range(len(costs.bases)):
-            hop, one = costs.hop[[case]], Passes(*(part[[case]] for part in passes))
+            hop, one = costs.hop[[case]], PassSeconds(*(part[[case]] for part in passes))
             key = (float(hop[0]), *(float(part[0]) for part in one))  # many cases differ in what is sent besides
             if key not in known:
                 fastest = pipeline_seconds(schedules, blocks, hop, options, one, 0.0)
@@ -91,17 +91,19 @@ class Screen:
                 yield np.concatenate(cases), np.concatenate(rows), np.concatenate(seconds)
                 cases, rows, seconds, count = [], [], [], 0
 
-    def _sharded(self, costs: GroupCosts, options: Options, way: Way, limit: Floats, fastest: Floats) -> list[Rows]:
+    def _sharded(
+        self, costs: GroupCosts, options: Options, way: ShardingOption, limit: Floats, fastest: Floats
+    ) -> list[LayoutRows]:
         """Rows under one way of sharding, whose pipelines take `fastest` seconds with nothing computed again."""
         first, offloads = costs.passes[self._levels[0].light], self._space.offloads
-        estimates = Estimates(self._pricer, self._space, costs, options, way, self._rates)
+        estimates = Estimates(self._cost_model, self._space, costs, options, way, self._rates)
         # More recomputation makes a step longer, and so does offloading, but for the optimizer's where a rank has
         # little of it.  What is too slow without them stays so.
         near = estimates.seconds(first, "none", *offloads, pipeline=fastest) < limit
         if not near.any():
             return []
         costs, options, way, limit = costs.take(near), options.take(near), way.take(near), limit[near]
-        estimates = Estimates(self._pricer, self._space, costs, options, way, self._rates)
+        estimates = Estimates(self._cost_model, self._space, costs, options, way, self._rates)
         least = self._least(estimates, costs, len(options))
         return self._table(costs, options, least < limit, way, least)
 
@@ -145,12 +147,14 @@ class Screen:
         most = estimates.seconds(costs.passes[heavy], offload)
         return np.where(useful, seconds + share * (most - seconds), np.inf)
 
-    def _table(self, costs: GroupCosts, options: Options, chosen: Bools, way: Way, seconds: Floats) -> list[Rows]:
+    def _table(
+        self, costs: GroupCosts, options: Options, chosen: Bools, way: ShardingOption, seconds: Floats
+    ) -> list[LayoutRows]:
         if not chosen.any():
             return []
         taken, way, count = options.take(chosen), way.take(chosen), int(chosen.sum())
         return [
-            Rows(
+            LayoutRows(
                 splits=taken.splits,
                 case=costs.case[chosen],
                 schedule=taken.schedule,

@@ -15,23 +15,23 @@ from weft.config.plan import AXES, Axis, Plan
 from weft.config.recipe import OptimizerRecipe, PermitRecipe
 from weft.errors import PlanError
 from weft.model.profile import Block, Profile
-from weft.planning.price import Pricer
+from weft.planning.price import CostModel
 from weft.planning.search._acceptance import Acceptance
 from weft.planning.search._bounds import Floats, SplitBounds
-from weft.planning.search._buckets import USUAL_BUCKET_BYTES, Priced
+from weft.planning.search._buckets import USUAL_BUCKET_BYTES, PricedLayout
 from weft.planning.search._finalists import Finalists
 from weft.planning.search._frontier import Frontier
 from weft.planning.search._group import group_costs
 from weft.planning.search._objective import Objective
 from weft.planning.search._result import Candidate, Counts, SearchResult, candidate_of
-from weft.planning.search._rows import Rows
+from weft.planning.search._rows import LayoutRows
 from weft.planning.search._screen import Screen
 from weft.planning.search._space import Space, space_of, without_offload
 from weft.planning.search._splits import Bools, Ints, Splits, enumerate_splits
 from weft.planning.search._unequal import Balancer, kinds_of, speed_of
 from weft.planning.search._variants import StageVariant, arrangements, variants
 from weft.techniques.buckets.settings import FIRST_BUCKET_BYTES
-from weft.techniques.cost_terms import FITTED, WEFT, Calibration, Layout, PricedPrecision, Stack
+from weft.techniques.cost_terms import FITTED, WEFT, Calibration, Framework, Layout, PricedPrecision
 from weft.techniques.zero.settings import stage_of
 
 _WINDOWS = (1.25, 2.0, math.inf)
@@ -53,11 +53,11 @@ def search(
     objective: Objective | None = None,
     space: Space | None = None,
     optimizer: OptimizerRecipe | None = None,
-    stack: Stack = WEFT,
+    framework: Framework = WEFT,
     calibration: Calibration = FITTED,
     top: int = 5,
-    pricer: Pricer | None = None,
-    given: Plan | None = None,
+    cost_model: CostModel | None = None,
+    pins: Plan | None = None,
 ) -> SearchResult:
     """Return the best plans for a model on a cluster.  Deterministic; needs no torch and no devices.
 
@@ -71,7 +71,7 @@ def search(
         space: what to choose among; by default everything (`space_of`).
         optimizer: sets the bytes of optimizer state; by default AdamW.
         top: how many plans to return.
-        pricer: one to share parts of prices with other searches of the same model, cluster, stack and calibration.
+        pricer: one to share parts of prices with other searches of the same model, cluster, framework and calibration.
         given: settings that search does not choose (`beyond_search`: threads, the rank of a codec, local steps), as its
             `origins` name them; they stand in the plans, and prices know nothing of them.
 
@@ -87,29 +87,29 @@ def search(
     if objective.quantity == "cost":
         space = replace(space, fewer_devices=True)
     state = SearchState(
-        pricer=pricer or Pricer(profile, cluster, stack, calibration),
+        cost_model=cost_model or CostModel(profile, cluster, framework, calibration),
         space=space,
         objective=objective,
         global_batch_size=global_batch_size,
         optimizer=optimizer,
-        given=given,
+        pins=pins,
     )
-    found, counts = state.run(top)
-    finish = _Finish(state)
+    leaders, counts = state.run(top)
+    finish = _Finaliser(state)
     return SearchResult(
         profile=profile,
         cluster=cluster,
         global_batch_size=global_batch_size,
         objective=objective,
         space=space,
-        stack=state.pricer.stack,
-        calibration=state.pricer.calibration,
-        best=tuple(sorted((finish.candidate(each) for each in found), key=lambda each: each.score)),
+        framework=state.cost_model.framework,
+        calibration=state.cost_model.calibration,
+        best=tuple(sorted((finish.candidate(priced) for priced in leaders), key=lambda each: each.score)),
         counts=counts,
     )
 
 
-class _Group(NamedTuple):
+class _SplitGroup(NamedTuple):
     """Splits that share microbatch, tensor, context and expert axes."""
 
     frontier: Frontier
@@ -134,36 +134,36 @@ class _Group(NamedTuple):
 class SearchState:
     """One search: what it is about, and what it has counted."""
 
-    pricer: Pricer
+    cost_model: CostModel
     space: Space
     objective: Objective
     global_batch_size: int
     optimizer: OptimizerRecipe | None
-    given: Plan | None = None
+    pins: Plan | None = None
     acceptance: Acceptance = field(init=False)
     _counted: list[tuple[Block, int]] = field(init=False)
-    _groups: list[_Group] = field(init=False, default_factory=list["_Group"])
+    _groups: list[_SplitGroup] = field(init=False, default_factory=list["_SplitGroup"])
     searched: int = 0
     estimated: int = 0
     memory_bound: int = 0
 
     def __post_init__(self) -> None:
-        self._counted = self.pricer.profile.count_blocks()
-        self.acceptance = Acceptance(self.pricer, self.space, self.global_batch_size, self.given)
+        self._counted = self.cost_model.profile.count_blocks()
+        self.acceptance = Acceptance(self.cost_model, self.space, self.global_batch_size, self.pins)
 
-    def run(self, top: int) -> tuple[list[Priced], Counts]:
-        cluster = self.pricer.cluster
+    def run(self, top: int) -> tuple[list[PricedLayout], Counts]:
+        cluster = self.cost_model.cluster
         splits, dropped = enumerate_splits(
             self.space,
             devices=cluster.num_devices,
             global_batch_size=self.global_batch_size,
         )
-        finalists = Finalists(self.pricer, self.space, self.objective, self.acceptance)
+        finalists = Finalists(self.cost_model, self.space, self.objective, self.acceptance)
         frontier = Frontier()
         for precision in self.space.precisions:
             self._begin(frontier, splits, self._base(precision))
         frontier.run(finalists)
-        found = self._with_others(frontier, finalists, top)
+        leaders = self._with_others(frontier, finalists, top)
         counts = Counts(
             searched=self.searched,
             invalid={"devices": dropped.devices, "batch": dropped.batch, "experts": dropped.experts},
@@ -174,9 +174,9 @@ class SearchState:
             out_of_memory=finalists.tally.out_of_memory,
             refused=dict(self.acceptance.refused.most_common()),
         )
-        return found, counts
+        return leaders, counts
 
-    def _with_others(self, frontier: Frontier, finalists: Finalists, top: int) -> list[Priced]:
+    def _with_others(self, frontier: Frontier, finalists: Finalists, top: int) -> list[PricedLayout]:
         """The best plan, and plans of other kinds to compare it with: the best that were priced on the way, and where
         they are few, some more."""
         cheap = self.objective.quantity == "cost"
@@ -195,7 +195,7 @@ class SearchState:
         element = 8 if precision == "fp64" else 4
         optimizer = self.optimizer or OptimizerRecipe()
         copies = optimizer.moments + mixed + (optimizer.average_decay is not None)
-        profile = self.pricer.profile
+        profile = self.cost_model.profile
         return Layout(
             trained_share=profile.trained_share,
             coded_share=profile.coded_share,
@@ -215,47 +215,47 @@ class SearchState:
 
     def _begin(self, frontier: Frontier, splits: Splits, base: Layout) -> None:
         """Put all groups of splits of one precision on the frontier."""
-        bounds_of = SplitBounds(self.pricer, self.space, base)
+        bounds_of = SplitBounds(self.cost_model, self.space, base)
         offload = "optimizer" if "optimizer" in self.space.offloads else self.space.usual_offload
         lightest = replace(base, zero=stage_of(max(self.space.zeros)), offload=offload, compression="none")
-        fits = bounds_of.bytes(splits, lightest) <= self.pricer.cluster.usable_memory_bytes
+        fits = bounds_of.bytes(splits, lightest) <= self.cost_model.cluster.usable_memory_bytes
         self.memory_bound += int((~fits).sum())
         splits = splits.take(fits)
         bounds = self._weighed(bounds_of.seconds(splits), splits.world)
-        screen = Screen(self.pricer, self.space)
+        screen = Screen(self.cost_model, self.space)
         self.searched += screen.count(splits)
-        for rows in _groups(splits, bounds, on_cores=not self.pricer.cluster.has_accelerators):
+        for rows in _groups(splits, bounds, on_cores=not self.cost_model.cluster.has_accelerators):
             here = splits.take(rows)
             each = self._weighed(here.microbatches / here.pipeline, here.world)
-            group = _Group(frontier, screen, here, each, np.zeros(len(here), dtype=np.bool_))
+            group = _SplitGroup(frontier, screen, here, each, np.zeros(len(here), dtype=np.bool_))
             self._groups.append(group)
             frontier.push(float(bounds[rows].min()), partial(self._refine, group, self._group_base(here, base)))
 
-    def _refine(self, group: _Group, base: Layout, finalists: Finalists) -> None:
+    def _refine(self, group: _SplitGroup, base: Layout, finalists: Finalists) -> None:
         """Bound a group by what its blocks compute, which is closer than their FLOPs."""
-        found = [*variants(self.pricer, self.space, base)]
+        layouts = [*variants(self.cost_model, self.space, base)]
         alone: dict[tuple[bool, str], float] = {}
-        for each in found:
-            key = (each.sequence_parallel, each.tensor_scheme)
+        for variant in layouts:
+            key = (variant.sequence_parallel, variant.tensor_scheme)
             if key not in alone:
-                one = next(arrangements(self.pricer, self.space, each, most_data=group.most_data))
-                alone[key] = self.pricer.block_sums(one.layout)[1]
-        near = [(alone[each.sequence_parallel, each.tensor_scheme], each) for each in found]
+                one = next(arrangements(self.cost_model, self.space, variant, most_data=group.most_data))
+                alone[key] = self.cost_model.block_sums(one.layout)[1]
+        near = [(alone[variant.sequence_parallel, variant.tensor_scheme], variant) for variant in layouts]
         if not near:
             return  # the scheme splits no such axis
         least = min(seconds for seconds, _ in near)
         group.frontier.push(least * group.least, partial(self._arrange, group, near))
 
-    def _arrange(self, group: _Group, found: list[tuple[float, Layout]], finalists: Finalists) -> None:
+    def _arrange(self, group: _SplitGroup, pairs: list[tuple[float, Layout]], finalists: Finalists) -> None:
         """Bound a group by what its blocks take with what they send, in the best arrangement of its axes."""
         cases: list[tuple[float, StageVariant]] = []
-        for alone, variant in found:
+        for alone, variant in pairs:
             slow: set[tuple[Axis, ...]] = set()
-            for placed in arrangements(self.pricer, self.space, variant, most_data=group.most_data):
+            for placed in arrangements(self.cost_model, self.space, variant, most_data=group.most_data):
                 order = placed.layout.order
                 if alone * group.least >= finalists.limit or order in slow:
                     continue
-                whole, _ = self.pricer.block_sums(placed.layout)
+                whole, _ = self.cost_model.block_sums(placed.layout)
                 if whole * group.least >= finalists.limit:
                     slow.add(order)  # with more data ranks inside it is no faster
                 else:
@@ -266,7 +266,7 @@ class SearchState:
 
     def _screen(
         self,
-        group: _Group,
+        group: _SplitGroup,
         cases: list[tuple[float, StageVariant]],
         bound: float,
         windows: tuple[float, ...],
@@ -283,11 +283,11 @@ class SearchState:
             return
         near = min(whole for whole, _ in cases) * group.each < limit
         splits = group.splits.take(near)
-        costs = group_costs(self.pricer, self.space, self._counted, [placed for _, placed in cases])
-        found = group.screen.rows(costs, splits, limit / self._weighed(np.ones(len(splits)), splits.world))
+        costs = group_costs(self.cost_model, self.space, self._counted, [placed for _, placed in cases])
+        rows = group.screen.rows(costs, splits, limit / self._weighed(np.ones(len(splits)), splits.world))
         group.seen[:] |= near
-        self.estimated += sum(len(table) for table in found)
-        for table in found:
+        self.estimated += sum(len(table) for table in rows)
+        for table in rows:
             # The work of a rank alone also bounds a row from below.  Windows were made by that bound, so a row must not
             # fall below it, or it would belong to an earlier window.
             work = np.array([whole for whole, _ in cases])[table.case] * table.splits.microbatches
@@ -303,7 +303,7 @@ class SearchState:
                 self._explore(table, costs.bases, int(order[0]), finalists)
             group.frontier.push_rows(weighed[order], partial(self._explore, table.take(order), costs.bases))
 
-    def _explore(self, table: Rows, bases: tuple[Layout, ...], row: int, finalists: Finalists) -> None:
+    def _explore(self, table: LayoutRows, bases: tuple[Layout, ...], row: int, finalists: Finalists) -> None:
         layout = table.layout(row, bases[int(table.case[row])], self.space)
         finalists.explore(layout, int(table.least_shard[row]))
 
@@ -322,7 +322,7 @@ class SearchState:
 
     def _weighed(self, seconds: Floats, world: Ints) -> Floats:
         """Scores of steps of so many seconds."""
-        seconds = seconds * self.objective.pessimistic_seconds(1.0, self.pricer.stack.spread)
+        seconds = seconds * self.objective.pessimistic_seconds(1.0, self.cost_model.framework.spread)
         return seconds * world if self.objective.quantity == "cost" else seconds
 
 
@@ -334,17 +334,17 @@ def family_of(layout: Layout) -> Family:
     return layout.pipeline, layout.data, layout.context, layout.tensor, layout.expert, layout.zero == 3
 
 
-def _leaders(priced: Iterable[Priced], *, idle: bool) -> list[Priced]:
+def _leaders(priced: Iterable[PricedLayout], *, idle: bool) -> list[PricedLayout]:
     """The best of each family, best first.  Plans on fewer devices than the best one are left out unless `idle`: nobody
     takes them instead."""
-    found: dict[Family, Priced] = {}
-    for each in sorted(priced, key=_rank):
-        found.setdefault(family_of(each.layout), each)
-    leaders = list(found.values())
-    return [each for each in leaders if idle or each.layout.world_size >= leaders[0].layout.world_size]
+    by_family: dict[Family, PricedLayout] = {}
+    for layout in sorted(priced, key=_rank):
+        by_family.setdefault(family_of(layout.layout), layout)
+    leaders = list(by_family.values())
+    return [leader for leader in leaders if idle or leader.layout.world_size >= leaders[0].layout.world_size]
 
 
-def _rank(priced: Priced) -> tuple[object, ...]:
+def _rank(priced: PricedLayout) -> tuple[object, ...]:
     """Lower scores first; of equals, the simpler layout."""
     layout = priced.layout
     axes = (layout.pipeline, layout.tensor, layout.context, layout.expert, layout.chunks, layout.zero, layout.shard)
@@ -370,28 +370,28 @@ def _groups(splits: Splits, bounds: Floats, *, on_cores: bool) -> list[Ints]:
     return sorted(groups, key=lambda rows: float(bounds[rows].min()))
 
 
-class _Finish:
+class _Finaliser:
     """Turns priced layouts into candidates."""
 
     def __init__(self, state: SearchState) -> None:
         self._state = state
-        cluster = state.pricer.cluster
+        cluster = state.cost_model.cluster
         speeds = [(node.count * node.devices.count, speed_of(node.devices)) for node in cluster.nodes]
         self._balancer, self._relative_speed = None, 1.0
         if len(kinds_of(cluster)) > 1:
-            self._balancer = Balancer(state.pricer)
-            mean = sum(count * each for count, each in speeds) / cluster.num_devices
-            self._relative_speed = mean / min(each for _, each in speeds)
+            self._balancer = Balancer(state.cost_model)
+            mean = sum(count * speed for count, speed in speeds) / cluster.num_devices
+            self._relative_speed = mean / min(speed for _, speed in speeds)
 
-    def candidate(self, priced: Priced) -> Candidate:
+    def candidate(self, priced: PricedLayout) -> Candidate:
         """Return a layout with its plan and all that is said of it; its data ranks balanced over unequal devices."""
         state, layout, shares = self._state, priced.layout, None
         batch = state.global_batch_size
         balanced = self._balancer.balance(layout, batch) if self._balancer is not None else None
         if balanced is None or state.acceptance.problem(balanced.layout, balanced.shares):
-            prediction = state.pricer.predict(layout, exact=True)
+            prediction = state.cost_model.predict(layout, exact=True)
         else:
             layout, shares, prediction = balanced.layout, balanced.shares, balanced.prediction
         plan = state.acceptance.plan(layout, shares)
         speed = self._relative_speed
-        return candidate_of(state.pricer, state.objective, batch, layout, prediction, plan, relative_speed=speed)
+        return candidate_of(state.cost_model, state.objective, batch, layout, prediction, plan, relative_speed=speed)

@@ -15,7 +15,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class CandidateTable:
     """Columns with a row per candidate, tables of as many, and what all rows share."""
 
     def take(self, rows: Ints | Bools) -> Self:
@@ -26,7 +26,7 @@ class Table:
 def _rows_of(value: Any, rows: Ints | Bools) -> Any:
     if isinstance(value, np.ndarray):
         return value[rows]
-    if isinstance(value, Table):
+    if isinstance(value, CandidateTable):
         return value.take(rows)
     if isinstance(value, dict):  # of tuples of columns
         parts: dict[Any, Any] = value
@@ -35,7 +35,7 @@ def _rows_of(value: Any, rows: Ints | Bools) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Splits(Table):
+class Splits(CandidateTable):
     """Rows of a table: sizes of the axes, and how the batch falls into microbatches."""
 
     pipeline: Ints
@@ -62,7 +62,7 @@ _NAMES = tuple(field.name for field in fields(Splits))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dropped:
+class DroppedCounts:
     """How many combinations of axis sizes were left out while they were made, and why."""
 
     devices: int = 0
@@ -73,7 +73,7 @@ class Dropped:
     """The expert axis does not divide the ranks that it borrows, or these take unequal shares."""
 
 
-def enumerate_splits(space: Space, *, devices: int, global_batch_size: int) -> tuple[Splits, Dropped]:
+def enumerate_splits(space: Space, *, devices: int, global_batch_size: int) -> tuple[Splits, DroppedCounts]:
     """Return all splits of at most `devices` devices that keep the global batch exactly."""
     tensor, context, pipeline = _product(space.tensors, space.contexts, space.pipelines)
     most = devices // (tensor * context * pipeline)
@@ -104,7 +104,7 @@ def enumerate_splits(space: Space, *, devices: int, global_batch_size: int) -> t
         uneven=total[row] % data > 0,
     )
     splits, unborrowed = _with_experts(space, splits)
-    return splits, Dropped(devices=int((~fits).sum()), batch=int((~kept).sum()), experts=unborrowed)
+    return splits, DroppedCounts(devices=int((~fits).sum()), batch=int((~kept).sum()), experts=unborrowed)
 
 
 def _with_smaller_parts(space: Space, splits: Splits) -> tuple[Splits, Bools]:
@@ -147,7 +147,7 @@ def _is_permitted(space: Space, total: Ints, data: Ints, world: Ints) -> Bools:
 
 
 def _product(*values: tuple[int, ...]) -> list[Ints]:
-    grids = np.meshgrid(*(np.array(each, dtype=np.int64) for each in values), indexing="ij")
+    grids = np.meshgrid(*(np.array(value, dtype=np.int64) for value in values), indexing="ij")
     return [grid.ravel() for grid in grids]
 
 
@@ -174,14 +174,14 @@ def _data_ranks(space: Space, most: Ints, total: Ints, room: Ints) -> tuple[Ints
 
 def _largest_divisor_up_to(total: Ints, limit: Ints) -> Ints:
     """The most data ranks, up to a limit, that get equal shares of the microbatches."""
-    found = np.ones_like(total)
+    divisors = np.ones_like(total)
     for number in np.unique(total):
         candidates = np.arange(1, int(number**0.5) + 1)
         small = candidates[number % candidates == 0]
         all_divisors = np.unique(np.concatenate([small, number // small]))
         rows = total == number
-        found[rows] = all_divisors[np.searchsorted(all_divisors, np.maximum(limit[rows], 1), side="right") - 1]
-    return found
+        divisors[rows] = all_divisors[np.searchsorted(all_divisors, np.maximum(limit[rows], 1), side="right") - 1]
+    return divisors
 
 
 def _with_experts(space: Space, splits: Splits) -> tuple[Splits, int]:
@@ -191,7 +191,7 @@ def _with_experts(space: Space, splits: Splits) -> tuple[Splits, int]:
         return splits.take(~dominated), 0
     experts = np.array(space.experts, dtype=np.int64)
     row, expert = (column.ravel() for column in np.meshgrid(np.arange(len(splits)), experts, indexing="ij"))
-    found = replace(splits.take(row), expert=expert)
-    fits = (found.data * found.context % expert == 0) & ~(found.uneven & (expert > 1))
-    kept = fits & (~dominated[row] | _borrows_more(space, found, expert))
-    return found.take(kept), int((~fits).sum())
+    options = replace(splits.take(row), expert=expert)
+    fits = (options.data * options.context % expert == 0) & ~(options.uneven & (expert > 1))
+    kept = fits & (~dominated[row] | _borrows_more(space, options, expert))
+    return options.take(kept), int((~fits).sum())

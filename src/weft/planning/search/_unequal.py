@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from weft.config.cluster import Cluster, Devices
 from weft.config.plan import Axis
-from weft.planning.price import Prediction, Pricer
+from weft.planning.price import CostModel, Prediction
 from weft.planning.search._orders import outermost
 from weft.planning.search._shares import unequal_shares
 from weft.planning.search._space import divisors
@@ -34,9 +34,9 @@ class Balanced:
 class Balancer:
     """Balances layouts over the kinds of devices of one cluster."""
 
-    def __init__(self, pricer: Pricer) -> None:
-        self._pricer = pricer
-        self._kinds = {devices: _all_alike(pricer, devices) for devices in kinds_of(pricer.cluster)}
+    def __init__(self, cost_model: CostModel) -> None:
+        self._cost_model = cost_model
+        self._kinds = {devices: _all_alike(cost_model, devices) for devices in kinds_of(cost_model.cluster)}
 
     def balance(self, layout: Layout, global_batch_size: int) -> Balanced | None:
         """Return a layout with the shares that make its slowest data rank fastest, in microbatches of its own size or
@@ -44,8 +44,10 @@ class Balancer:
         fewer microbatches than data ranks."""
         layout = replace(layout, order=outermost(layout.order, _DATA))
         sizes = (replace(layout, microbatch_size=size) for size in divisors(layout.microbatch_size))
-        found = [balanced for each in sizes if (balanced := self._balanced(each, global_batch_size)) is not None]
-        return min(found, key=lambda balanced: balanced.prediction.step_seconds, default=None)
+        balanced_layouts = [
+            balanced for size in sizes if (balanced := self._balanced(size, global_batch_size)) is not None
+        ]
+        return min(balanced_layouts, key=lambda balanced: balanced.prediction.step_seconds, default=None)
 
     def _balanced(self, layout: Layout, global_batch_size: int) -> Balanced | None:
         total = global_batch_size // layout.microbatch_size
@@ -73,9 +75,9 @@ class Balancer:
 
     def _speed(self, devices: Devices, layout: Layout) -> tuple[float, float]:
         """Seconds of a microbatch in the steady state, and of a step besides."""
-        pricer, count = self._kinds[devices], 4 * layout.pipeline
-        more = pricer.time(replace(layout, microbatches=2 * count)).total
-        fewer = pricer.time(replace(layout, microbatches=count)).total
+        cost_model, count = self._kinds[devices], 4 * layout.pipeline
+        more = cost_model.time(replace(layout, microbatches=2 * count)).total
+        fewer = cost_model.time(replace(layout, microbatches=count)).total
         each = (more - fewer) / count
         return each, max(0.0, fewer - count * each)
 
@@ -83,7 +85,7 @@ class Balancer:
         """The slowest devices of every data rank."""
         places: list[tuple[int, int, Devices]] = []
         end = 0
-        for node in self._pricer.cluster.nodes:
+        for node in self._cost_model.cluster.nodes:
             places.append((end, end + node.count * node.devices.count, node.devices))
             end = places[-1][1]
         ranks = layout.world_size // layout.data
@@ -107,7 +109,11 @@ def speed_of(devices: Devices) -> float:
     return max(devices.peak_flops.values(), default=0.0)
 
 
-def _all_alike(pricer: Pricer, devices: Devices) -> Pricer:
+def _all_alike(cost_model: CostModel, devices: Devices) -> CostModel:
     """A pricer for the same nodes and links with devices of one kind."""
-    nodes = tuple(replace(node, devices=replace(devices, count=node.devices.count)) for node in pricer.cluster.nodes)
-    return Pricer(pricer.profile, replace(pricer.cluster, nodes=nodes), pricer.stack, pricer.calibration)
+    nodes = tuple(
+        replace(node, devices=replace(devices, count=node.devices.count)) for node in cost_model.cluster.nodes
+    )
+    return CostModel(
+        cost_model.profile, replace(cost_model.cluster, nodes=nodes), cost_model.framework, cost_model.calibration
+    )

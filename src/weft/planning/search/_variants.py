@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from weft.config.cluster import Cluster
 from weft.config.plan import AXES, Axis
-from weft.planning.price import Pricer, check_layout
+from weft.planning.price import CostModel, check_layout
 from weft.planning.search._space import Space, divisors
 from weft.techniques.cost_terms import Layout
 
 _INNER: tuple[Axis, ...] = ("context", "tensor")
 
 
-def variants(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
+def variants(cost_model: CostModel, space: Space, layout: Layout) -> Iterator[Layout]:
     """Yield a layout with every choice that changes what its blocks cost: sequence parallelism and the schemes."""
     has_tensor, has_context = layout.tensor > 1, layout.context > 1
     for parallel, scheme, way, exchange in product(
@@ -25,15 +25,15 @@ def variants(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
         space.context_schemes if has_context else (layout.context_scheme,),
         space.expert_exchanges if layout.expert > 1 else (layout.expert_exchange,),
     ):
-        found = replace(
+        variant = replace(
             layout,
             sequence_parallel=parallel,
             tensor_scheme=scheme,
             context_scheme=way,
             expert_exchange=exchange,
         )
-        if not (has_tensor or has_context) or not check_layout(pricer.profile, pricer.cluster, found):
-            yield found
+        if not (has_tensor or has_context) or not check_layout(cost_model.profile, cost_model.cluster, variant):
+            yield variant
 
 
 def has_even_islands(cluster: Cluster) -> bool:
@@ -51,7 +51,7 @@ class StageVariant(NamedTuple):
     """Ranks that the expert axis borrows from those that shard; 0: there are no experts."""
 
 
-def arrangements(pricer: Pricer, space: Space, layout: Layout, *, most_data: int) -> Iterator[StageVariant]:
+def arrangements(cost_model: CostModel, space: Space, layout: Layout, *, most_data: int) -> Iterator[StageVariant]:
     """Yield one stage of a layout in every order of its tensor, context and data axes.
 
     Where a stage's ranks lie among those of others changes no figure for the better, so what these layouts cost is the
@@ -65,9 +65,9 @@ def arrangements(pricer: Pricer, space: Space, layout: Layout, *, most_data: int
         outside = order[: order.index("shard")]
         is_inside = most_data > 1 and any(getattr(layout, axis) > 1 for axis in outside if axis in _INNER)
         for lent in lents if layout.expert > 1 else (0,):
-            sizes = _sizes(pricer, space, most_data) if is_inside and lent in (0, layout.expert) else (0,)
+            sizes = _sizes(cost_model, space, most_data) if is_inside and lent in (0, layout.expert) else (0,)
             for inside in sizes:
-                yield StageVariant(_one_stage(pricer, layout, order, inside, lent, most_data), inside, lent)
+                yield StageVariant(_one_stage(cost_model, layout, order, inside, lent, most_data), inside, lent)
 
 
 def _orders(space: Space, layout: Layout, most_data: int) -> Iterator[tuple[Axis, ...]]:
@@ -80,24 +80,24 @@ def _orders(space: Space, layout: Layout, most_data: int) -> Iterator[tuple[Axis
     yield from (_completed(chosen) for chosen in permutations(large))
 
 
-def _sizes(pricer: Pricer, space: Space, most: int) -> list[int]:
+def _sizes(cost_model: CostModel, space: Space, most: int) -> list[int]:
     """Powers of two from 2 on; beyond the largest island all are alike.  A single data rank lies outside of the others,
     unless the order is given."""
-    island = max((tier.devices for tier in pricer.cluster.links[:-1]), default=1)
+    island = max((tier.devices for tier in cost_model.cluster.links[:-1]), default=1)
     least = 1 if space.orders is None else 0
     return [1 << power for power in range(least, max(1, min(most, island).bit_length() - 1) + 1)]
 
 
 def _one_stage(
-    pricer: Pricer, layout: Layout, order: tuple[Axis, ...], inside: int, lent: int, most_data: int
+    cost_model: CostModel, layout: Layout, order: tuple[Axis, ...], inside: int, lent: int, most_data: int
 ) -> Layout:
     if (
-        not pricer.cluster.has_accelerators
+        not cost_model.cluster.has_accelerators
     ):  # a group has one split, of which all is known but who lends ranks to experts
         data = layout.data
         shard = data if lent == layout.expert else lent or layout.shard
         return replace(layout, order=order, shard=shard, replicate=data // shard) if data % shard == 0 else layout
-    shard = inside or (min(2, most_data) if has_even_islands(pricer.cluster) else 1)
+    shard = inside or (min(2, most_data) if has_even_islands(cost_model.cluster) else 1)
     if lent:
         shard = lent if lent < layout.expert else -(-shard // lent) * lent
     return replace(layout, pipeline=1, replicate=1, shard=shard, order=order)

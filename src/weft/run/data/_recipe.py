@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from weft.config.document import spell
+from weft.config.document import format_value
 from weft.config.recipe import DataRecipe, Recipe
 from weft.errors import DataError
 from weft.model.families import SampleField
@@ -89,7 +89,7 @@ def _check_used(recipe: Recipe, shape: DataShape) -> None:
     )
     for name, is_used, problem in wanted:
         if not is_used and getattr(data, name) != getattr(unset, name):
-            raise DataError(f"data.{name} = {spell(getattr(data, name))} {problem}. Remove it.")
+            raise DataError(f"data.{name} = {format_value(getattr(data, name))} {problem}. Remove it.")
 
 
 def _check_text_columns(data: DataRecipe) -> None:

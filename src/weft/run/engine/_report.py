@@ -12,7 +12,7 @@ import torch.distributed as dist
 from weft.comm.device import peak_memory_bytes
 from weft.comm.telemetry import Recorder
 from weft.events import CollectiveEvent, MemoryEvent, MessageEvent, PhaseEvent, Run, StartEvent, StepEvent
-from weft.figures import spell_figure
+from weft.formatting import format_number
 from weft.run.engine._throughput import ThroughputMeter, measure_peak_flops
 from weft.techniques.build import ParallelModel
 
@@ -100,8 +100,8 @@ class StepReporter:
         peak = self._meter.peak_flops
         if measured and peak and peak > measured:
             text = (
-                f"step {self._step}: training ran at {spell_figure(peak / measured)} times the peak that was measured"
-                f" at its start, while something else used the machine. The peak is {spell_figure(peak / 1e9)} GFLOP/s"
+                f"step {self._step}: training ran at {format_number(peak / measured)} times the peak that was measured"
+                f" at its start, while something else used the machine. The peak is {format_number(peak / 1e9)} GFLOP/s"
                 " from here on, what these steps reached; shares of it said before were too high."
             )
             self._run.emit(MessageEvent(text=text))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.comm.algorithms import BUILT_IN, Arrangement, ChoiceTable, spell_size, table_from_json, table_to_json
+from weft.comm.algorithms import BUILT_IN, Arrangement, ChoiceTable, format_size, table_from_json, table_to_json
 from weft.comm.device import BackendKind
 from weft.comm.mesh import GroupView
 from weft.comm.selector import SIZES, measure_table
@@ -110,6 +110,6 @@ def measure_tables(rank_info: RankInfo, budget_seconds: float, log: Callable[[st
         table = measure_table(view, budget_seconds=budget_seconds / len(worlds))
         tables.append(table_to_json(table))
         other = sum(row.choice not in BUILT_IN for row in table.rows)
-        largest = spell_size(max(row.size_bytes for row in table.rows))
+        largest = format_size(max(row.size_bytes for row in table.rows))
         log(f"choices of {len(ranks)} ranks: up to {largest}, {other} of {len(table.rows)} for an algorithm of Weft's")
     return tables

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from weft.comm.telemetry import Recorder
 from weft.comm.trace_event import TraceEvent
 from weft.config.plan import DataParallelPlan, Plan
-from weft.figures import spell_memory, spell_seconds
+from weft.formatting import format_memory, format_seconds
 from weft.techniques.buckets.sizes import SMALLEST_BUCKET, Flow, best_bucket
 
 _AXIS = "data"
@@ -55,9 +55,9 @@ class BucketAdvice:
 
     def __str__(self) -> str:
         times = (self.exposed_seconds, self.total_seconds, self.would_expose_seconds)
-        exposed, total, would = (spell_seconds(seconds, 2) for seconds in times)
+        exposed, total, would = (format_seconds(seconds, 2) for seconds in times)
         return (
-            f"{self.axis} axis: {exposed} of {total} exposed in a step; buckets of {spell_memory(self.best_bytes)}"
+            f"{self.axis} axis: {exposed} of {total} exposed in a step; buckets of {format_memory(self.best_bytes)}"
             f" would expose about {would}: --set plan.data_parallel.bucket_bytes={self.best_bytes}"
         )
 

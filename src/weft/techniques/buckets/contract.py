@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, final
 
-from weft.config.document import spell
+from weft.config.document import format_value
 from weft.config.plan import Plan
 from weft.techniques.buckets.settings import BucketSettings
 from weft.techniques.contract import Technique
@@ -25,7 +25,7 @@ class Buckets(Technique):
         data = plan.data_parallel
         if data.algorithm == "auto":
             return
-        start = f"plan.data_parallel.algorithm = {spell(data.algorithm)} cannot be run"
+        start = f"plan.data_parallel.algorithm = {format_value(data.algorithm)} cannot be run"
         if plan.compute.device == "cuda":
             yield f'{start} with compute.device = "cuda": on CUDA NCCL chooses. Use "auto".'
         elif data.compresses:

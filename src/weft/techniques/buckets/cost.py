@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from weft.columns import Column, larger, smaller
 from weft.config.cluster import Collective
 from weft.techniques.buckets.settings import BucketSettings
 from weft.techniques.buckets.sizes import BucketSeconds, Flow, Stream, best_bucket, idle_seconds, together
-from weft.techniques.cost_terms import AxisGroup, Device, Groups, Layout, RankLoad, Seconds, Stack
+from weft.techniques.cost_terms import AxisGroup, Device, Framework, Groups, Layout, RankLoad, Seconds
 from weft.techniques.zero.cost import gathers_weights, reduces_once
+from weft.vectorized import Column, larger, smaller
 
 _USUAL_BUCKET_BYTES = BucketSettings().bucket_limits[1]
 _FIRST_READ = 0.05
@@ -19,7 +19,7 @@ class Reductions:
 
     def __init__(self, layout: Layout, device: Device, groups: Groups, seconds: Seconds) -> None:
         self._layout, self._device, self._seconds = layout, device, seconds
-        self._bucket = bytes_together(layout, device.stack)
+        self._bucket = bytes_together(layout, device.framework)
         whole = not layout.gathers_after_step or layout.sends_whole
         self._kind: Collective = "all_reduce" if whole else "reduce_scatter"
         # Under local steps the ranks of a replica are all that meet in a step, for experts as for the rest.
@@ -31,10 +31,10 @@ class Reductions:
             # What is left after every microbatch's scatter: the sum over copies.
             dense = experts = groups.replicate
             self._parts, self._expert_parts = groups.shard.size, groups.expert_shard.size
-        often = layout.shards_gradients_alone and not reduces_once(layout, device.stack)
+        often = layout.shards_gradients_alone and not reduces_once(layout, device.framework)
         self._times = layout.microbatches if often else 1
         self._silent = layout.replicas_step_alone and self._parts > 1 or dense.size * experts.size == 1
-        self.first = first_bytes(layout, device.stack)
+        self.first = first_bytes(layout, device.framework)
         self.dense, self.experts = (self._stream(self._reduced(group)) for group in (dense, experts))
         self.gathered_dense, self.gathered_experts = (self._stream(self._gathered(group)) for group in (dense, experts))
         self._average = self._average_seconds(groups, seconds) if layout.replicas_step_alone else 0.0
@@ -75,13 +75,13 @@ class Reductions:
 
     def reduce(self, load: RankLoad) -> float:
         """Exposed seconds of all reductions of a step."""
-        layout, calibration, stack = self._layout, self._device.calibration, self._device.stack
+        layout, calibration, framework = self._layout, self._device.calibration, self._device.framework
         sizes = self.sizes(load)
         sent = together(self.dense.sent(sizes[0]), self.experts.sent(sizes[1]))
         if sent.whole == 0.0:
             return 0.0
         times = self._times
-        if not stack.overlap_gradients:
+        if not framework.overlap_gradients:
             return sent.whole * times
         last = min(sent.last, sent.whole / layout.chunks)
         window = calibration.overlap_share * load.backward
@@ -97,7 +97,7 @@ class Reductions:
             return 0.0
         sizes = self.sizes(load)
         sent = together(self.gathered_dense.sent(sizes[0]), self.gathered_experts.sent(sizes[1]))
-        if not self._device.stack.overlap_parameters:
+        if not self._device.framework.overlap_parameters:
             return sent.whole
         first = min(max(_FIRST_READ * sent.whole, sent.last), sent.whole) / layout.chunks
         window = calibration.overlap_share * load.forward
@@ -107,14 +107,14 @@ class Reductions:
 
     def flows(self, load: RankLoad) -> list[Flow]:
         """What the size of a bucket decides, chunks taken for one: reductions, and gathers where there are any."""
-        calibration, stack = self._device.calibration, self._device.stack
+        calibration, framework = self._device.calibration, self._device.framework
         # Experts that nobody shares travel nowhere, however many they are: buckets are for what does.
         every = ((self.dense, self.gathered_dense), (self.experts, self.gathered_experts))
         sizes = self.sizes(load)
         sent = [max(stream.sent(size).whole for stream in both) for both, size in zip(every, sizes, strict=True)]
         streams = every[sent[1] > sent[0]]
         size = sum(size for size, seconds in zip(sizes, sent, strict=True) if seconds > 0.0)
-        windows = (load.backward * stack.overlap_gradients, load.forward * stack.overlap_parameters)
+        windows = (load.backward * framework.overlap_gradients, load.forward * framework.overlap_parameters)
         often = self._times
         return [
             Flow(
@@ -134,20 +134,20 @@ def bucket_of(layout: Layout, load: RankLoad, device: Device, groups: Groups, se
     return best_bucket(rates.flows(load), first=rates.first, low=low)
 
 
-def first_bytes(layout: Layout, stack: Stack) -> float:
-    """Return the bytes of the bucket that is ready first; it is one like the others where a stack fixes their size, and
-    where every block is reduced by itself."""
-    if layout.shards_weights or stack.bucket_elements:
-        return bytes_together(layout, stack)
+def first_bytes(layout: Layout, framework: Framework) -> float:
+    """Return the bytes of the bucket that is ready first; it is one like the others where a framework fixes their
+    size, and where every block is reduced by itself."""
+    if layout.shards_weights or framework.bucket_elements:
+        return bytes_together(layout, framework)
     return float(layout.bucket_limits[0])
 
 
-def bytes_together(layout: Layout, stack: Stack) -> float:
+def bytes_together(layout: Layout, framework: Framework) -> float:
     """Return the bytes of gradients that are reduced together; what ZeRO-3 sums over its copies comes block by block,
     of which the usual bucket stands."""
     if layout.shards_weights and not layout.compresses:
         return float(_USUAL_BUCKET_BYTES)
-    elements = max(stack.bucket_elements, stack.bucket_elements_per_rank * layout.data * layout.context)
+    elements = max(framework.bucket_elements, framework.bucket_elements_per_rank * layout.data * layout.context)
     return float(max(layout.bucket_limits[1], elements * layout.gradient_bytes))
 
 

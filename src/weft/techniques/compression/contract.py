@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import final
 
-from weft.config.document import spell
+from weft.config.document import format_value
 from weft.config.plan import Plan
 from weft.techniques.compression.settings import CompressionSettings
 from weft.techniques.contract import Case, Held, Technique
@@ -68,7 +68,7 @@ class Compression(Technique):
         if not data.compresses:
             return
         if data.compression not in permit.compression:
-            more = spell([*permit.compression, data.compression])
+            more = format_value([*permit.compression, data.compression])
             problem = f'is not permitted by the recipe.\nUse "none", or permit.compression = {more}.'
             raise case.refuse(path, problem)
         if case.plan.mesh.data * case.plan.mesh.context == 1:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from weft.config.document import Rules, spell
+from weft.config.document import Rules, format_value
 from weft.config.recipe import Precision
 from weft.config.settings import setting
 from weft.errors import PlanError
@@ -73,5 +73,5 @@ class ComputePlan:
         if self.backend == "weft":
             yield 'plan.compute.backend = "weft": the script imports torch alone, which has Gloo on CPUs. Use "auto".'
         if self.collective_timeout_seconds != COLLECTIVE_TIMEOUT_SECONDS:
-            named = f"plan.compute.collective_timeout_seconds = {spell(self.collective_timeout_seconds)}"
+            named = f"plan.compute.collective_timeout_seconds = {format_value(self.collective_timeout_seconds)}"
             yield f"{named}: the script waits for other ranks as long as torch does by itself. Leave it out."

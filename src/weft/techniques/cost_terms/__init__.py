@@ -11,7 +11,9 @@ from weft.techniques.cost_terms._compute import OperatorWork as OperatorWork
 from weft.techniques.cost_terms._compute import Share as Share
 from weft.techniques.cost_terms._compute import Work as Work
 from weft.techniques.cost_terms._compute import operator_work as operator_work
-from weft.techniques.cost_terms._habits import MemoryHabits as MemoryHabits
+from weft.techniques.cost_terms._framework import WEFT as WEFT
+from weft.techniques.cost_terms._framework import Framework as Framework
+from weft.techniques.cost_terms._framework_memory import FrameworkMemory as FrameworkMemory
 from weft.techniques.cost_terms._kept import BoundedCache as BoundedCache
 from weft.techniques.cost_terms._layout import ELEMENT_BYTES as ELEMENT_BYTES
 from weft.techniques.cost_terms._layout import Layout as Layout
@@ -23,8 +25,6 @@ from weft.techniques.cost_terms._placement import CostLine as CostLine
 from weft.techniques.cost_terms._placement import Groups as Groups
 from weft.techniques.cost_terms._placement import Leg as Leg
 from weft.techniques.cost_terms._placement import Network as Network
-from weft.techniques.cost_terms._stack import WEFT as WEFT
-from weft.techniques.cost_terms._stack import Stack as Stack
 from weft.techniques.cost_terms._terms import CostKey as CostKey
 from weft.techniques.cost_terms._terms import PassCost as PassCost
 from weft.techniques.cost_terms._terms import RankLoad as RankLoad

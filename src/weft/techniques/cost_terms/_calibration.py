@@ -103,8 +103,7 @@ class Calibration:
     overlap_share: float = 0.9
     """ρ: of the computation beside which communication can be hidden."""
     tensor_overlap_share: float = 0.6
-    """Share of the tensor axis's collectives that a stack hides which cuts them up and runs them beside the products.
-    """
+    """Share of the tensor axis's collectives that a framework hides by cutting them up beside the products."""
     link_slowdowns: tuple[float, ...] = (1.05, 1.2)
     """Communication within training over the same alone, by tier, innermost first (the last for all further ones)."""
     expert_imbalance: float = 1.05

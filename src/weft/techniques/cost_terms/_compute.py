@@ -16,9 +16,9 @@ from weft.config.cluster import Devices
 from weft.errors import ClusterError
 from weft.model.profile import Operator
 from weft.techniques.cost_terms._calibration import Calibration, part_of
+from weft.techniques.cost_terms._framework import Framework
 from weft.techniques.cost_terms._layout import ELEMENT_BYTES, PricedPrecision
 from weft.techniques.cost_terms._measured import Speeds
-from weft.techniques.cost_terms._stack import Stack
 
 _PROCESSORS: Mapping[str, int] = {
     "v100": 80,
@@ -146,7 +146,7 @@ class Share:
 class Device:
     """One rank's device: what it computes how fast."""
 
-    def __init__(self, devices: Devices, calibration: Calibration, stack: Stack, threads: float = 1.0) -> None:
+    def __init__(self, devices: Devices, calibration: Calibration, framework: Framework, threads: float = 1.0) -> None:
         """`threads` counts cores of one rank; below 1 when ranks share a core.  Accelerators ignore it."""
         if not devices.peak_flops:
             raise ClusterError(
@@ -154,7 +154,7 @@ class Device:
                 "(nodes.devices.peak_flops), or run weft probe."
             )
         self.kind, self.is_accelerator = devices.kind, devices.kind != "cpu"
-        self.calibration, self.stack = calibration, stack
+        self.calibration, self.framework = calibration, framework
         self._scale = 1.0 if self.is_accelerator else threads
         self.speeds = None if self.is_accelerator else Speeds.of(devices, threads)
         self._peaks = devices.peak_flops
@@ -180,8 +180,8 @@ class Device:
         if not self.is_accelerator:
             return 0.0
         calibration = self.calibration
-        usual = calibration.eager_host_seconds if self.stack.eager else calibration.host_seconds
-        return self.stack.host_seconds or usual
+        usual = calibration.eager_host_seconds if self.framework.eager else calibration.host_seconds
+        return self.framework.host_seconds or usual
 
     def moved(self, size_bytes: float, kernels: float = 1.0) -> Work:
         """Operators that only read and write memory."""
@@ -245,16 +245,16 @@ class Device:
         half = 0.5 if operator.causal and operator.window is None else 1.0
         flops = 2.0 * scores * (operator.head_size + operator.value_head_size)
         ideal = flops * half / self.peak("bf16" if share.precision in _OPERAND_BYTES else share.precision)
-        done = ideal / half if not self.stack.counts_causal_half else ideal
+        done = ideal / half if not self.framework.counts_causal_half else ideal
         if not self.is_accelerator:
             known = self._measured_attention(operator, share, heads, keys, ideal)
             return known or self._plain(operator, share, scores, heads, keys, ideal, done)
-        if not self.stack.flash_attention:
+        if not self.framework.flash_attention:
             return self._plain(operator, share, scores, heads, keys, ideal, ideal / half)
         saturation = keys / (keys + (_CAUSAL_HALF_LENGTH if operator.causal else _FULL_HALF_LENGTH))
         width = 0.6 + 0.4 * min(1.0, (operator.head_size + operator.value_head_size) / 256)
         passes: list[Work] = []
-        width *= self.stack.attention_speed
+        width *= self.framework.attention_speed
         for speed, times, kernels in zip(self._attention, (1.0, 2.0), (1.0, 3.0), strict=True):
             # The backward of fused attention computes the scores again: 5 products for 4.
             again = 1.0 if times == 1.0 else 1.25
@@ -265,7 +265,7 @@ class Device:
     def parts_seconds(self, operator: Operator, share: Share) -> tuple[float, float]:
         """Seconds, forward and backward, by which attention takes longer where it writes its scores because keys come
         in parts.  Cores have a kernel for parts."""
-        if self.stack.fused_parts or not self.is_accelerator:
+        if self.framework.fused_parts or not self.is_accelerator:
             return 0.0, 0.0
         heads, half = max(1.0, operator.heads / share.tensor), 0.5 if operator.causal else 1.0
         scores = share.tokens * heads * min(share.sequence, operator.window or share.sequence) * half
@@ -300,7 +300,7 @@ class Device:
         scale = share.element_bytes / 2
         passes: list[Work] = []
         for size, times, kernels in zip(
-            _SCORE_PASSES[self.stack.fused_elementwise], (1.0, 2.0), (4.0, 8.0), strict=True
+            _SCORE_PASSES[self.framework.fused_elementwise], (1.0, 2.0), (4.0, 8.0), strict=True
         ):
             moved = scores * (size + 4.0 * times) * scale / self.memory_bytes_per_second
             busy = done * times / speed
@@ -339,12 +339,12 @@ def operator_work(device: Device, operator: Operator, share: Share, imbalance: f
 
 
 def _chain(device: Device, operator: Operator) -> tuple[float, float]:
-    """Return bytes moved over one fused kernel's, and kernels, of an element-wise operator as the stack runs it."""
-    stack = device.stack
+    """Return bytes moved over one fused kernel's, and kernels, of an element-wise operator as the framework runs it."""
+    framework = device.framework
     _, _, part = operator.name.rpartition(".")
-    fused = {"norm": stack.memory.fused_norms, "activation": stack.memory.fused_activations}.get(part)
+    fused = {"norm": framework.memory.fused_norms, "activation": framework.memory.fused_activations}.get(part)
     has_bias = operator.parameters >= operator.elements_moved_per_token > 0
-    if stack.fused_elementwise if fused is None else fused:
+    if framework.fused_elementwise if fused is None else fused:
         return 1.0, 1.0
     if part == "norm" and has_bias:
         return 1.0, 1.0

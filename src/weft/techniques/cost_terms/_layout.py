@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
 from weft.config.plan import MeshSettings, Plan, plan_settings
-from weft.config.settings import Declared
+from weft.config.settings import DeclaredSetting
 from weft.techniques.buckets.settings import FIRST_BUCKET_BYTES as FIRST_BUCKET_BYTES
 from weft.techniques.buckets.settings import BucketSettings
 from weft.techniques.compression.settings import CompressionSettings
@@ -44,7 +44,7 @@ class Layout(
     """A point of the search space.  Everything is explicit; nothing is looked up elsewhere.
 
     `expert` may borrow more ranks than `EXPERT_LENDERS` have: those of tensor, as other systems allow.  Where bounds
-    are computed, sizes are columns of as many candidates (`weft.columns`).
+    are computed, sizes are columns of as many candidates (`weft.vectorized`).
     """
 
     zero: Stage = 0
@@ -160,7 +160,7 @@ class Layout(
 
 
 @functools.cache
-def layout_settings() -> tuple[Declared, ...]:
+def layout_settings() -> tuple[DeclaredSetting, ...]:
     """Return the settings of a plan that a layout has as they are."""
     names = {field.name for field in fields(Layout)}
     return tuple(setting for setting in plan_settings() if setting.layout in names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import final
 
-from weft.config.document import spell
+from weft.config.document import format_value
 from weft.config.plan import Plan
 from weft.techniques.contract import Case, Removal, Technique
 from weft.techniques.data.settings import MicrobatchPlan, as_per_step, even_shares, split_batch
@@ -68,10 +68,10 @@ def _batch_fix(case: Case) -> str:
     """Return microbatch settings that keep the global batch exactly, with the plan's own size where that can be."""
     batch, ranks, size = case.recipe.batch.global_batch_size, case.plan.mesh.data, case.plan.microbatch.size
     if batch % size == 0 and batch // size >= ranks:
-        return f"Use per_step = {spell(as_per_step(even_shares(batch // size, ranks)))}."
+        return f"Use per_step = {format_value(as_per_step(even_shares(batch // size, ranks)))}."
     fitting = split_batch(batch, ranks, size)
     assert fitting is not None
-    return f"Use size = {fitting.size} and per_step = {spell(fitting.per_step)}."
+    return f"Use size = {fitting.size} and per_step = {format_value(fitting.per_step)}."
 
 
 def _check_batch_statistics(case: Case) -> None:

@@ -12,7 +12,7 @@ _CHOICE_BYTES = 8
 
 def expert_traffic(sender: Sender) -> tuple[float, float]:
     """Return the exposed seconds, forward and backward: tokens travel to their experts and back, in both passes."""
-    share, stack = sender.share, sender.device.stack
+    share, framework = sender.share, sender.device.framework
     experts = [operator for operator, _ in sender.works if operator.split == "expert" and operator.n]
     if sender.key.expert.size == 1 or not experts:
         return 0.0, 0.0
@@ -24,7 +24,7 @@ def expert_traffic(sender: Sender) -> tuple[float, float]:
     else:
         once = _travel(sender, rows * first.k, first.rows_per_token)
         once += _travel(sender, rows * last.n, last.rows_per_token)
-    if not stack.overlap_expert:
+    if not framework.overlap_expert:
         return once, once
     beside = sender.device.calibration.overlap_share * sum(work.forward.seconds for _, work in sender.works)
     least = _NEVER_HIDDEN * once
@@ -43,7 +43,7 @@ def _travel(sender: Sender, size_bytes: float, copies: float) -> float:
     """Tokens of `size_bytes` go to `copies` experts each."""
     group = sender.key.expert
     seconds = sender.seconds("all_to_all", size_bytes * copies, group)
-    if not sender.device.stack.sends_tokens_once or len(group.legs) < 2:
+    if not sender.device.framework.sends_tokens_once or len(group.legs) < 2:
         return seconds
     inner = group.legs[0]
     nodes = group.size / inner.units

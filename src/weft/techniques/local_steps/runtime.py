@@ -29,7 +29,7 @@ from torch import Tensor
 from weft.comm.mesh import GroupView, Mesh
 from weft.comm.reduce import Wait, nothing_to_wait_for, start_all_reduce
 from weft.config.document import Json, JsonObject
-from weft.figures import spell_bytes
+from weft.formatting import format_bytes
 from weft.techniques.core import CheckpointShard, Shard, checkpoint_shards_of, exchange_masters, present
 from weft.techniques.local_steps.contract import LocalSteps
 from weft.techniques.local_steps.settings import LocalStepsSettings
@@ -154,8 +154,8 @@ class LocalRounds(TechniqueRuntime):
         if steps == 1:
             return []  # every step is a round, whose collectives a dry run sees
         return [
-            f"replicas all-reduce {spell_bytes(size)} of weights in every {steps}. step, which is not in these"
-            f" numbers: {spell_bytes(size / steps)} per step in the mean"
+            f"replicas all-reduce {format_bytes(size)} of weights in every {steps}. step, which is not in these"
+            f" numbers: {format_bytes(size / steps)} per step in the mean"
         ]
 
     def checkpoint_shards(self, stored_shards: list[CheckpointShard]) -> list[CheckpointShard]:

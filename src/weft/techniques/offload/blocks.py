@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from weft.figures import spell_bytes
+from weft.formatting import format_bytes
 from weft.techniques.core import ModelPart, StepContext, is_own
 from weft.techniques.offload.activations import ActivationKeeper
 from weft.techniques.offload.depot import Depot, FileDepot, HostDepot
@@ -49,7 +49,7 @@ class OffloadedActivations(TechniqueRuntime):
         return self._build.plan.memory.offloads_to_disk
 
     def notes(self) -> list[str]:
-        size = spell_bytes(self.keeper.peak_bytes)
+        size = format_bytes(self.keeper.peak_bytes)
         return [f"at most {size} of activations are {where(self._build)} until their backward"]
 
     def close(self) -> None:

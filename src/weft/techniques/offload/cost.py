@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from weft.columns import Column, larger
 from weft.techniques.cost_terms import Calibration, Layout
 from weft.techniques.offload.settings import DISK_BYTES_PER_SECOND
+from weft.vectorized import Column, larger
 
 BLOCKS_HERE = 2
 """Blocks of a rank whose activations are on the device where all wait elsewhere: one computes, and another's are

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from weft.figures import spell_bytes
+from weft.formatting import format_bytes
 from weft.techniques.core import ModelPart, Shard
 from weft.techniques.offload.mapped import identity_of, is_fake
 from weft.techniques.runtime import Build, TechniqueRuntime
@@ -69,7 +69,7 @@ class HostedParameters(TechniqueRuntime):
 
     def notes(self) -> list[str]:
         return [
-            f"{spell_bytes(self._kept_bytes)} of weights and gradients are in the memory of the host, and stepped there"
+            f"{format_bytes(self._kept_bytes)} of weights and gradients are in the host's memory, and stepped there"
         ]
 
 

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from weft.figures import spell_bytes
+from weft.formatting import format_bytes
 from weft.techniques.core import ModelPart, Shard
 from weft.techniques.offload.place import new_file, return_what_is_freed
 from weft.techniques.offload.storage import ALIGNMENT, FileStorage
@@ -249,7 +249,7 @@ class OffloadedParameters(TechniqueRuntime):
         return self._away
 
     def notes(self) -> list[str]:
-        return [f"{spell_bytes(self._kept_bytes)} of weights and gradients are on the disk, and gathered from there"]
+        return [f"{format_bytes(self._kept_bytes)} of weights and gradients are on the disk, and gathered from there"]
 
     def close(self) -> None:
         self._settle()

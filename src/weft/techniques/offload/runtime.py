@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor  # pyright: ignore[reportPrivateImportUsage]
 
 from weft.errors import PlanError
-from weft.figures import spell_bytes
+from weft.formatting import format_bytes
 from weft.techniques.core import ModelPart, Shard
 from weft.techniques.offload.keeper import StateKeeper
 from weft.techniques.offload.place import new_file, where
@@ -59,7 +59,7 @@ class OffloadedStates(TechniqueRuntime):
         return self._keeper.buffer_bytes()
 
     def notes(self) -> list[str]:
-        kept, buffers = spell_bytes(self._kept_bytes), spell_bytes(self._keeper.buffer_bytes())
+        kept, buffers = format_bytes(self._kept_bytes), format_bytes(self._keeper.buffer_bytes())
         return [
             f"{kept} of masters and optimizer states are {where(self._build)}, and pass through {buffers} of buffers in"
             " every step"

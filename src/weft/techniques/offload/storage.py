@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import PlanError
-from weft.figures import spell_bytes
+from weft.formatting import format_bytes
 
 ALIGNMENT = mmap.PAGESIZE
 """What starts, lengths and addresses of direct transfers are multiples of."""
@@ -222,11 +222,11 @@ def _is_in_memory(descriptor: int) -> bool:
 def _no_room(num_bytes: int, more_bytes: int, folder: Path, error: OSError) -> str:
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
-    lacking = f", {spell_bytes(more_bytes - free)} too few" if more_bytes > free else ""
+    lacking = f", {format_bytes(more_bytes - free)} too few" if more_bytes > free else ""
     if error.errno != errno.ENOSPC:  # a quota, or the longest file that a process may write
         lacking += f' ("{error.strerror}")'
     return (
-        f'plan.memory.offload_to = "disk" needs {spell_bytes(num_bytes)} in {folder} for this rank alone, and'
-        f" {spell_bytes(free)} are free{lacking}. Name another place by memory.offload_folder, or use"
+        f'plan.memory.offload_to = "disk" needs {format_bytes(num_bytes)} in {folder} for this rank alone, and'
+        f" {format_bytes(free)} are free{lacking}. Name another place by memory.offload_folder, or use"
         ' offload = "none".'
     )

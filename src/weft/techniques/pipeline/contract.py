@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, final
 
-from weft.config.document import spell
+from weft.config.document import format_value
 from weft.config.plan import Plan
 from weft.techniques.contract import Case, Removal, Technique
 from weft.techniques.pipeline.settings import PipelineSettings
@@ -102,4 +102,4 @@ def _cut_fix(blocks: int | None, stages: int) -> str:
     if blocks is None:
         return "\nLeave cuts out to have them found by cost."
     even = [stage * blocks // stages for stage in range(1, stages)]
-    return f"\nUse {spell(even)}, or leave cuts out to have them found by cost."
+    return f"\nUse {format_value(even)}, or leave cuts out to have them found by cost."

@@ -3,7 +3,7 @@
 The closed forms are those of the papers that `weft.techniques.pipeline.schedules` names, with the largest rank in place
 of equal ones; for 1F1B the time of one microbatch in the steady state is the largest mean over neighbouring stages of
 their work and of the transfers between them, for a rank's forward waits for the backward of the microbatch that went
-ahead of it.  What takes columns (`weft.columns`) says so of many pipelines at once, for the bounds of a search.
+ahead of it.  What takes columns (`weft.vectorized`) says so of many pipelines at once, for the bounds of a search.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from weft.columns import Column, chosen, larger, smaller
 from weft.techniques.pipeline.schedules import SPLIT_BACKWARD, PricedSchedule, stage_ranks
+from weft.vectorized import Column, chosen, larger, smaller
 
 LONG = 4
 """Rounds of `pipeline` microbatches that are played before the rest is added."""

@@ -147,7 +147,7 @@ class PipelineRunner:
     def _new_step(
         self, microbatches: Sequence[Batch], step: int, seed: int, scale: float | Tensor, actions: Sequence[Action]
     ) -> _Step:
-        whole = self._whole_tails(actions)
+        whole = self._full_backward_tails(actions)
         return _Step(
             microbatches=microbatches,
             step=step,
@@ -158,7 +158,7 @@ class PipelineRunner:
             split=frozenset((a.stage, a.microbatch) for a in actions if a.kind == "I" and a not in whole),
         )
 
-    def _whole_tails(self, actions: Sequence[Action]) -> frozenset[Action]:
+    def _full_backward_tails(self, actions: Sequence[Action]) -> frozenset[Action]:
         """The last input pass of every `fully_shard` part: it reduces inside backward, so all gradients must be there.
 
         What was put off is caught up just before, which costs such a part some of the schedule's gain.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import final
 
-from weft.config.document import spell
+from weft.config.document import format_value
 from weft.config.plan import Plan
 from weft.techniques.contract import Case, Removal, Technique
 from weft.techniques.recompute.settings import RECOMPUTE_KEY, RecomputeSettings
@@ -58,4 +58,4 @@ class Recomputation(Technique):
     def unwritten(self, plan: Plan) -> Iterator[str]:
         recompute = plan.memory.recompute
         if recompute not in ("none", "full"):
-            yield f'plan.memory.recompute = {spell(recompute)}: the script knows "none" and "full". Use one.'
+            yield f'plan.memory.recompute = {format_value(recompute)}: the script knows "none" and "full". Use one.'

@@ -14,8 +14,9 @@ from weft.techniques.tensor.mesh_2d.shape import GridCut, OnGrid
 
 Shape = tuple[int, ...]
 CallKind = Literal[
-    "column", "row", "vocab", "whole", "replicate", "gather", "batch_norm", "enter", "sum", "norms", "attention",
-    "expert", "experts", "mixture", "channel_out", "channel_in", "product", "lookup", "rms_norm", "layer_norm",
+    "column", "row", "vocab", "gathered_input", "replicate", "gather", "batch_norm", "enter", "sum", "norms",
+    "attention", "expert", "experts", "mixture", "channel_out", "channel_in", "product", "lookup", "rms_norm",
+    "layer_norm",
 ]  # fmt: skip
 """How ranks share a module's work; `batch_norm`: data ranks share its statistics; `expert`: a mixture; `experts`: what
 reads its rows, sorted by expert, which may be those of other ranks; `mixture`: what reads its tokens and ends with what

@@ -59,12 +59,12 @@ def tensor_traffic(sender: Sender) -> tuple[float, float]:
 
 
 def _exposed(sender: Sender, forward: float, backward: float) -> tuple[float, float]:
-    """What a stack does not hide beside the products."""
-    stack, calibration = sender.device.stack, sender.device.calibration
-    if stack.overlap_tensor:
+    """What a framework does not hide beside the products."""
+    framework, calibration = sender.device.framework, sender.device.calibration
+    if framework.overlap_tensor:
         exposed = 1.0 - calibration.tensor_overlap_share
         return forward * exposed, backward * exposed
-    if stack.overlap_tensor_backward:
+    if framework.overlap_tensor_backward:
         # Sums hide beside the products for the weights; what sequence parallelism gathers comes before them.
         weight_seconds = sum(work.weight.seconds for operator, work in sender.works if operator.split != "expert")
         sums = backward * (0.5 if sender.share.sequence_parallel else 1.0)

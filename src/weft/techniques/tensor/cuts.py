@@ -17,7 +17,7 @@ from weft.model.families import INHERITED, SplitRule, Tables
 from weft.model.plain_layers import is_conv1d, is_linear
 from weft.techniques.core import ModelLayout, Split
 
-_NO_CUTS = (*INHERITED, "whole", "gather", "part")
+_NO_CUTS = (*INHERITED, "gathered_input", "gather", "part")
 """Kinds of modules whose parameters stay whole."""
 _FITTING = {
     "vocab": "an nn.Embedding",

@@ -174,7 +174,7 @@ class _Splitter:
                         channels.sum_channels(module, partial(reduce_from_group, view=self.view), self.shared.clear)
                 case "vocab":
                     _vocabulary_embedding(name, module, self.view)
-                case "whole" if inside:
+                case "gathered_input" if inside:
                     wholes.append(name + ".")
                     module.register_forward_pre_hook(
                         partial(_share_input, self.shared, self._gathered), with_kwargs=True

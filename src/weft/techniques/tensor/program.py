@@ -58,7 +58,7 @@ class _Around:
                     yield from self._row(call, inside and not call.is_inside_whole)
                 case "vocab":
                     yield self._send("all_reduce", self._bytes(call.output), call, "sum of embeddings")
-                case "whole" if inside:
+                case "gathered_input" if inside:
                     yield from self._reads(call, inside)
                 case "gather":
                     yield from self._gathers(call)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
-from weft.config.document import spell
+from weft.config.document import format_value
 from weft.config.plan import Plan
 from weft.techniques.contract import Case, Removal, Technique
 from weft.techniques.zero.settings import ZERO_KEY, ZeroSettings
@@ -84,8 +84,8 @@ class Zero(Technique):
             )
         if plan.data_parallel.shards_gradients and plan.microbatch.has_unequal_shares:
             yield (
-                f"plan.microbatch.per_step = {spell(plan.microbatch.per_step)}: `fully_shard` communicates in every"
-                " microbatch, so ranks with fewer of them would be waited for. Use equal shares, or zero = 1."
+                f"plan.microbatch.per_step = {format_value(plan.microbatch.per_step)}: `fully_shard` communicates in"
+                " every microbatch, so ranks with fewer of them would be waited for. Use equal shares, or zero = 1."
             )
 
 
@@ -125,7 +125,7 @@ def reduction_conflict(plan: Plan) -> str | None:
     if chosen.chunks_per_rank > 1 and len(set(plan.microbatch.shares(plan.mesh.data))) > 1:
         problem = (
             f"cannot join chunks_per_rank = {chosen.chunks_per_rank} with unequal shares, per_step = "
-            f"{spell(plan.microbatch.per_step)}: data ranks would reduce their chunks in different orders."
+            f"{format_value(plan.microbatch.per_step)}: data ranks would reduce their chunks in different orders."
         )
         return f'{problem}\nUse "step", or equal shares.'
     return None

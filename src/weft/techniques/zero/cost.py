@@ -1,6 +1,6 @@
 """What ZeRO costs: how often gradients travel, what stays whole until then, and what each microbatch waits for.
 
-Sizes of a layout may be columns of candidates (`weft.columns`); its ZeRO stage and how often it reduces are the same
+Sizes of a layout may be columns of candidates (`weft.vectorized`); its ZeRO stage and how often it reduces are the same
 for all of them.
 
 Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models" (arXiv 1910.02054).
@@ -10,27 +10,27 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from weft.columns import Column, Flags, chosen, larger, smaller
-from weft.techniques.cost_terms import AxisGroup, Calibration, Groups, Layout, Seconds, Stack
+from weft.techniques.cost_terms import AxisGroup, Calibration, Framework, Groups, Layout, Seconds
 from weft.techniques.registry import held as held_besides
 from weft.techniques.zero.contract import shares_of
+from weft.vectorized import Column, Flags, chosen, larger, smaller
 
 # ── when gradients travel, and what is whole until then ───────────────────────────────────────────────────────────────
 
 
-def reduces_once(layout: Layout, stack: Stack) -> Flags:
+def reduces_once(layout: Layout, framework: Framework) -> Flags:
     """Whether ZeRO-2 and 3 reduce gradients once per step, instead of after every microbatch."""
     if layout.reduce_every == "auto":
-        return (not layout.shards_gradients) | ((layout.pipeline > 1) & stack.memory.accumulates_whole)
+        return (not layout.shards_gradients) | ((layout.pipeline > 1) & framework.memory.accumulates_unsharded)
     return layout.reduce_every == "step"
 
 
-def holds_whole_gradients(layout: Layout, stack: Stack) -> Flags:
+def holds_whole_gradients(layout: Layout, framework: Framework) -> Flags:
     """Whether gradients stay whole between microbatches although ZeRO-2 or 3 shares them out."""
     if not layout.shards_gradients:
         return False
     several = layout.microbatches > 1
-    return chosen(reduces_once(layout, stack), (layout.pipeline > 1) | several, layout.uneven & several)
+    return chosen(reduces_once(layout, framework), (layout.pipeline > 1) | several, layout.uneven & several)
 
 
 def gathers_weights(layout: Layout) -> Flags:
@@ -38,9 +38,9 @@ def gathers_weights(layout: Layout) -> Flags:
     return layout.shards_weights & (layout.shard * layout.context > 1)
 
 
-def holds_weights(layout: Layout, stack: Stack) -> Flags:
+def holds_weights(layout: Layout, framework: Framework) -> Flags:
     """Whether ZeRO-3 holds gathered weights from a step's first forward to its last backward."""
-    return gathers_weights(layout) & stack.memory.holds_gathered & ((layout.pipeline > 1) | layout.uneven)
+    return gathers_weights(layout) & framework.memory.holds_gathered & ((layout.pipeline > 1) | layout.uneven)
 
 
 # ── what a rank keeps ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -136,7 +136,7 @@ def waits_of(
     return Waits(exposed(sent, forward), back, larger(0.0, reducing - back))
 
 
-def hiding(calibration: Calibration, stack: Stack, *, on_accelerator: bool) -> dict[str, float]:
+def hiding(calibration: Calibration, framework: Framework, *, on_accelerator: bool) -> dict[str, float]:
     """Return `share` and `slowdown` of `waits_of`: on cores, and in stacks that do not overlap them, nothing hides."""
-    share = calibration.overlap_share if stack.overlap_parameters and on_accelerator else 0.0
+    share = calibration.overlap_share if framework.overlap_parameters and on_accelerator else 0.0
     return {"share": share, "slowdown": calibration.overlap_slowdown}

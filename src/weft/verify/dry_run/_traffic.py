@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from weft.comm.telemetry import StepTraffic
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
-from weft.figures import spell_bytes
+from weft.formatting import format_bytes
 from weft.model.blueprint import Blueprint
 from weft.techniques.send_trace import Outline
 from weft.verify.dry_run.outline_of import outline_or_reason
@@ -37,7 +37,7 @@ def plan_and_measured(recipe: Recipe, plan: Plan, blueprint: Blueprint, steps: S
         total += _counted(one)
     size = sum(size_bytes * count for (_, _, size_bytes), count in total.items()) / len(steps)
     count = sum(total.values()) / len(steps)
-    sent = f"{count:,.0f} collectives and messages of rank 0, {spell_bytes(size)} per step"
+    sent = f"{count:,.0f} collectives and messages of rank 0, {format_bytes(size)} per step"
     outline = outline_or_reason(blueprint)
     if isinstance(outline, str):
         return f"{sent}; not compared with the plan: nothing tells {outline}"

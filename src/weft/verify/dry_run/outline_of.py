@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _SAMPLES = 2
 """Samples of the forward: a batch norm in training wants more than one."""
-_NOTED = ("column", "row", "channel_out", "channel_in", "vocab", "whole", "replicate", "gather", "expert")
+_NOTED = ("column", "row", "channel_out", "channel_in", "vocab", "gathered_input", "replicate", "gather", "expert")
 
 
 def outline_of(blueprint: Blueprint) -> Outline:
@@ -255,7 +255,7 @@ class _Notes:
             if kind in ("column", "row") and is_magnitude(module):
                 self._note_magnitudes(name, module, kind)
                 continue
-            if kind == "whole" and self._is_in_region(name):
+            if kind == "gathered_input" and self._is_in_region(name):
                 wholes.append(name + ".")
             if kind == "expert":
                 self._note_weights(name, module)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.config.plan import Plan, axis_coordinates
-from weft.figures import spell_figure
+from weft.formatting import format_number
 from weft.model.blueprint import Blueprint
 from weft.techniques.core import CheckpointShard
 from weft.verify.numerics._comparison import Comparison, Mismatch, TrialResult
@@ -116,7 +116,7 @@ def factor_sentence(factor: float, plan: Plan) -> str:
         return "zero: it never arrives"
     if abs(factor + 1) <= _CLOSE:
         return "right but for its sign"
-    return f"exactly {spell_figure(factor, 9)} times the right one: a wrong divisor or scale"
+    return f"exactly {format_number(factor, 9)} times the right one: a wrong divisor or scale"
 
 
 # ── the first step ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -377,8 +377,8 @@ def _norm(evidence: Evidence) -> str:
             return f"all gradients are equal, but {who} do not count"
     factor = candidate / reference
     return (
-        f"all gradients are equal, but the norm is {spell_figure(factor, 9)} times the right one: squares counted twice"
-        " or left out"
+        f"all gradients are equal, but the norm is {format_number(factor, 9)} times the right one: squares counted"
+        " twice or left out"
     )
 
 

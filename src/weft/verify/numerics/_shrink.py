@@ -21,7 +21,7 @@ from weft.config.recipe import (
     read_hf_config,
 )
 from weft.errors import RecipeError
-from weft.figures import spell_memory
+from weft.formatting import format_memory
 from weft.model.build import build_model
 from weft.model.description import SMALL_SEQUENCE_LENGTH, shrink_config, shrink_shape
 from weft.techniques.tensor.mesh_2d.shape import ranks_alike
@@ -148,8 +148,8 @@ def _check_memory(facts: ModelFacts, plan: Plan, model: ModelRecipe, memory_byte
     if need > memory_bytes:
         raise RecipeError(
             f'model.factory = "{model.factory}" makes {parameters:,} parameters, and Weft cannot shrink a model of'
-            f" your own: {copies} copies in fp64 would take about {spell_memory(need)}, and"
-            f" {spell_memory(memory_bytes)} may be used here. Give the factory smaller arguments, as in"
+            f" your own: {copies} copies in fp64 would take about {format_memory(need)}, and"
+            f" {format_memory(memory_bytes)} may be used here. Give the factory smaller arguments, as in"
             " --set recipe.model.arguments.num_layers=4."
         )
 

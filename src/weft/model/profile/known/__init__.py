@@ -11,8 +11,8 @@ def known_model(name: str) -> KnownModel:
     Raises:
         RecipeError: no model of that name; the message lists the closest one, or all.
     """
-    wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
-    if wanted in KNOWN_MODELS:
-        return KNOWN_MODELS[wanted]
-    hint = did_you_mean(wanted, KNOWN_MODELS) or f" The known ones are: {', '.join(KNOWN_MODELS)}."
+    key = name.strip().lower().replace("_", "-").replace(" ", "-")
+    if key in KNOWN_MODELS:
+        return KNOWN_MODELS[key]
+    hint = did_you_mean(key, KNOWN_MODELS) or f" The known ones are: {', '.join(KNOWN_MODELS)}."
     raise RecipeError(f'model "{name}" is not one that Weft knows by name.{hint}')

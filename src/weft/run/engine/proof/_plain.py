@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.device import free_memory_bytes
-from weft.figures import spell_memory
+from weft.formatting import format_memory
 from weft.model.positions import call_model
 from weft.run.engine.proof._snapshot import Snapshot
 from weft.techniques.randomness.quiet import AmongRanksError, quiet
@@ -171,8 +171,8 @@ class PlainSteps:
         if needed <= free:
             return ""
         return (
-            f"its weights take {spell_memory(weights)}, so that plain steps take {spell_memory(needed)}, and"
-            f" {spell_memory(free)} are free here (`weft check` proves a smaller model of the kind)"
+            f"its weights take {format_memory(weights)}, so that plain steps take {format_memory(needed)}, and"
+            f" {format_memory(free)} are free here (`weft check` proves a smaller model of the kind)"
         )
 
     def _gradients(self) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from weft.errors import RecipeError
 
 
-class Listener(Protocol):
+class ParameterListener(Protocol):
     """Who is told."""
 
     def touch(self, parameter: Tensor, data: Tensor) -> None:
@@ -27,19 +27,19 @@ class Listener(Protocol):
         """Somebody has computed something of parameters."""
 
 
-def telling_class(listener: Callable[[], Listener | None], *, reads: bool) -> type[nn.Parameter]:
+def watched_class(listener: Callable[[], ParameterListener | None], *, reads: bool) -> type[nn.Parameter]:
     """Return a class of parameters that tell of `.data`, and, with `reads`, of every function that returns values.
 
     It is made anew for each model, and copies and pickles are torch's own parameters: nothing of Weft goes with them.
     """
-    kind = _telling_of_data(listener)
-    kind = _telling_of_reads(kind, listener) if reads else kind
+    kind = _watched_data(listener)
+    kind = _watched_reads(kind, listener) if reads else kind
     kind.__module__, kind.__qualname__ = nn.Parameter.__module__, nn.Parameter.__qualname__
     kind.__name__ = nn.Parameter.__name__
     return kind
 
 
-def _telling_of_data(listener: Callable[[], Listener | None]) -> type[nn.Parameter]:
+def _watched_data(listener: Callable[[], ParameterListener | None]) -> type[nn.Parameter]:
     plain = cast(Any, torch.Tensor).data
 
     class Parameter(nn.Parameter):
@@ -47,15 +47,15 @@ def _telling_of_data(listener: Callable[[], Listener | None]) -> type[nn.Paramet
         def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
             with torch.DisableTorchFunctionSubclass():
                 data = plain.__get__(self)
-                if (told := listener()) is not None:
-                    told.touch(self, data)
+                if (listening := listener()) is not None:
+                    listening.touch(self, data)
             return data
 
         @data.setter
         def data(self, value: Tensor) -> None:
-            told = listener()
+            listening = listener()
             with torch.DisableTorchFunctionSubclass():
-                if told is None or not told.rebind(self, plain.__get__(self), value):
+                if listening is None or not listening.rebind(self, plain.__get__(self), value):
                     plain.__set__(self, value)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -70,7 +70,7 @@ def _telling_of_data(listener: Callable[[], Listener | None]) -> type[nn.Paramet
     return Parameter
 
 
-def _telling_of_reads(kind: type[nn.Parameter], listener: Callable[[], Listener | None]) -> type[nn.Parameter]:
+def _watched_reads(kind: type[nn.Parameter], listener: Callable[[], ParameterListener | None]) -> type[nn.Parameter]:
     gradient = cast(Any, torch.Tensor).grad
 
     class ReadParameter(kind):
@@ -92,16 +92,18 @@ def _telling_of_reads(kind: type[nn.Parameter], listener: Callable[[], Listener 
 
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            given = kwargs or {}
+            keywords = kwargs or {}
             with torch.DisableTorchFunctionSubclass():
-                result = func(*args, **given)
-                if not _is_value(result) or (told := listener()) is None:
+                result = func(*args, **keywords)
+                if not _is_value(result) or (listening := listener()) is None:
                     return result
                 # A parameter that is returned itself was written to, or is as it was: nothing was computed of it.
-                used = [each for each in _flat((*args, *given.values())) if type(each) is cls and each is not result]
-                told.read(used)
+                used = [
+                    value for value in _flat((*args, *keywords.values())) if type(value) is cls and value is not result
+                ]
+                listening.read(used)
                 if len(used) == 1 and isinstance(result, Tensor) and result.data_ptr() == used[0].data_ptr():
-                    told.touch(used[0], used[0].detach())  # whose numpy array tells nobody who writes into it
+                    listening.touch(used[0], used[0].detach())  # whose numpy array tells nobody who writes into it
             return result
 
     return ReadParameter

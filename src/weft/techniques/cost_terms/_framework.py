@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.techniques.cost_terms._habits import MemoryHabits
+from weft.techniques.cost_terms._framework_memory import FrameworkMemory
 
-_MEMORY = MemoryHabits(
-    fused_norms=True, fused_activations=False, bucket_copies=0.0, accumulates_whole=True, holds_gathered=True
+_MEMORY = FrameworkMemory(
+    fused_norms=True, fused_activations=False, bucket_copies=0.0, accumulates_unsharded=True, holds_gathered=True
 )
 """What Weft keeps in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
-    """A software stack.  One scalar is fitted per stack; the rest says what its code does."""
+class Framework:
+    """A training framework.  One scalar is fitted per framework; the rest says what its code does."""
 
     name: str
     year: int
@@ -56,8 +56,8 @@ class Stack:
     """Whether Python issues every kernel on its own; otherwise graphs or compilation do."""
     host_seconds: float | None = None
     """Time in which its host issues one kernel; None: the calibration's.  Graph capture brings it near 0."""
-    memory: MemoryHabits = _MEMORY
+    memory: FrameworkMemory = _MEMORY
     """What it keeps in memory."""
 
 
-WEFT = Stack(name="weft", year=2026, fused_parts=False)
+WEFT = Framework(name="weft", year=2026, fused_parts=False)

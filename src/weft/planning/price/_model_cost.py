@@ -25,7 +25,7 @@ class Stages(NamedTuple):
     """Kept by blocks, not by stem and tail."""
 
 
-class Whole:
+class ModelCost:
     """Costs of stem, blocks and tail under one split; `costs` are theirs in this order."""
 
     def __init__(self, costs: Sequence[BlockCost], recompute: Sequence[Recompute], *, weights: bool) -> None:
@@ -79,14 +79,14 @@ class Whole:
         return self._stages[cuts]
 
 
-def whole_of(profile: Profile, layout: Layout, cost_of: Callable[[Block], BlockCost]) -> Whole:
+def model_cost_of(profile: Profile, layout: Layout, cost_of: Callable[[Block], BlockCost]) -> ModelCost:
     """Return the costs of all blocks under a layout."""
     recompute = layout.recompute
     kinds = (recompute,) * len(profile.blocks) if isinstance(recompute, str) else recompute
     blocks = profile.parts
     of_kind = {id(block): cost_of(block) for block in {id(block): block for block in blocks}.values()}
     costs = [of_kind[id(block)] for block in blocks]  # alike blocks are one object
-    return Whole(costs, kinds, weights=not layout.adapters_only)
+    return ModelCost(costs, kinds, weights=not layout.adapters_only)
 
 
 def _before(values: Iterable[float]) -> list[float]:

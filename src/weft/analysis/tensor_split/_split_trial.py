@@ -24,7 +24,7 @@ from weft.analysis.tensor_split._groups import LayerGroup
 from weft.analysis.trace._events import Event, Trace, Value
 from weft.analysis.trace._fused import FUSED_NAMES
 from weft.analysis.trace._pointwise import LAYOUT, is_elementwise
-from weft.analysis.trace._trace import Mode, Unfinished, trace
+from weft.analysis.trace._trace import FailedForward, Mode, trace
 from weft.model.blueprint import Blueprint
 from weft.model.channels import channel_tensors, groups_of, is_convolution
 from weft.model.localising import localised, numbers_of
@@ -44,7 +44,7 @@ DTYPE = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
-class Attribute:
+class CountAttribute:
     """A number of a module that counts something divided; `config.num_heads` is one of an object that it holds."""
 
     module: str
@@ -52,10 +52,10 @@ class Attribute:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SplitOutcome:
+class SplitTrialResult:
     """Attributes to divide, or where and why it does not work."""
 
-    attributes: tuple[Attribute, ...] = ()
+    attributes: tuple[CountAttribute, ...] = ()
     module: str = ""
     problem: str | None = None
     atoms: frozenset[int] = frozenset()
@@ -66,19 +66,19 @@ Progress = tuple[int, int]
 """How many operators that compute something were right, and the last one of any kind."""
 
 
-class _Wrong(Exception):
+class _Mismatch(Exception):
     """What a forward on a part does otherwise; how many operators were right until then."""
 
 
 @dataclass(slots=True)
-class Rehearsal:
+class SplitTrial:
     blueprint: Blueprint
     reference: Trace
     flow: ForwardFlow
     groups: Sequence[LayerGroup]
     parts: int
     gathering: Mapping[str, Value] = field(default_factory=dict[str, Value])
-    useless: set[tuple[str | None, Attribute, tuple[Attribute, ...]]] = field(default_factory=lambda: set())
+    useless: set[tuple[str | None, CountAttribute, tuple[CountAttribute, ...]]] = field(default_factory=lambda: set())
     """Problems, attributes that did not help there, and those that were divided before: rehearsals share it."""
     modes: Sequence[Mode] = ("as it is",)
     """How the forward ran for `reference`."""
@@ -97,20 +97,20 @@ class Rehearsal:
             elif event.name in RESHAPES and self._is_outside(event) and self._is_divided(event.inputs[0]):
                 waiting.append((self._local_shape(event.inputs[0]), self._local_shape(event.outputs[0])))
 
-    def run(self) -> SplitOutcome:
+    def run(self) -> SplitTrialResult:
         """Divide attributes one after another, as long as each lets the forward come further."""
-        attributes: list[Attribute] = []
+        attributes: list[CountAttribute] = []
         done, problem = self._attempt(attributes)
         for _ in range(_ATTEMPTS):
             if problem is None:
-                return SplitOutcome(attributes=tuple(attributes))
+                return SplitTrialResult(attributes=tuple(attributes))
             better = self._better(attributes, done, problem)
             if better is None:
                 break
             attribute, done, problem = better
             attributes.append(attribute)
         event = self._event(done)
-        return SplitOutcome(module=event.module, problem=problem, atoms=self._at_hand(event))
+        return SplitTrialResult(module=event.module, problem=problem, atoms=self._at_hand(event))
 
     def _event(self, done: Progress) -> Event:
         return self.wanted[min(done[0], len(self.wanted) - 1)]
@@ -123,9 +123,9 @@ class Rehearsal:
         return not any(f"{event.module}.".startswith(f"{name}.") for name in self.gathering)
 
     def _better(
-        self, attributes: Sequence[Attribute], done: Progress, before: str | None
-    ) -> tuple[Attribute, Progress, str | None] | None:
-        best: tuple[Attribute, Progress, str | None] | None = None
+        self, attributes: Sequence[CountAttribute], done: Progress, before: str | None
+    ) -> tuple[CountAttribute, Progress, str | None] | None:
+        best: tuple[CountAttribute, Progress, str | None] | None = None
         for attribute in self._candidates(done):
             known = (before, attribute, tuple(attributes))
             if attribute in attributes or known in self.useless:
@@ -139,24 +139,24 @@ class Rehearsal:
                 break
         return best
 
-    def _attempt(self, attributes: Sequence[Attribute]) -> tuple[Progress, str | None]:
+    def _attempt(self, attributes: Sequence[CountAttribute]) -> tuple[Progress, str | None]:
         """Run with these attributes divided; how far it came, and what went wrong then."""
         done = at = 0
         reshaped: list[tuple[Shape, Shape]] = []
 
-        def compare(found: Event) -> None:
+        def compare(divided: Event) -> None:
             nonlocal done, at
-            at = found.index
-            if not self._counts(found):
-                if found.name in RESHAPES:
-                    reshaped.append((found.inputs[0].shape, found.outputs[0].shape))
+            at = divided.index
+            if not self._counts(divided):
+                if divided.name in RESHAPES:
+                    reshaped.append((divided.inputs[0].shape, divided.outputs[0].shape))
                 return
             if done >= len(self.wanted):
-                raise _Wrong("it goes on where the whole model ends")
-            wrong = self._difference(self.wanted[done], found) or misshaped(self.reshaped[done], reshaped)
+                raise _Mismatch("it goes on where the whole model ends")
+            wrong = self._difference(self.wanted[done], divided) or misshaped(self.reshaped[done], reshaped)
             reshaped.clear()
             if wrong is not None:
-                raise _Wrong(wrong)
+                raise _Mismatch(wrong)
             done += 1
 
         with ExitStack() as stack:
@@ -164,27 +164,27 @@ class Rehearsal:
             stack.enter_context(_gathered(self.blueprint.module, self.gathering, self.parts))
             try:
                 trace(self.blueprint, DTYPE, self._share(), loss=False, watch=compare, modes=self.modes)
-            except Unfinished as stopped:
+            except FailedForward as stopped:
                 cause = stopped.__cause__
                 return (done, at), next(iter(str(cause if cause is not None else stopped).splitlines()), "it stops")
         return (done, at), None if done == len(self.wanted) else "it ends before the whole model does"
 
-    def _difference(self, wanted: Event, found: Event) -> str | None:
-        if wanted.name != found.name or len(wanted.outputs) != len(found.outputs):
-            return f"it computes {found.name} where the whole model computes {wanted.name}"
-        if is_elementwise(wanted.name) or wanted.name in FUSED_NAMES:
-            mine, theirs = list(_numbers(wanted)), list(_numbers(found))
+    def _difference(self, full: Event, divided: Event) -> str | None:
+        if full.name != divided.name or len(full.outputs) != len(divided.outputs):
+            return f"it computes {divided.name} where the whole model computes {full.name}"
+        if is_elementwise(full.name) or full.name in FUSED_NAMES:
+            mine, theirs = list(_numbers(full)), list(_numbers(divided))
             if mine != theirs:
-                return f"its {wanted.name} takes the number {theirs or 'none'} instead of {mine or 'none'}"
-        count = 1 if wanted.name in FUSED_NAMES else len(wanted.outputs)
-        pairs = [("takes", *pair) for pair in zip(wanted.inputs, found.inputs, strict=False)]
-        pairs += [("makes", *pair) for pair in zip(wanted.outputs[:count], found.outputs, strict=False)]
+                return f"its {full.name} takes the number {theirs or 'none'} instead of {mine or 'none'}"
+        count = 1 if full.name in FUSED_NAMES else len(full.outputs)
+        pairs = [("takes", *pair) for pair in zip(full.inputs, divided.inputs, strict=False)]
+        pairs += [("makes", *pair) for pair in zip(full.outputs[:count], divided.outputs, strict=False)]
         for what, mine, theirs in pairs:
             if mine.storage not in self.reference.per_sample:
                 continue
             shape = self._local_shape(mine)
             if shape != theirs.shape:
-                return f"{wanted.name} {what} {theirs.shape} instead of {shape}"
+                return f"{full.name} {what} {theirs.shape} instead of {shape}"
         return None
 
     def _is_divided(self, value: Value) -> bool:
@@ -208,23 +208,23 @@ class Rehearsal:
         for events in ([event], near):
             values = [value for e in events for value in (*e.inputs, *e.outputs)]
             dims = [dim for value in values for dim in self.flow.dims.get(value, ())]
-            found = self._chosen().intersection(atom for dim in dims for atom in self.flow.atoms.leaves(dim))
-            if found:
-                return found
+            atoms = self._chosen().intersection(atom for dim in dims for atom in self.flow.atoms.leaves(dim))
+            if atoms:
+                return atoms
         return self._chosen()
 
-    def _candidates(self, done: Progress) -> list[Attribute]:
+    def _candidates(self, done: Progress) -> list[CountAttribute]:
         """Whole numbers of the module that fails, or of those around it, that equal a divided size there."""
-        found: list[Attribute] = []
+        candidates: list[CountAttribute] = []
         name, root, levels = self._event(done).module, self.blueprint.module, 0
         while True:
             sizes = self._sizes_inside(name)
             for attribute, value in numbers_of(root.get_submodule(name)):
                 of_model = "." in attribute and (levels > 1 or attribute.endswith("_id"))
                 if value in sizes and attribute not in _SIZES_OF_WEIGHTS and value % self.parts == 0 and not of_model:
-                    found.append(Attribute(name, attribute))
+                    candidates.append(CountAttribute(name, attribute))
             if not name:
-                return found
+                return candidates
             name, levels = name.rpartition(".")[0], levels + 1
 
     def _sizes_inside(self, module: str) -> set[int]:
@@ -267,22 +267,22 @@ class Rehearsal:
         made = torch.empty(shape, dtype=DTYPE, device="meta")
         return nn.Parameter(made, requires_grad=whole.requires_grad) if isinstance(whole, nn.Parameter) else made
 
-    def _counted(self) -> list[Attribute]:
+    def _counted(self) -> list[CountAttribute]:
         """Numbers that go with weights: the width of Hugging Face's `Conv1D`, groups of convolutions and norms."""
         columns = [member.layer.name for group in self.groups for member in group.columns]
         module_of = self.blueprint.module.get_submodule
-        found = [Attribute(name, "nf") for name in columns if hasattr(module_of(name), "nf")]
+        counts = [CountAttribute(name, "nf") for name in columns if hasattr(module_of(name), "nf")]
         for group in self.groups:
-            counted = ((each.name, groups_of(module_of(each.name))) for each in group.channelwise)
-            found += [Attribute(name, leaf) for name, leaf in counted if leaf is not None]
-        return found
+            counted = ((module.name, groups_of(module_of(module.name))) for module in group.channelwise)
+            counts += [CountAttribute(name, leaf) for name, leaf in counted if leaf is not None]
+        return counts
 
 
-def misshaped(wanted: Iterable[tuple[Shape, Shape]], found: Iterable[tuple[Shape, Shape]]) -> str | None:
+def misshaped(expected: Iterable[tuple[Shape, Shape]], shapes: Iterable[tuple[Shape, Shape]]) -> str | None:
     """What is reshaped in another way than it must be.  A shape at the end does not tell: a rank that has one of two
     groups of channels, and takes its channels for two groups, changes their places and has as many as before."""
-    rest = iter(found)
-    for before, after in wanted:
+    rest = iter(shapes)
+    for before, after in expected:
         if before != after and (before, after) not in rest:
             return f"it does not reshape {before} to {after}"
     return None
@@ -290,8 +290,8 @@ def misshaped(wanted: Iterable[tuple[Shape, Shape]], found: Iterable[tuple[Shape
 
 def _numbers(event: Event) -> Iterator[float]:
     """Numbers that an operator computes with."""
-    given: Any = (event.arguments, {key: value for key, value in event.keywords.items() if key != "dtype"})
-    for leaf in tree_leaves(given):
+    arguments: Any = (event.arguments, {key: value for key, value in event.keywords.items() if key != "dtype"})
+    for leaf in tree_leaves(arguments):
         if isinstance(leaf, int | float):
             yield float(leaf)
 
@@ -305,7 +305,7 @@ def cut_dim(module: nn.Module, leaf: str, *, column: bool) -> int | None:
 
 @contextmanager
 def _divided(
-    root: nn.Module, attributes: Iterable[Attribute], more: Iterable[Attribute], parts: int
+    root: nn.Module, attributes: Iterable[CountAttribute], more: Iterable[CountAttribute], parts: int
 ) -> Generator[None]:
     """Divide attributes of a model for a while: those given by example in every module of the same place."""
     with ExitStack() as stack:

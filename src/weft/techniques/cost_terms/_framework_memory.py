@@ -10,7 +10,7 @@ _GIBI = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryHabits:
+class FrameworkMemory:
     """Figures that follow from a system's code, and few that were measured."""
 
     logit_bytes: float = 14.0
@@ -31,7 +31,7 @@ class MemoryHabits:
     """Kept per score of attention that writes its scores: the probabilities, in compute precision; more where scaling,
     masking and softmax are separate kernels."""
     fused_norms: bool | None = None
-    """Whether norms run as one kernel; several keep fp32 copies.  None: as `Stack.fused_elementwise` says."""
+    """Whether norms run as one kernel; several keep fp32 copies.  None: as `Framework.fused_elementwise` says."""
     fused_activations: bool | None = None
     """Whether gated activations run as one kernel, which keeps no activated gate.  None: the same."""
     masks_in_bytes: bool = True
@@ -48,7 +48,7 @@ class MemoryHabits:
     """Further gradients in compute precision beside those that are kept and reduced, as a share of the weights."""
     bucket_copies: float = 2.0
     """Buckets of gradients that exist beside the gradients themselves while they travel (ZeRO-2 and below)."""
-    accumulates_whole: bool = False
+    accumulates_unsharded: bool = False
     """ZeRO-2 and 3 in a pipeline: whether gradients of all microbatches are summed whole before one reduction, unless a
     layout says otherwise (`Layout.reduce_every`)."""
     holds_gathered: bool = False

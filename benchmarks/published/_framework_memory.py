@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from weft.techniques.cost_terms import WEFT, MemoryHabits
+from weft.techniques.cost_terms import WEFT, FrameworkMemory
 
 _GIBI = 2**30
 
-_MEGATRON = MemoryHabits(selective="attention", logit_bytes=8.0, kept_projection="rotated", operands_in_fp8=True)
+_MEGATRON = FrameworkMemory(selective="attention", logit_bytes=8.0, kept_projection="rotated", operands_in_fp8=True)
 """Its loss over a vocabulary in parts: logits, an fp32 copy that turns into exponentials, the gradient (2 + 4 + 2)."""
 _OLDER_MEGATRON = replace(_MEGATRON, logit_bytes=12.0)
 """Exponentials apart from the copy (2 + 4 + 4 + 2)."""
@@ -21,7 +21,7 @@ _DEEPSPEED = replace(
     communicator_bytes=0.3 * _GIBI,
 )
 """Two buckets of 5 · 10⁸ elements (its default `reduce_bucket_size`) in 16 bits."""
-_HAGEMANN = MemoryHabits(
+_HAGEMANN = FrameworkMemory(
     selective="attention",
     logit_bytes=16.0,
     gathered_logit_bytes=10.0,
@@ -34,8 +34,8 @@ _HAGEMANN = MemoryHabits(
 )
 """Hagemann et al. 2023 (arXiv 2311.05610).  Every rank of the tensor axis gathers the logits: 2 + 4 + 4 + 4 + 2, and up
 to 10 for the gathering; allocators of the time fragmented more than those with expandable segments."""
-_FSDP = MemoryHabits()
-HABITS: Mapping[str, MemoryHabits] = MappingProxyType(
+_FSDP = FrameworkMemory()
+MEMORY_OF_FRAMEWORKS: Mapping[str, FrameworkMemory] = MappingProxyType(
     {
         "weft": WEFT.memory,
         "fsdp": _FSDP,
@@ -46,14 +46,14 @@ HABITS: Mapping[str, MemoryHabits] = MappingProxyType(
             selective="alternate",
             keeps_gathered=True,
             parallel_logit_bytes=18.0,
-            accumulates_whole=True,
+            accumulates_unsharded=True,
             holds_gathered=True,
         ),
         "fms-fsdp": _FSDP,
         # Its fused loss works on 16-bit logits in place.
         "llm-foundry": replace(_FSDP, logit_bytes=6.0),
         # `F.silu(gate) * up`; attention on views of the joint projection; logits, fp32 copy and its gradient.
-        "nanotron": MemoryHabits(
+        "nanotron": FrameworkMemory(
             keeps_gathered=True,
             kept_projection="all",
             fused_norms=True,

@@ -164,7 +164,7 @@ def cost() -> float:
     with weft.session(quiet=True, record=False, plan=Plan(mesh=MeshPlan(replicate=2))) as session:
         loader: Any = session.prepare(DataLoader(samples(), 8))
         next(batches := iter(loader))
-        draws = loader._handing.draws
+        draws = loader._sharing.draws
         spent = list[float]()
         for _ in range(200):
             started = time.perf_counter()

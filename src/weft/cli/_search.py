@@ -253,7 +253,7 @@ def search_space(subject: Subject, cluster: Cluster, request: SearchRequest, spa
         # What was fitted on published runs of accelerators; cores are priced by what was measured of them.
         calibration=FITTED if cluster.has_accelerators else DATASHEET,
         top=max(request.top, 1),
-        given=_given(request),
+        pins=_given(request),
     )
 
 

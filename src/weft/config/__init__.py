@@ -1,1 +1,1 @@
-"""What a user writes, as data: recipe, cluster and plan."""
+"""The nouns that a user writes, as data: recipe, cluster and plan."""

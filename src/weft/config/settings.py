@@ -13,7 +13,7 @@ _KNOB = "knob"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """What the search, questions and explanations must know of a setting, beside its type and its meaning."""
+    """Facts of a setting that search, questions and explanations need beside its type and its meaning."""
 
     layout: str = ""
     """Its name in a flat layout (`weft.techniques.cost_terms.Layout`), where that is another."""
@@ -60,7 +60,7 @@ class DeclaredSetting:
         return self.knob.layout or self.name
 
     def of(self, plan: Any) -> Any:
-        """What a plan says."""
+        """Return the value of the setting in a plan."""
         return getattr(getattr(plan, self.section), self.name)
 
     def set(self, plan: Any, value: Any) -> Any:

@@ -22,8 +22,8 @@ def tables_of(module: nn.Module, sequence_length: int | None = None) -> Tables:
 
 
 def _fitted(tables: Tables, module: nn.Module) -> Tables:
-    """What of a family's tables holds for a model with another head than theirs: where they miss a module, or leave
-    one out, its forward is looked at for stages."""
+    """Return the family's tables as far as they hold for a model with another head. Where they miss a module, or name
+    one that is not there, the model's forward is looked at for stages."""
     names = {name for name, _ in module.named_modules()}
     cut = tables.cut
     if cut is not None:

@@ -42,7 +42,7 @@ class AuxiliaryLoss:
     value: Callable[[Tensor], Tensor]
     """Function from the means over the batch to the term, 0-d and differentiable."""
     weight: float
-    """What the term counts beside the mean loss."""
+    """The term's factor beside the mean loss."""
 
 
 def auxiliary_of(loss: object) -> Mapping[str, AuxiliaryLoss]:

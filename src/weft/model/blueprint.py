@@ -59,7 +59,7 @@ class Routers:
     top_k: int
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     balance_rate: float = 0.0
-    """What `bias` changes by after each step, towards an even load."""
+    """`bias` moves by this much after each step, towards an even load."""
     bias: str = "bias"
     """Buffer of a router by which experts are chosen."""
 
@@ -108,7 +108,7 @@ class Blueprint(Tables):
     example: Callable[[int], dict[str, Tensor]] | None = None
     """`example(batch_size)`: a batch on the meta device, to find shapes."""
     samples: Mapping[str, SampleField] = field(default_factory=dict[str, SampleField])
-    """What a sample looks like by field, with `labels`, so that some can be made up.  Empty: `example` says shapes."""
+    """Shape of a sample by field, with `labels`, so that samples can be made up. Empty: `example` has the shapes."""
     export: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
     """Weights under the names and shapes that `transformers` loads; None: as they are."""
     export_config: Mapping[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""From a recipe to a blueprint."""
+"""Build a blueprint from a recipe."""
 
 from __future__ import annotations
 

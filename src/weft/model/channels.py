@@ -9,7 +9,7 @@ from torch import nn
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 _CONVOLVING = frozenset((cls.forward, vars(cls)["_conv_forward"]) for cls in (nn.Conv1d, nn.Conv2d, nn.Conv3d))
-"""What torch's own convolutions run."""
+"""Functions that torch's own convolutions call."""
 
 
 def is_convolution(module: nn.Module) -> bool:

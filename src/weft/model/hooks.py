@@ -1,4 +1,4 @@
-"""What is set on a single parameter or module and no plan can keep: hooks, another forward."""
+"""Find what a plan cannot keep: hooks of a single parameter or module, or a replaced forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What layers say of themselves: which are linear, and what counts heads and widths."""
+"""Facts of layers by their attributes: which are linear, and which attributes count heads and widths."""
 
 from __future__ import annotations
 

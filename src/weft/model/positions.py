@@ -16,7 +16,7 @@ def call_model(module: nn.Module, inputs: Mapping[str, Any]) -> Any:
 
 
 def arguments_for(module: nn.Module, inputs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What `call_model` gives, by position and by keyword."""
+    """Return the arguments of `call_model`, by position and by keyword."""
     attributes, placed, named = vars(module), list[Any](), dict(inputs)
     pairs = [
         (attributes[hooks], attributes[f"{hooks}_with_kwargs"]) for hooks in ("_forward_pre_hooks", "_forward_hooks")

@@ -1,1 +1,1 @@
-"""From recipe and cluster to a plan: prices, search and explanations."""
+"""Planning finds a plan for a recipe on a cluster: prices, search and explanations."""

@@ -184,7 +184,7 @@ class OwnLoop:
         """How plans are chosen for steps of a loop that accumulates by itself, and the samples of one: each data rank
         takes its whole share at once."""
         planning, ranks = self._planning, self._sharing.ranks
-        number = planning.parts.microbatches
+        number = planning.given.microbatches
         if number not in (None, 1):
             raise PlanError(
                 f"weft.session(microbatches={number}) says how often a step accumulates, and this loop does so itself."
@@ -193,7 +193,7 @@ class OwnLoop:
         share = -(-samples // ranks)
         planning = replace(planning, batch_size=samples)
         if planning.plan is None:
-            return replace(planning, parts=replace(planning.parts, microbatches=1)), share * ranks
+            return replace(planning, given=replace(planning.given, microbatches=1)), share * ranks
         if planning.plan.microbatch.per_step != 1:
             self._say("batch     one microbatch per step: the plan names more, and this loop accumulates by itself")
         own = MicrobatchPlan(size=share, per_step=1)
@@ -359,7 +359,7 @@ class OwnLoop:
     def settle(self, seed: int | None, local_steps: int | None) -> None:
         """See `SessionInternals.settle`."""
         planning = self._planning
-        known = planning.parts.local_steps if planning.plan is None else planning.plan.data_parallel.local_steps
+        known = planning.given.local_steps if planning.plan is None else planning.plan.data_parallel.local_steps
         if local_steps not in (None, known) and (self._open or planning.plan is not None):
             raise RecipeError(
                 f"local_steps = {local_steps} came after a plan with {known} was given, or chosen at a"
@@ -369,9 +369,9 @@ class OwnLoop:
             planning = replace(planning, seed=seed)
             self._sharing.seed = seed
         if local_steps is not None:
-            parts = replace(planning.parts, local_steps=local_steps)
+            parts = replace(planning.given, local_steps=local_steps)
             permit = replace(planning.permit, local_steps=parts.most_local_steps)
-            planning = replace(planning, parts=parts, permit=permit)
+            planning = replace(planning, given=parts, permit=permit)
         self._planning = self._models.planning = planning
 
     def state(self, model: nn.Module) -> OpenModel:
@@ -440,10 +440,10 @@ def _instead_of_several(model: nn.Module, optimizers: Sequence[torch.optim.Optim
     one = "Make one optimizer of them, with a parameter group for each setting"
     if len(set(names)) < len(names) or not all(len(part) == 1 for part in parts):
         return f"{one}."
-    parts = ", ".join(f"model.{name}" for name in names)
+    listed = ", ".join(f"model.{name}" for name in names)
     return (
         f"{one}, where they step together; where each steps by itself, prepare the parts in place of the whole, which"
-        f" goes on calling them: session.prepare({parts}, …)."
+        f" goes on calling them: session.prepare({listed}, …)."
     )
 
 

@@ -1,4 +1,4 @@
-"""Where to train: nodes, devices and the links between them."""
+"""The cluster says where to train: nodes, devices and the links between them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Cluster:
 
     @property
     def usable_memory_bytes(self) -> float:
-        """What plans may fill of the smallest device: all but the margin."""
+        """Return the bytes of the smallest device that plans may fill: all but the margin."""
         margin = self.memory_margin
         if margin is None:
             margin = _ACCELERATOR_MARGIN if self.has_accelerators else _CORE_MARGIN

@@ -1,4 +1,4 @@
-"""What this process may use of this machine, without torch."""
+"""The devices that this process may use of this machine, found without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `weft probe` has measured of this machine, kept for later runs."""
+"""Measurements by `weft probe` of this machine, kept for later runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class KnownMachine:
 
     cluster: Cluster
     note: str
-    """What would make it better known; empty where it was measured."""
+    """Return the command that would make the machine better known; empty where it was measured."""
 
 
 def known_machine(folder: Path | None = None) -> KnownMachine:
@@ -50,7 +50,7 @@ def keep_machine(measured: Cluster, folder: Path | None = None) -> Path:
 
 
 _MEASURED = "shared-memory"
-"""What collectives were measured over: a file of another name has times that hold no longer, and is not used."""
+"""The code that measured collectives. A file with another name has times that hold no longer, and is not used."""
 
 
 def _path(machine: Cluster, folder: Path | None) -> Path:

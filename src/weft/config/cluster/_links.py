@@ -63,7 +63,7 @@ class LinkTier:
     shape: tuple[int, ...] = ()
     """Units along each axis of a torus, the axis of neighbouring units last."""
     oversubscription: float = 1.0
-    """What the devices of a unit of a tree can send together, over what its uplink carries."""
+    """Bandwidth of the devices of a tree's unit together, over the bandwidth of its uplink; at least 1."""
     alone_bytes_per_second: float | None = None
     """One way, of one device while its neighbours are silent, where a unit's devices share its network cards."""
     in_network: bool = False
@@ -71,7 +71,7 @@ class LinkTier:
     start_seconds: float = 0.0
     """Once per collective: launching it and agreeing to begin."""
     measured: tuple[CollectiveTime, ...] = ()
-    """What `weft probe` found; priced before any formula."""
+    """Times that `weft probe` measured; they are used before any formula."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)

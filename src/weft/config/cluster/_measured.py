@@ -1,4 +1,4 @@
-"""What `weft probe` found out about the devices of a node."""
+"""Measurements by `weft probe` of the devices of a node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cluster is made of: nodes and their devices."""
+"""The parts of a cluster: nodes and their devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Devices:
     price_per_hour: float | None = None
     """Price of one device, in any currency; None: unknown, and plans cannot be ranked by cost."""
     measured: Measured | None = None
-    """What weft probe found; None: nothing was measured."""
+    """Measurements by `weft probe`; None: nothing was measured."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)

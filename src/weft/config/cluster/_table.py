@@ -13,7 +13,7 @@ from weft.config.cluster._links import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """What a maker says of one part, and of the usual node around it."""
+    """A maker's figures of one device, and the usual node around it."""
 
     memory_gibibytes: int
     """Memory as sold: the label says GB and means GiB (a driver shows 79.6 GiB of an H100 of 80 "GB")."""

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 from weft.errors import WeftError, did_you_mean
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
-"""What JSON can say."""
+"""Values that JSON can hold."""
 LARGEST_JSON_BYTES = 64 << 20
 LARGEST_COUNT = 1 << 62
 _DEEPEST = 64
@@ -56,7 +56,7 @@ class JsonObject:
     """Path of the file, for messages."""
     error: type[WeftError]
     advice: str
-    """What to do about a file that is not as it should be: the last sentence of every message."""
+    """The last sentence of every message: the change to make to a file that is not as it should be."""
     values: dict[str, Any]
     place: str = ""
     """Place of this object in the file: `indexes[2].`"""

@@ -1,4 +1,4 @@
-"""On which line each setting of a TOML text stands; `tomllib` reads values but forgets places."""
+"""Find the line of each setting in a TOML text; `tomllib` reads values but forgets places."""
 
 from __future__ import annotations
 

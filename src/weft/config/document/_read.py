@@ -26,7 +26,8 @@ _LONG_KEY = re.compile(r"(?<![\w.\"'-])(?:(?:[\w-]+|\"[^\"\n]*\"|'[^'\n]*')[ \t]
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What one noun is made from.
+    """The text that one noun is made from. `origins` maps the dotted key of a setting to the place where it was given:
+    `recipe.toml, line 9`, or `--set`.
 
     `origins` maps the dotted key of a setting to where it was given: `recipe.toml, line 9`, or `--set`.
     """
@@ -47,7 +48,7 @@ class Document:
         )
 
     def origin(self, path: Path) -> str | None:
-        """Where a setting was given; for what was not given, where the table around it stands."""
+        """Return where a setting was given; for one that was not given, where the table around it stands."""
         while path and dotted(path) not in self.origins:
             path = path[:-1]
         return self.origins.get(dotted(path))

@@ -34,7 +34,7 @@ def typed(cls: type[T], value: Any) -> T:
 
 
 def _read(hint: Any, value: Any) -> Any:
-    """What was written of a field, of the kind that its annotation says."""
+    """Return a field's value, of the type that its annotation names."""
     origin, parts = get_origin(hint), get_args(hint)
     if is_union(hint):
         return _read_union([part for part in parts if part is not type(None)], value, optional=type(None) in parts)

@@ -1,4 +1,4 @@
-"""Where to cut blocks into stages: exact, without torch, so that the planner and the runner cut alike."""
+"""Cut blocks into stages: exact, without torch, so that the planner and the runner cut alike."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class _Costs:
         self.before = [0.0, *accumulate(block_costs[1:-1])]
         """Sums over all blocks before each, and over all."""
         self.ends = [0.0] * num_stages
-        """What each stage has besides blocks."""
+        """The cost that each stage has besides blocks."""
         self.ends[0] += block_costs[0]
         self.ends[-1] += block_costs[-1]
 
@@ -108,7 +108,7 @@ def _fill(costs: _Costs, limit: float) -> tuple[float, float]:
 
 
 def _most_even(costs: _Costs, limit: float) -> tuple[int, ...]:
-    """Among the cuts whose stages keep the limit, the one with the smallest sum of squares."""
+    """Return, of the cuts whose stages keep the limit, those with the smallest sum of squares."""
     reached: dict[int, tuple[float, int]] = {0: (0.0, 0)}
     steps: list[dict[int, tuple[float, int]]] = []
     for stage in range(costs.num_stages):

@@ -1,4 +1,4 @@
-"""What a plan must know of a model, found without building it."""
+"""Facts of a model that a plan depends on, found without building it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan that somebody gave leaves open, and what it becomes."""
+"""Fill the settings that a given plan leaves open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks of a mesh form a group: over any set of its axes.  No torch."""
+"""Groups of a mesh: the ranks that differ in some of its axes only. No torch."""
 
 from __future__ import annotations
 

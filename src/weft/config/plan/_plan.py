@@ -130,7 +130,7 @@ class PipelineParallelPlan(PipelineSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan(FusedLossSettings, OffloadSettings, RecomputeSettings):
-    """What is kept, and what is computed again."""
+    """The activations that are kept, those that are computed again, and the states that are offloaded."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)
@@ -297,7 +297,8 @@ def plan_settings() -> tuple[DeclaredSetting, ...]:
 
 
 def axis_coordinates(mesh: MeshPlan, rank: int) -> dict[Axis, int]:
-    """Where a rank stands on every axis; row-major in `mesh.order`, expert left out (it has no axis of its own)."""
+    """Return a rank's coordinate on every axis; row-major in `mesh.order`. The expert axis is left out: it borrows its
+    ranks from others."""
     axes: list[Axis] = [axis for axis in mesh.order if axis != "expert"]
     sizes = [int(getattr(mesh, axis)) for axis in axes]
     coordinates: dict[Axis, int] = {}

@@ -1,4 +1,4 @@
-"""What is trained of a model that is fine-tuned by adapters: small weights beside frozen ones."""
+"""Fine-tuning by adapters: small trained weights beside frozen ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AdapterRecipe:
     rank: int | None = None
     """Rank of the adapters; by default the method's own."""
     alpha: float | None = None
-    """What is added is scaled by alpha / rank; by default the method's own."""
+    """The adapter's product is scaled by alpha / rank; by default the method's own."""
     dropout: float = 0.0
     """Share of the adapters' input that is dropped in training."""
     targets: tuple[str, ...] = ()

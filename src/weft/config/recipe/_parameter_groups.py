@@ -1,4 +1,4 @@
-"""Which parameters share a learning-rate scale and a weight decay."""
+"""Group the parameters that share a learning-rate scale and a weight decay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.errors import RecipeError, did_you_mean
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSettings:
-    """What may differ from parameter to parameter."""
+    """Settings that may differ from parameter to parameter."""
 
     learning_rate_scale: float
     weight_decay: float

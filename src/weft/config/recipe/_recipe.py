@@ -1,4 +1,4 @@
-"""What to train: a `Recipe` says nothing about devices."""
+"""The recipe says what to train, and nothing about devices."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class DataSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRecipe:
-    """What the samples are."""
+    """The samples: where they come from, and how they are read."""
 
     train: tuple[DataSource, ...] = (DataSource(source="stdlib"),)
     """Corpora, blended by weight."""
@@ -153,8 +153,8 @@ class DataRecipe:
     mask_fraction: float = 0.15
     """Share of tokens that a masked-language model must guess."""
     columns: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
-    """What is looked for in a row (a field that the model takes, `image`, `label`, or `text`) → the column that has it,
-    where it is called otherwise."""
+    """A field that is looked for in a row (one that the model takes, `image`, `label`, or `text`) → the column that has
+    it, where the column has another name."""
     prefetch_workers: int = 1
     """Threads per data rank that read coming batches; 0: none, batches are read when they are needed."""
     cache: str | None = None
@@ -264,7 +264,8 @@ class OptimizerRecipe:
 
     @property
     def cuts(self) -> Literal["anywhere", "parameter"]:
-        """Where data ranks may cut what they share out: Adafactor keeps statistics of whole rows."""
+        """Return where data ranks may cut the parameters that they share out: Adafactor keeps
+        statistics of whole rows."""
         return "parameter" if self.name == "adafactor" else "anywhere"
 
     @property
@@ -346,7 +347,7 @@ class RunRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PermitRecipe:
-    """What a plan may do to the numerics; nothing else changes them."""
+    """Changes of the numerics that a plan may make; nothing else changes them."""
 
     precision: tuple[Precision, ...] = ("fp32",)
     """Precisions that a plan may compute in."""
@@ -371,7 +372,7 @@ class PermitRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What to train.  Equal recipes give equal loss curves, whatever the plan and the cluster."""
+    """A training, without its devices. Equal recipes give equal loss curves, whatever the plan and the cluster."""
 
     model: ModelRecipe
     data: DataRecipe = field(default_factory=DataRecipe)

@@ -1,4 +1,4 @@
-"""What stands beside a Hugging Face model's `config.json`: settings of its tokenizer and processors, plain JSON."""
+"""Files beside a Hugging Face model's `config.json`: settings of its tokenizer and processors, plain JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STEMS = (
     *("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "normalizer", "spiece", "sentencepiece"),
     *("preprocessor", "processor", "chat_template", "source", "target"),
 )
-"""What names of their files begin with: not those of weights, of the model's configuration, or of a past training."""
+"""Their file names begin with one of these: none of weights, of the model's configuration, or of a past training."""
 _MOST_BYTES = 16 << 20
 
 

@@ -146,7 +146,7 @@ class _AdapterInitialiser:
         return None
 
     def _moved(self, name: str) -> str:
-        """Where a parameter or buffer of the bare model is now."""
+        """Return the present name of a parameter or buffer of the bare model."""
         layer = self._layer_of(name)
         return name if layer is None else f"{layer}.{BASE}{name[len(layer) :]}"
 
@@ -189,7 +189,8 @@ def _gathered(rule: SplitRule, head: str | None) -> SplitRule:
 
 
 def _exporter(module: nn.Module) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
-    """From all weights to those of the adapter, under the names that `PeftModel.from_pretrained` reads."""
+    """Return a function from all weights to those of the adapter, under the names that `PeftModel.from_pretrained`
+    reads."""
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
 
     def export(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""From a recipe's adapter to the configuration of `peft`, and which of its settings can be had."""
+"""Make the configuration of `peft` from a recipe's adapter; refuse settings that cannot be had."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _check_setting(adapter: AdapterRecipe, name: str, value: object, known: set[
 
 
 def config_json(config: Any, base: str, task: str) -> dict[str, Any]:
-    """What `adapter_config.json` holds."""
+    """Return the contents of `adapter_config.json`."""
     content = {name: _plain(value) for name, value in config.to_dict().items()}
     tasks = {"causal_lm": "CAUSAL_LM"}
     known = {"base_model_name_or_path": base, "inference_mode": True}

@@ -71,7 +71,8 @@ def check_own_rules(tables: Tables, layers: Collection[str], method: str) -> Non
 
 
 def unsplit_layers_note(blueprint: Blueprint, recipe: Recipe) -> list[str]:
-    """What a user should hear of layers that tensor ranks hold whole because of their adapters: a sentence, or none."""
+    """Return a sentence about layers that tensor ranks hold whole because of their adapters; none
+    where all are split."""
     adapter = recipe.model.adapter
     assert adapter is not None
     layers = adapter_layers(blueprint.module)

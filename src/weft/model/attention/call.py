@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskPattern:
-    """Which keys a query sees, by their positions in the sample."""
+    """The keys that a query sees, by their positions in the sample."""
 
     causal: bool = False
     """Whether a token sees none that stands behind it."""
@@ -30,7 +30,7 @@ class MaskPattern:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreMod:
-    """What becomes of the products of queries and keys before the softmax, in this order."""
+    """Changes to the products of queries and keys before the softmax, in this order."""
 
     scale: float | None = None
     """Factor of the products; None: size of a head ** -0.5."""
@@ -147,7 +147,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def band_of(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Which keys each query sees, bool (1, 1, queries, keys)."""
+    """Return the keys that each query sees: bool, (1, 1, queries, keys)."""
     every = torch.ones(queries, keys, dtype=torch.bool, device=device)
     return (every.tril(keys - queries) & every.triu(keys - queries - window + 1))[None, None]
 
@@ -208,8 +208,8 @@ def _packed_projections(
 
 
 def _merged_mask(mask: Tensor | None, padding: Tensor | None, samples: int, heads: int) -> Tensor | None:
-    """What attention adds to its scores, of a mask (queries, keys) or (samples · heads or 1, queries, keys) and of one
-    (samples, keys) of padding: torch's module has made numbers of both."""
+    """Return the mask that attention adds to its scores, merged from one of (queries, keys) or (samples · heads or 1,
+    queries, keys) and one of padding, (samples, keys). torch's module has made numbers of both."""
     if mask is not None and mask.dim() == 3:
         mask = mask.unsqueeze(0) if mask.shape[0] == 1 else mask.unflatten(0, (samples, heads))
     if padding is None:

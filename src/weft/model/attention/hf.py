@@ -21,7 +21,7 @@ IMPLEMENTATION = "weft"
 """`config._attn_implementation` of the families that Weft knows; `add_masks` builds their masks."""
 
 MASKED_IMPLEMENTATION = "weft_masked"
-"""The same attention with the masks of transformers, for families with masks of their own (sliding windows)."""
+"""Name of the same attention with the masks of transformers, for families with masks of their own (sliding windows)."""
 
 SCORED_TYPES = frozenset({"gemma2", "vaultgemma", "gpt_oss", "mimo_v2_flash"})
 """Types that say of themselves that they take no `scaled_dot_product_attention`, and call the attention interface with
@@ -153,7 +153,7 @@ def _rate(module: nn.Module) -> float | None:
 
 
 def _attends(module: nn.Module) -> bool:
-    """What every attention module has that calls the attention interface."""
+    """Return whether a module calls the attention interface: it has these attributes."""
     return hasattr(module, "is_causal") and hasattr(module, "scaling")
 
 

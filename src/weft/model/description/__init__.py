@@ -1,4 +1,4 @@
-"""What is known of a recipe's model without building it: sizes, operators, tables, and what follows from them."""
+"""Facts of a recipe's model, found without building it: sizes, operators, tables, and limits that follow from them."""
 
 from weft.model.description._description import Description as Description
 from weft.model.description._of_recipe import describe_family as describe_family

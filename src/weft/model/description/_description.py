@@ -22,7 +22,7 @@ _LOOKUP_COST = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What a model computes and keeps, how it splits and where it is cut."""
+    """Operators of a model, the bytes that they keep, its split rules and its stage cuts."""
 
     profile: Profile
     tables: Tables = field(default_factory=Tables)
@@ -37,11 +37,11 @@ class Description:
     no_experts: str = ""
     """Why ranks cannot share out those that it has, where the reason is known: a sentence without its end."""
     notes: tuple[str, ...] = ()
-    """What was assumed, or could not be found out: whole sentences without their end."""
+    """Assumptions, and facts that could not be found: whole sentences without their end."""
 
     @property
     def facts(self) -> ModelFacts:
-        """What a plan must know of it."""
+        """Facts of the model that a plan depends on."""
         profile, tables = self.profile, self.tables
         return ModelFacts(
             name=profile.name,

@@ -80,7 +80,7 @@ def shrink_shape(
 
 
 def _few_channels(shape: ConvNetShape, folded_tensor: int) -> int:
-    """Of which ranks can have parts, or the groups of a group norm of 8 channels."""
+    """Return a small number of channels that ranks can divide, or the groups of a group norm of 8 channels."""
     if folded_tensor == 1:
         return min(shape.channels, 8)
     return _odd_share(8, folded_tensor) if shape.norm == "batch" else 8 * folded_tensor
@@ -172,7 +172,8 @@ def _odd_share(size: float, parts: int) -> int:
 
 
 def _sizes_of(config: Mapping[str, Any]) -> ModelSizes | None:
-    """What the configuration's family says, else what most families would; None: no transformer."""
+    """Return sizes as the configuration's family reads them, else as most families would; None: it is
+    no transformer."""
     hidden, heads = hf_size(config, "hidden_size"), hf_size(config, "num_heads")
     if hidden is None or heads is None:
         return None

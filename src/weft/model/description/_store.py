@@ -76,7 +76,7 @@ def _keep(path: Path, text: str) -> None:
 
 
 def _path(recipe: Recipe, writer: Path | None = None) -> Path | None:
-    """Where the description of this model by this code belongs, or a page about it; None where it is not kept."""
+    """Return the file of this model's description by this code, or of a page about it; None where it is not kept."""
     if recipe.model.hf is None:
         return None
     kind = str(read_hf_config(recipe.model.hf).get("model_type", "model")).replace("-", "_")

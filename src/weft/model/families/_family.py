@@ -1,4 +1,4 @@
-"""What a file of a family says."""
+"""The contract of a family's file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Family:
     model_types: ClassVar[tuple[str, ...]]
     """`model_type` of the configurations that it reads; the first is the name of the file."""
     task: ClassVar[Literal["causal_lm", "masked_lm"]] = "causal_lm"
-    """What its models learn where the configuration names no architecture."""
+    """The task of its models where the configuration names no architecture."""
 
     router: ClassVar[str] = ""
     """Glob over the routers of its mixtures, which return logits, weights and choices; empty: it has none."""

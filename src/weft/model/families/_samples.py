@@ -1,4 +1,4 @@
-"""What a sample of a model looks like, field by field."""
+"""Shape and dtype of a model's samples, field by field."""
 
 from __future__ import annotations
 

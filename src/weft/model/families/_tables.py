@@ -60,7 +60,9 @@ class Localise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutTable:
-    """Where a model may be cut into pipeline stages, by module names in forward order.
+    """Module names at which a model may be cut into pipeline stages, in forward order. A later stage replaces `entry`
+    by the activation it receives, `stem_zero` modules by a zero, and `stem_skip` by the identity; blocks and `tail`
+    modules that are not the stage's become identities.
 
     A later stage replaces `entry` by the activation it receives, `stem_zero` modules by a zero, and `stem_skip` by the
     identity; blocks and `tail` modules that are not the stage's become identities on their first argument.  Nothing is
@@ -119,7 +121,7 @@ class FoundCut:
     """Module that runs between two blocks → index of the second one, whose stage holds it."""
     tail: tuple[str, ...]
     crossings: tuple[tuple[Crossing, ...], ...]
-    """What crosses a border before each block but the first, in the order in which it is computed."""
+    """Values that cross the border before each block but the first, in the order in which they are computed."""
     written: tuple[str, ...] = ()
     """Modules whose results the forward writes into."""
 
@@ -133,7 +135,7 @@ Cut = CutTable | FoundCut
 
 
 def found_split_note(rules: Iterable[SplitRule]) -> str:
-    """What a user should hear of rules that were found by looking at a model."""
+    """Return a sentence for the user about rules that were found by looking at a model."""
     return f"its split table, {sum(r.divides for r in rules)} rules, was found by looking at it; `weft check` proves it"
 
 
@@ -171,7 +173,7 @@ class Tables:
     vocabulary_head: str | None = None
     """Name of the linear head whose output only the vocabulary loss reads; it may be fused with the loss."""
     notes: Sequence[str] = ()
-    """What the user should hear once at the start."""
+    """Sentences that the user reads once at the start."""
 
     @property
     def splits(self) -> bool:

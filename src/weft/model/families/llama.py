@@ -10,7 +10,7 @@ from weft.model.families._tables import CutTable, SplitRule, Tables
 from weft.model.profile import ModelSizes
 
 _LONGEST = {"llama": 2048, "mistral": 131_072}
-"""What transformers takes for `max_position_embeddings`; other types 32,768."""
+"""Default of `max_position_embeddings` in transformers, by model type; other types have 32,768."""
 _WINDOW_OF_MISTRAL = 4096
 _FULL_LAYERS_OF_QWEN = 28
 

@@ -88,7 +88,7 @@ def build_hf(recipe: ModelRecipe, *, isolated_documents: bool = False) -> Bluepr
 def _fed(
     model: Any, task: HubTask, length: int | None, isolated_documents: bool, recipe: ModelRecipe
 ) -> dict[str, Any]:
-    """What a blueprint says of samples and loss."""
+    """Return the fields of a blueprint about samples and loss."""
     if task.is_of_tokens:
         assert length is not None
         inputs = {"input_ids": "tokens"} | ({"position_ids": "positions"} if isolated_documents else {})

@@ -18,7 +18,7 @@ from weft.model.stored import Box
 
 
 class NotDeferrableError(Exception):
-    """What was asked for can only be done with whole tensors in memory."""
+    """An operation was asked for that needs whole tensors in memory."""
 
 
 class DeferredBuild:

@@ -44,7 +44,8 @@ def stacks_of(model: Any) -> dict[str, ExpertStack]:
 
 
 _TAKES = ("gate_logits", "num_experts", "top_k", "attention_mask")
-"""What the balance loss that is computed here takes in the library; of other parameters it is another one."""
+"""Parameters of the library's balance loss that the one computed here stands for. With other parameters it is another
+loss."""
 
 
 def with_router_loss(loss: Loss, model: Any, where: str, *, has_own_masks: bool = False) -> Loss:

@@ -36,12 +36,12 @@ _BANDS = ("num_mel_bins", "input_feat_per_channel", "feature_size", "feature_pro
 _IMAGE_TOKENS = ("image_token_id", "image_token_index")
 _Images = Sequence[SampleField]
 _REFUSED = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError, StopIteration)
-"""What a forward says of inputs that it does not take."""
+"""Errors of a forward that does not take its inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What a forward takes, and what it is trained for."""
+    """The inputs of a forward, and the task that it is trained for."""
 
     fields: Mapping[str, SampleField]
     """Fields of a sample by the forward's keywords, and `labels` where there are any."""
@@ -89,7 +89,7 @@ class _WithoutMemory(TorchDispatchMode):
 
 
 def _problem_with(model: nn.Module, samples: Samples) -> Exception | None:
-    """What the model says of two such samples; None: it takes them, and its loss what comes of them."""
+    """Return the model's error for two such samples; None: its forward takes them, and its loss takes the outputs."""
     batch = field_example(samples.fields)(2)
     generator = torch.Generator().manual_seed(0)
     for name, field in samples.fields.items():
@@ -130,7 +130,8 @@ def _candidates(model: Any, task: HubTask, length: int | None, processors: HfPro
 
 
 def _masks(model: Any, samples: Samples, processors: HfProcessors) -> dict[str, SampleField]:
-    """What a tokenizer gives beside tokens, as far as the forward takes it; empty: the folder has no tokenizer."""
+    """Return the fields that a tokenizer gives beside tokens, as far as the forward takes them; empty: the folder has
+    no tokenizer."""
     text = samples.fields.get("input_ids")
     if processors.tokenizer is None or text is None:
         return {}

@@ -1,4 +1,4 @@
-"""What a model of `transformers` is trained for, by the library's own lists of tasks."""
+"""The task of a model of `transformers`, by the library's own lists of tasks."""
 
 from __future__ import annotations
 

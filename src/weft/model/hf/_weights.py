@@ -194,7 +194,7 @@ def _files(folder: Path) -> Mapping[str, str]:
 
 
 def _mapped(folder: Path, index: Path) -> Mapping[str, str]:
-    """What the index says of where each tensor lies, every name checked before a file is opened."""
+    """Return the file of each tensor by the folder's index; every name is checked before a file is opened."""
     _check_inside(folder, index.name, index)
     content = read_plain_file(index.resolve(), RecipeError, _COPY)
     weight_map = JsonObject.parse(index, content, RecipeError, _COPY).object("weight_map")

@@ -186,7 +186,8 @@ class StandIns:
 
 
 class StandInMode(TorchDispatchMode):
-    """Within it, operators run without memory, as `StandIns` answers them.  `where` names the module for messages."""
+    """A mode in which operators run without memory, as `StandIns` answers them. `where` names the
+    module for messages."""
 
     def __init__(self, where: str) -> None:
         super().__init__()

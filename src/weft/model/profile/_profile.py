@@ -60,11 +60,11 @@ class Operator:
     kept by the norm before it, and its result by what takes it.  The scores of attention that writes them out follow
     from its sizes and do not count here."""
     kept_bytes_per_token: float = 0.0
-    """The same, of fixed size: dropout masks (1 byte), statistics (4 bytes), indices (8 bytes)."""
+    """Bytes of fixed size kept per token: dropout masks (1 byte), statistics (4 bytes), indices (8 bytes)."""
     unfused_elements_per_token: float = 0.0
-    """What is kept besides where the operator runs as several kernels (`Framework.fused_elementwise`)."""
+    """Elements kept besides where the operator runs as several kernels (`Framework.fused_elementwise`)."""
     unfused_bytes_per_token: float = 0.0
-    """The same, of fixed size: what such kernels compute in fp32."""
+    """Bytes of fixed size kept besides then: values that such kernels compute in fp32."""
     dropout: bool = False
     """Whether its result is dropped at random: of `elementwise`, `kept_bytes_per_token` is the mask; of attention, a
     mask and a second copy of the probabilities are kept where they are written out."""

@@ -82,8 +82,8 @@ class ModelSizes:
     """None: where `norm` is `layer`."""
     norm_epsilon: float = 1e-5
     norm_placement: Literal["before", "after", "both", "parallel", "parallel_two"] = "before"
-    """Where norms stand: before attention and feed-forward; after their residual sums (BERT); on both their sides
-    (Gemma 2); one norm before both side by side (GPT-J, Falcon), or two (GPT-NeoX)."""
+    """Places of norms: before attention and feed-forward; after their residual sums (BERT); on both their sides (Gemma
+    2); one norm before both side by side (GPT-J, Falcon), or two (GPT-NeoX)."""
     dropout: float = 0.0
     attention_dropout: float = 0.0
 
@@ -99,8 +99,8 @@ class ModelSizes:
     """Vision transformers: values of one patch, which a matrix turns into a token; 0: tokens come from a table."""
     class_token: bool = False
     head: Literal["vocabulary", "masked", "classes", "none"] = "vocabulary"
-    """What the head computes: over the vocabulary; the same behind a dense layer and a norm (BERT); over classes,
-    once per sample."""
+    """The head's work: over the vocabulary; the same behind a dense layer and a norm (BERT); over classes, once per
+    sample."""
     num_classes: int = 0
     head_bias: bool = False
 

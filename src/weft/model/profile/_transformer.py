@@ -1,4 +1,4 @@
-"""From sizes to operators."""
+"""Make operators from the sizes of a transformer."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class EncoderBlock(nn.Module):
 
 
 class PredictionTransform(nn.Module):
-    """What stands between the last block and the vocabulary."""
+    """The dense layer, activation and norm between the last block and the vocabulary."""
 
     def __init__(self, hidden_size: int, epsilon: float) -> None:
         super().__init__()

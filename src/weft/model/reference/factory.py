@@ -28,7 +28,7 @@ _FIELDS = {
 }
 """Names that a forward may give to its arguments → field of the batch."""
 _NO_MODELS = ("None", "int", "float", "str", "bytes", "bool", "list", "dict", "tuple", "set", "Tensor")
-"""What a function that makes models is not annotated to return."""
+"""Return annotations of functions that do not make models."""
 
 
 def build_factory(recipe: ModelRecipe, *, seed: int = 0) -> Blueprint:

@@ -22,7 +22,7 @@ _TINY = 1e-20
 
 
 class Routing(NamedTuple):
-    """What a router decides about n tokens."""
+    """A router's decision about n tokens."""
 
     logits: Tensor
     """(n, experts), in fp32 or wider."""

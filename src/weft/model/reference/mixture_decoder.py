@@ -76,7 +76,7 @@ def mixture_of(shape: DecoderShape) -> Mixture:
 
 
 class RoutedLogits(NamedTuple):
-    """What a decoder returns whose loss asks how its tokens were routed."""
+    """Output of a decoder whose loss asks how its tokens were routed."""
 
     logits: Any
     routings: tuple[Routing, ...]

@@ -84,7 +84,8 @@ def _searched(result: SearchResult, cost_model: CostModel) -> Iterator[Suggested
 
 
 def _permitting(space: Space) -> Callable[[Plan], str] | None:
-    """What stands against a plan but a precision that is not permitted: the same plan is asked about in one that is."""
+    """Return the problem of a plan that needs a precision that is not permitted: the same plan is asked about in a
+    permitted one."""
     refuses = space.refuses
     permitted = next((argument for argument in get_args(Precision) if argument in space.precisions), None)
     if refuses is None or permitted is None:

@@ -63,7 +63,7 @@ class QuestionSetting:
         return f"{self.name} = {shown}"
 
     def of(self, layout: Layout) -> Any:
-        """What a layout has."""
+        """Return the value of the setting in a layout."""
         return getattr(layout, self._declared.layout)
 
     def allowed(self, space: Space) -> bool:

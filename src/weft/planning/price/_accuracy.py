@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """Of predictions of sources that had no part in the fit; errors are |predicted / measured - 1|."""
+    """Accuracy of predictions for sources that had no part in the fit; an error is |predicted / measured - 1|."""
 
     rows: int
     """Published runs, predicted or refused."""

@@ -1,4 +1,4 @@
-"""What collectives cost that no schedule of ours does: sums made by switches, and plain sends.
+"""Costs of collectives that no schedule of Weft's runs: sums made by switches, and plain sends.
 
 The algorithms that ranks run themselves have their formulas beside their schedules, in `weft.comm.algorithms`.  The
 arguments are the same: `members` ranks, `size_bytes` of the whole tensor, `latency` seconds of a message, `per_byte`

@@ -23,7 +23,7 @@ class PassFit(NamedTuple):
 
 
 class BlockFit(NamedTuple):
-    """What operators cost within a block, over what they cost alone."""
+    """Costs of operators within a block, over their costs alone."""
 
     forward: PassFit = PassFit()
     backward: PassFit = PassFit()

@@ -1,4 +1,4 @@
-"""What one rank keeps of one microbatch in one block, and its share of the block's weights."""
+"""Bytes that one rank keeps of one microbatch in one block, and its share of the block's weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BlockMemory(NamedTuple):
     kept_bytes: float
     """Bytes that are kept from its forward to its backward."""
     live_bytes: float
-    """Besides, during its backward: what is computed again, and gradients on their way."""
+    """Bytes that exist besides while the block's backward runs: recomputed activations, and gradients on their way."""
 
 
 class MemoryKey(NamedTuple):
@@ -59,7 +59,7 @@ def memory_key(layout: Layout) -> MemoryKey:
 
 
 def activation_bytes(precision: PricedPrecision) -> int:
-    """Of one element of an activation."""
+    """Return the bytes of one element of an activation."""
     return ELEMENT_BYTES.get(precision, 2)
 
 
@@ -85,10 +85,12 @@ def _memory(profile: Profile, framework: Framework, block: Block, key: MemoryKey
     # Backward frees what it has used: the fullest moment is the operator with most before it and the widest gradients.
     whole = fullest = 0.0
     for operator in block.operators:
+        # Backward runs from the last operator to the first, so at operator i the outputs of 1 … i are alive.
         whole += kept.of(operator)
         fullest = max(fullest, whole + kept.gradient(operator))
     entry = kept.entry(block)
     waiting = waiting_bytes(recompute, whole, kept.selected(block), entry)
+    # What waits is counted once per microbatch in flight; what is live exists once, for the block whose backward runs.
     live = max(0.0, fullest - waiting) + entry
     dense = experts = 0.0
     for operator in block.operators:
@@ -120,7 +122,7 @@ class _KeptBytes:
         return block.entry_elements_per_token * self._element / self._sequence_share
 
     def of(self, operator: Operator) -> float:
-        """What an operator keeps without recomputation."""
+        """Return the bytes per token that an operator keeps without recomputation."""
         elements, fixed = operator.kept_elements_per_token, operator.kept_bytes_per_token
         if not self._fused_activations:
             elements += operator.unfused_elements_per_token
@@ -135,6 +137,8 @@ class _KeptBytes:
         if operator.kind == "attention":
             size += self._scores(operator)
             size += self._projection(operator) * self._element
+        # Sequence parallelism gathers a norm's result before a column-parallel product: kept gathered, it is as large
+        # as without.
         if self._gathers(operator):
             # Of its input and its result, the norm's result stays gathered.
             half = operator.kept_elements_per_token / 2 * self._element
@@ -142,7 +146,7 @@ class _KeptBytes:
         return size / self._share(operator)
 
     def selected(self, block: Block) -> float:
-        """What `recompute = "selective"` keeps of a block."""
+        """Return the bytes per token that `recompute = "selective"` keeps of a block."""
         if self._memory_model.selective == "attention":
             return sum(
                 self.of(operator) - self._scores(operator) / self._share(operator) * (operator.kind == "attention")
@@ -153,6 +157,7 @@ class _KeptBytes:
         summed = last_of_experts(block.operators) if self._key.expert_tensor > 1 else None
         for operator in block.operators:
             if operator.kind in ("matmul", "convolution"):
+                # A row-parallel product's result is summed over tensor ranks and then whole, or a part of the sequence.
                 share = self._sequence_share if operator.split == "row" else self._share(operator)
                 if operator is summed and self._key.sample_parts == 1:  # a part of each sum, of all tokens
                     share = 1

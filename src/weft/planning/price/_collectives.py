@@ -310,7 +310,7 @@ def _grouped(size: float, group: AxisGroup) -> float:
 
 
 def _far_latency(leg: Leg) -> float:
-    """To the farthest unit: half of the circle on a double ring, all of it on a ring."""
+    """Return the latency to the farthest unit: half of the circle on a double ring, all of it on a ring."""
     if leg.level.topology == "double_ring":
         return leg.latency * max(1, leg.units // 2)
     return leg.latency * (leg.units - 1 if leg.level.topology == "ring" else 1)
@@ -320,8 +320,8 @@ def _far_latency(leg: Leg) -> float:
 
 
 def _built_in(kind: Collective, size: float, group: AxisGroup) -> CollectiveChoice:
-    """What is done without a choice (`weft.comm.flat.Collectives`): over the memory that a node's ranks share, each
-    reading straight from all others; by Gloo between nodes, whose all-reduce is a ring, and by direct messages."""
+    """Return the cost where no algorithm is chosen (`weft.comm.flat.Collectives`). On one node each rank reads straight
+    from the others' memory; between nodes Gloo's all-reduce is a ring, and the rest are direct messages."""
     if kind == "send":
         return next(algorithm_choices(kind, size, group))
     if group.is_on_one_node:
@@ -353,7 +353,8 @@ def _named(kind: Collective, size_bytes: float, algorithm: str) -> tuple[str, Co
 
 
 def _by_name(name: str, kind: Collective, size: float, group: AxisGroup) -> CollectiveChoice:
-    """What a way takes: by the links that it crosses where that is known for it, else at the slowest ones."""
+    """Return the cost of a named algorithm: by the links that it crosses where these are known, else at the slowest
+    ones."""
     if name == "exchange":
         return CollectiveChoice(name, _grouped(size, group))
     if name == "backend":

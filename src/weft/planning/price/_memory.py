@@ -30,9 +30,9 @@ class StageSizes(NamedTuple):
     experts: float
     kept: float
     of_ends: float
-    """What of it stem and tail keep."""
+    """Bytes of `kept` that belong to stem and tail."""
     of_block: float
-    """What the block that keeps most does."""
+    """Bytes that the block with the most keeps."""
     live: float
     widest: float
     """Elements of the largest block's weights, experts included."""
@@ -76,6 +76,7 @@ class Memories:
         """Return what all ranks of a layout share.  Its sizes may be columns, but for those that blocks depend on
         (`memory_key`)."""
         key = memory_key(layout)
+        # Weights of stem and tail: under ZeRO-3 some frameworks hold them gathered for a whole step.
         ends = sum(self.blocks.memory(end, key).dense_parameters for end in (self.profile.stem, self.profile.tail))
         return RankMemory.of(layout, self.framework, ends=ends, on_accelerator=self.on_accelerator)
 
@@ -90,6 +91,7 @@ class Memories:
         index = (key, layout.recompute, chosen, layout.pipeline, layout.chunks, layout.schedule)
         if index not in self._held:
             of_stages = self._table(key, layout.recompute).stages(chosen, stages)
+            # An interleaved rank has several stages that do not lie beside one another.
             ranks = stage_ranks(layout.schedule, layout.pipeline, layout.chunks) if stages > 1 else (0,)
             held: list[list[StageSizes]] = [[] for _ in range(layout.pipeline)]
             for stage, owner in zip(of_stages, ranks, strict=True):
@@ -106,7 +108,7 @@ class Memories:
         return self._tables[key, words]
 
     def _shares(self, layout: Layout, cuts: Sequence[int] | None) -> Iterator[RankShare]:
-        """What each pipeline rank has."""
+        """Yield the weights and activations of each pipeline rank."""
         folded = layout.pipeline > 1 and layout.schedule in FOLDED
         head_rank = 0 if folded else layout.pipeline - 1
         # A tied weight stands on both ends of the pipeline, unless one rank has both.
@@ -127,10 +129,13 @@ class Memories:
 
     def _waiting(self, layout: Layout, rank: int, stages: Sequence[StageSizes]) -> float:
         """Activations between their forward and their backward."""
+        # A stage keeps one microbatch's activations from its forward to its backward; the schedule says how many are
+        # between the two at the fullest moment of the rank.
         counts = in_flight(layout.schedule, layout.pipeline, layout.chunks, layout.microbatches, rank)
         waiting = sum(count * stage.kept for count, stage in zip(counts, stages, strict=True))
         if not layout.offloads_activations:
             return waiting
+        # Offloaded: only the blocks that are being moved are on the device, and the ends, which are not offloaded.
         ends = sum(count * stage.of_ends for count, stage in zip(counts, stages, strict=True))
         return min(waiting, ends + BLOCKS_HERE * max(stage.of_block for stage in stages))
 
@@ -148,6 +153,8 @@ class _PrefixSums:
             [0.0, *accumulate(memory[column] for memory in memories)] for column in range(3)
         )
         # Of each kind of block, how many stand before a place: few kinds, so that a run's maxima are quick to find.
+        # A maximum is no difference of prefix sums; but a model has few kinds of blocks, and whether a kind is in a run
+        # is one.
         inside = [None, *memories[1:-1], None]
         self._before = [
             (kind, [0, *accumulate(memory is kind for memory in inside)]) for kind in _distinct(memories[1:-1])

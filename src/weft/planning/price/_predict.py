@@ -76,6 +76,7 @@ class CostModel:
         self.network = Network(cluster, slowdowns=calibration.link_slowdowns)
         self._timelines = Timelines()
         self._collectives = BoundedCache[tuple[str, float, AxisGroup, str], float]()
+        # Keyed by the threads of a rank: the only setting of a plan that changes what a device is.
         self._devices: dict[float, tuple[Device, BlockCosts]] = {}
         self._model_costs: dict[tuple[object, ...], ModelCost] = {}
         self._sample_flops = model_flops(profile)
@@ -102,7 +103,8 @@ class CostModel:
 
     @property
     def hiding(self) -> dict[str, float]:
-        """What of a computation hides ZeRO-3's collectives, and how they slow it down: see `waits_of`."""
+        """Return the share of a computation that hides ZeRO-3's collectives, and how much they slow it down: see
+        `waits_of`."""
         return hiding(self.calibration, self.framework, on_accelerator=self.memories.on_accelerator)
 
     def copied(self, layout: Layout) -> float:
@@ -122,6 +124,7 @@ class CostModel:
     def transfer(self, layout: Layout, pair: AxisGroup) -> float:
         """Return the seconds of one microbatch's activation from a stage to the next."""
         tokens = layout.microbatch_size * self.profile.sequence_length / layout.context
+        # Stages are cut between blocks, so one activation as wide as a block's entry crosses.
         size = tokens * self.profile.blocks[0].entry_elements_per_token * layout.element_bytes
         if layout.sequence_parallel:
             size /= layout.tensor
@@ -182,16 +185,20 @@ class CostModel:
         case, name, ranks = self._case(layout), layout.schedule, layout.pipeline
         step, share = self._step(case, exact=False), 1.0
         if ranks > 1:
+            # The closed form of a schedule assumes equal stages; played with unequal ones it can be shorter, by the
+            # share that the balance of the stages allows.
             balance = balance_of(case.times)
             share = least_share(shares_of_closed_form(name, ranks), balance, ranks, layout.microbatches)
         inside = step.seconds * share
         if ranks > 1:
+            # No step is shorter than the work and the waiting of its busiest rank.
             inside = max(inside, busy_seconds(name, ranks, layout.chunks, layout.microbatches, case.times))
         inside += sum(self._update(case, step)) * share if update else 0.0
         return inside * self.slowdown(layout.world_size) + self.calibration.step_seconds
 
     def slowdown(self, world_size: int) -> float:
         """Return how many times as long as its parts a step of so many ranks takes."""
+        # Stragglers: the slowest of n nodes is later by about log n.
         nodes = max(1.0, world_size / max(node.devices.count for node in self.cluster.nodes))
         return self.framework.slowdown * (1.0 + self.calibration.straggler * math.log2(nodes))
 
@@ -202,6 +209,7 @@ class CostModel:
         if layout.shards_weights or layout.data * layout.context == 1 or layout.trained_share == 0.0:
             return None
         case = self._case(layout)
+        # All ranks wait for the one that reduces most.
         load = max(trained_loads(layout, self._loads(case)), key=lambda load: load.dense + load.experts)
         return bucket_of(layout, load, case.device, case.groups, self.seconds, low)
 
@@ -210,6 +218,7 @@ class CostModel:
         model_cost = self.model_cost(layout)
         stages = model_cost.stages(model_cost.cuts(layout))
         forward, inputs, gathering, scatters = self._gathered(layout, stages, groups)
+        # ZeRO-3's gathers come first: activations are offloaded beside the longer passes that result.
         away = 0.0
         if layout.offloads_activations:
             sizes = stages.kept_bytes
@@ -230,6 +239,7 @@ class CostModel:
         if layout.pipeline > 1 and times.transfer and not self.framework.overlap_pipeline:
             hop = times.transfer
             times = StageTimes(
+                # Without overlap a stage sends between its passes, so each pass is longer by a hop.
                 forward=[time + hop for time in times.forward],
                 input=[time + hop for time in times.input],
                 weight=times.weight,
@@ -241,11 +251,13 @@ class CostModel:
         layout, times, step = case.layout, case.times, self._step(case, exact=exact)
         if layout.pipeline == 1 or times.transfer == 0.0:
             return step, step.seconds
+        # Played again with free transfers: the difference is what transfers cost, wherever they hide.
         free = StageTimes(forward=times.forward, input=times.input, weight=times.weight)
         return step, self._step(case._replace(times=free), exact=exact).seconds
 
     def _loads(self, case: _LayoutCosts) -> list[RankLoad]:
         layout, stages, times = case.layout, case.stages, case.times
+        # A rank's gradients are those of all of its chunks.
         ranks = stage_ranks(layout.schedule, layout.pipeline, layout.chunks) if layout.num_stages > 1 else (0,)
         totals = [[0.0] * 5 for _ in range(layout.pipeline)]
         rows = zip(
@@ -266,12 +278,14 @@ class CostModel:
         update = update_of(layout, self._loads(case), step, case.device, case.groups, self.seconds)
         if self.profile.tied and layout.pipeline > 1 and not layout.adapters_only:
             size = self.profile.vocabulary_size * self.profile.hidden_size * layout.gradient_bytes / layout.tensor
+            # A tied embedding stands on the first and the last stage, whose gradients are summed between the two.
             ends = self.network.boundary(layout, layout.pipeline - 1)
             update = update._replace(data=update.data + self.seconds("all_reduce", size, ends))
         return update
 
     def _terms(self, case: _LayoutCosts, pipeline: float, without_transfers: float, update: Update) -> TimeTerms:
         layout, (passes, again) = case.layout, case.model_cost.sums
+        # The mean over ranks: terms add up to the step, and the bubble is what is left of the pipeline.
         each = layout.microbatches / layout.pipeline
         busy = each * (passes.seconds + again.seconds + case.gathering + case.unloading)
         inside = pipeline + sum(update)
@@ -300,6 +314,7 @@ class CostModel:
         """Cores of one rank, where cores are the devices."""
         if self.memories.on_accelerator:
             return 1.0
+        # Ranks of a node share its cores; the node with the fewest decides.
         ranks = -(-layout.world_size // self.cluster.num_nodes)
         return min(node.cores for node in self.cluster.nodes) / ranks
 
@@ -319,6 +334,7 @@ class CostModel:
         if not gathers_weights(layout):
             return stages.forward, stages.input, 0.0, [0.0] * len(stages.forward)
         weight, gradient = layout.element_bytes, layout.gradient_bytes * layout.trained_share
+        # The message that is gathered is one block's weights: its size decides the speed per byte.
         blocks = max(1, len(self.profile.blocks)) / weight
         dense_bytes, expert_bytes = sum(stages.dense_parameters) / blocks, sum(stages.expert_parameters) / blocks
         of_dense, of_experts = gathers_of(dense_bytes, expert_bytes, groups, self.seconds)
@@ -331,6 +347,7 @@ class CostModel:
         ):
             sent = weight * (dense * (of_dense.gather + copied) + experts * (of_experts.gather + copied))
             scattered = gradient * (dense * (of_dense.scatter + copied) + experts * (of_experts.scatter + copied))
+            # Weights are gathered before forward and before backward; gradients are scattered behind backward.
             waits = waits_of(sent, scattered, ahead, back + more, once=once, **beside)
             forward.append(ahead + waits.forward)
             inputs.append(back + waits.backward)

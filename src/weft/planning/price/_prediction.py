@@ -1,4 +1,4 @@
-"""What pricing says of one layout."""
+"""The prediction for one layout: time by cause, memory by kind."""
 
 from __future__ import annotations
 

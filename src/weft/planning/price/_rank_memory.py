@@ -10,13 +10,13 @@ from weft.techniques.zero.cost import States, gathers_weights, holds_weights, ho
 from weft.vectorized import Column, chosen
 
 PROCESS_BYTES = 295e6
-"""What a rank on a CPU holds beside its tensors: the interpreter, torch, the network, the allocator's remains.
+"""Bytes that a rank on a CPU holds beside its tensors: the interpreter, torch, the network, the allocator's remains.
 Peaks of `weft train` less the tensors of three small models on 1, 2 and 4 ranks: 293 to 303 MB (2026-11, torch 2.13).
 """
 
 
 class RankShare(NamedTuple):
-    """What a rank has of the model."""
+    """Weights and activations of one rank."""
 
     dense: Column
     """Elements of weights that are no experts, the copy of a tied one included."""
@@ -32,7 +32,7 @@ class RankShare(NamedTuple):
 
 
 class RankMemory(NamedTuple):
-    """What all pipeline ranks of a layout share; turns what each of them has into bytes."""
+    """Factors that all pipeline ranks of a layout share; they turn a rank's weights and activations into bytes."""
 
     dense: States
     experts: States

@@ -1,4 +1,4 @@
-"""What one microbatch costs in each block, and in the stages that blocks make up."""
+"""Cost of one microbatch in each block, and in the stages that blocks make up."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BlockCost(NamedTuple):
     weight: PassCost
     """The rest of backward."""
     selective: PassCost
-    """What `recompute = "selective"` computes again."""
+    """Cost of the operators that `recompute = "selective"` computes again."""
     dense_parameters: float
     """Elements of the weights that one rank of the tensor axis has, experts left out."""
     expert_parameters: float
@@ -48,7 +48,7 @@ class BlockCost(NamedTuple):
     """Activations of one microbatch that wait for its backward."""
 
     def again(self, recompute: Recompute) -> PassCost:
-        """What is computed again before the backward."""
+        """Return the cost of what is computed again before the backward."""
         return computed_again(recompute, PassCost(), self.selective, self.forward)
 
 
@@ -85,6 +85,7 @@ class BlockCosts:
         Half a million arrangements of axes differ in a few groups, so what each axis sends is summed by its group.
         """
         share = share_of(self._profile, key)
+        # Equal keys, one object: comparing it with itself is quick, and a search holds very many keys.
         share = self._shares.setdefault(share, share)  # half a million keys hold one object each
         computing = self._sums.get((share,))
         if computing is None:
@@ -94,6 +95,7 @@ class BlockCosts:
             )
         whole = computing
         for place, (_, group) in enumerate(_TRAFFIC):
+            # Traffic over one axis depends on this rank's share and on that axis's group alone.
             index = (share, place, group(key))
             if index not in self._sums:
                 self._sums[index] = sum(
@@ -103,6 +105,7 @@ class BlockCosts:
         return whole, computing
 
     def _price(self, block: Block, key: CostKey) -> BlockCost:
+        # Stem and tail have products as wide as the vocabulary, whose measured speed is another.
         share = share_of(self._profile, key, wide=block is self._profile.stem or block is self._profile.tail)
         alone = self._known_work(block, share).alone
         parts = [self._part(block, share, key, place) for place in range(len(_TRAFFIC))]
@@ -129,8 +132,9 @@ class BlockCosts:
         return _TRAFFIC[place][0](Sender(works, share, key, self._seconds, self._device))
 
     def _work(self, block: Block, share: Share) -> _BlockWork:
-        """What a rank computes in a block, wherever its groups lie."""
+        """Return the work of a rank in a block, which does not depend on where its groups lie."""
         is_even = share.expert == 1 or self._device.framework.balances_experts
+        # The fullest expert decides how long all wait; a rank with all experts has all tokens whatever the routing.
         imbalance = 1.0 if is_even else self._device.calibration.expert_imbalance
         works = [(operator, operator_work(self._device, operator, share, imbalance)) for operator in block.operators]
         if self._device.speeds:
@@ -156,13 +160,14 @@ class BlockCosts:
         elements = operator.n * operator.k * operator.groups if operator.kind == "matmul" else operator.parameters
         if not elements or not (operator.parameters or operator.split == "vocab"):
             return work
+        # The gradient is read and written (2.0 ·) where it is added; a table's is cleared besides.
         parts = share.expert * share.expert_tensor if operator.split == "expert" else share.tensor
         once = share.element_bytes * (2.0 if operator.kind == "gather" else 1.0) + 2.0 * share.gradient_bytes
         size = elements / (1 if operator.split in ("replicate", "sequence") else parts) * once
         return work._replace(weight=work.weight.plus(self._device.moved(size)))
 
     def _fit(self, precision: str) -> BlockFit:
-        """What measured blocks took beside the sum of their operators."""
+        """Return the factors of measured blocks over the sum of their operators."""
         if precision not in self._fits:
             self._fits[precision] = block_fit(self._device, precision)
         return self._fits[precision]
@@ -170,6 +175,7 @@ class BlockCosts:
     def _pass(self, works: list[Work]) -> PassCost:
         """Add up kernels; where the host issues them more slowly than they run, the difference is lost to shapes."""
         ideal, shapes, memory, kernels = (sum(column) for column in zip(*works, strict=True)) if works else (0.0,) * 4
+        # Kernels are issued ahead of the device, so issuing costs only what is longer than running.
         waiting = max(0.0, kernels * self._device.host_seconds - (ideal + shapes + memory))
         return PassCost(ideal=ideal, shapes=shapes + waiting, memory=memory)
 
@@ -184,7 +190,7 @@ _TRAFFIC = (
     (expert_traffic, attrgetter("expert", "expert_exchange")),
     (statistics_traffic, attrgetter("statistics")),
 )
-"""What blocks send, in the order of a `PassCost`'s fields, each with all of a `CostKey` that decides how long it takes
+"""Traffic of blocks, in the order of a `PassCost`'s fields, each with the fields of a `CostKey` that decide its time
 beside a rank's share."""
 
 
@@ -209,6 +215,7 @@ def _parameters(block: Block, share: Share) -> tuple[float, float]:
     dense = expert = 0.0
     for operator in block.operators:
         if operator.split == "expert":
+            # An expert axis cannot divide a layer further than into single experts.
             expert += operator.parameters / min(share.expert, operator.groups or 1) / share.expert_tensor
         elif operator.split in ("replicate", "sequence"):
             dense += operator.parameters
@@ -220,7 +227,10 @@ def _parameters(block: Block, share: Share) -> tuple[float, float]:
 def _kept_bytes(block: Block, share: Share) -> float:
     kept = 0.0
     for operator in block.operators:
+        # Tensor ranks keep a part of an activation where the operator works on a part: inside split layers always, on
+        # norms and residuals only if they share the sequence.
         split = operator.split not in ("replicate", "sequence") or share.sequence_parallel
+        # Rows that travel to experts are the same on all tensor ranks of an expert: every one keeps them whole.
         split &= not (operator.moves_experts_rows and share.expert_tensor > 1)
         size = operator.kept_elements_per_token * share.element_bytes + operator.kept_bytes_per_token
         kept += size * share.tokens / (share.tensor if split else 1)

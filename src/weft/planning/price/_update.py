@@ -1,4 +1,4 @@
-"""What a step does once: gradients reduced beside the last backward, the optimizer, parameters gathered again."""
+"""Work that a step does once: gradients reduced beside the last backward, the optimizer, parameters gathered again."""
 
 from __future__ import annotations
 

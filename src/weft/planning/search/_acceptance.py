@@ -1,4 +1,5 @@
-"""Which of the priced layouts a training takes: what a space says against a plan, and the plan of a layout."""
+"""Decide which of the priced layouts a training takes: problems that a space has with a plan, and the
+plan of a layout."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class Acceptance:
         return not problem
 
     def problem(self, layout: Layout, shares: Sequence[int] | None = None) -> str:
-        """What stands against the plan of a layout, with the change to make; empty: nothing."""
+        """Return the problem with a layout's plan and the change to make; empty: none."""
         if self._space.refuses is None:
             return ""
         try:

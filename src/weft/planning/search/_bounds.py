@@ -28,7 +28,7 @@ _NETWORK_HALVES = 0.5
 
 
 class SplitBounds:
-    """What no layout of a split goes below, of one model on one cluster."""
+    """Lower bounds of the step time and the memory of splits, of one model on one cluster."""
 
     def __init__(self, cost_model: CostModel, space: Space, base: Layout) -> None:
         """`base` is one rank, with the precision and bytes of all layouts of the search."""
@@ -40,6 +40,7 @@ class SplitBounds:
         # Where cores are the devices, `base` has all of a node's, and a rank computes with its share of them.
         scale = 1.0 if self._cores is None else 1.0 / self._cores
         attention = max(calibration.attention_share(device.kind))
+        # The best of all precisions and kernels: a bound may not assume a slower one than a layout could choose.
         self._flops_per_second = scale * max(
             device.peak(precision) * max(calibration.matmul_share(device.kind, precision), attention)
             for precision in space.precisions
@@ -61,6 +62,7 @@ class SplitBounds:
 
     def seconds(self, splits: Splits) -> Floats:
         """Return seconds that no step of each split goes below."""
+        # Pipeline ranks are not among them: they work on other blocks of the same microbatch, one after the other.
         ranks, base = splits.tensor * splits.context, self._base
         speed = np.ones(len(splits))
         if self._cores is not None:
@@ -69,13 +71,19 @@ class SplitBounds:
         tokens = splits.size * self._length / splits.context
         # Frozen weights beside adapters have no products for their gradients.
         of_weights = 0.0 if base.adapters_only else (tokens + self._inner_half) / tokens
+        # Forward, gradients of inputs and gradients of weights take a third of the FLOPs each; only the last third
+        # depends on how many tokens the inner sum has.
         compute = compute * (2.0 + of_weights) / 3.0
         parameters = self._dense_parameters / splits.tensor + self._expert_parameters / splits.expert / splits.tensor
         gradients = base.gradient_bytes * (not base.adapters_only)
+        # Every microbatch reads its weights in forward and in backward, and adds to gradients.
         moved = parameters * (2 * base.element_bytes + gradients) / (self._memory_bytes_per_second * speed)
+        # A ring's all-reduce sends 2 (n - 1) / n of the bytes from each of n ranks.
         share = _NETWORK_HALVES * 2 * (splits.tensor - 1) / splits.tensor
         summed = share * self._tensor_sums_bytes * splits.size / splits.context / self._link_bytes_per_second
         whole = np.maximum(compute, moved) + summed
+        # Two bounds: the work of a rank when its stages are perfectly even, and one microbatch's way through all
+        # stages.
         return np.maximum(splits.microbatches * whole / splits.pipeline, _CRITICAL_SHARE * whole)
 
     def bytes(self, splits: Splits, lightest: Layout) -> Floats:

@@ -43,7 +43,7 @@ class PlanChoice:
     reasons: Mapping[str, str]
     """Dotted key → why."""
     rivals: tuple[Candidate, ...] = ()
-    """What was predicted, best first, the chosen plan first of all; empty where nothing could be predicted."""
+    """Predictions, best first, the chosen plan first of all; empty where nothing could be predicted."""
 
     @property
     def is_tight(self) -> bool:

@@ -1,4 +1,4 @@
-"""From a layout, which is numbers, to a plan, which a recipe can be trained under."""
+"""Turn a layout, which is numbers, into a plan, under which a recipe can be trained."""
 
 from __future__ import annotations
 

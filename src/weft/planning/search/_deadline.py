@@ -72,7 +72,7 @@ def smallest_cluster(cluster: Cluster, search: Search, *, deadline_seconds: floa
 
 
 def _seconds(result: SearchResult) -> float:
-    """Of the whole training, at the pessimistic step time."""
+    """Return the seconds of the whole training, at the pessimistic step time."""
     seconds = result.best[0].training_seconds
     if seconds is None:
         raise PlanError("a deadline needs the tokens to train on. Give --tokens, such as --tokens 2T.")

@@ -45,7 +45,7 @@ class WeightRates(NamedTuple):
 
 
 class RateTable:
-    """What the collectives over data ranks take at least, by what decides it."""
+    """Lower bounds of the seconds of collectives over data ranks, kept by what decides them."""
 
     def __init__(self, cost_model: CostModel, space: Space) -> None:
         self._cost_model, self._space = cost_model, space
@@ -67,6 +67,7 @@ class RateTable:
             # stand for the others.
             data, least = (np.where(ranks <= self._island, ranks, power_below(ranks)) for ranks in (data, least))
         wide = int(max(data.max(initial=0), least.max(initial=0))) + 1
+        # (case, data, least) as one integer, so that each distinct triple is priced once.
         keys, rows = np.unique((costs.case * wide + data) * wide + least, return_inverse=True)
         rates = [
             self._of(costs.bases[int(key) // wide**2], way.zero, int(key) // wide % wide, int(key) % wide, *block_bytes)
@@ -126,7 +127,7 @@ def power_below(numbers: Ints) -> Ints:
 
 
 class _BlockSizes(NamedTuple):
-    """What one block holds: elements of its weights, and bytes of one microbatch, by row."""
+    """Sizes of one block: elements of its weights, and bytes of one microbatch, by row."""
 
     dense: float
     experts: float
@@ -134,7 +135,7 @@ class _BlockSizes(NamedTuple):
 
 
 class _EndSizes(NamedTuple):
-    """What a rank has besides blocks: elements of stem and tail, and bytes that these keep and that the loss takes."""
+    """Sizes of a rank besides blocks: elements of stem and tail, and bytes that these keep and that the loss takes."""
 
     dense: Floats | float
     kept: Floats | float
@@ -167,7 +168,7 @@ def _table(base: Layout, space: Space, options: Options, way: ShardingOption) ->
 
 
 class Estimates:
-    """Of options of a group, each in one of its cases, that share a way of sharding."""
+    """Estimates of the options of a group, each in one of its cases, that share a way of sharding."""
 
     def __init__(
         self,
@@ -181,6 +182,7 @@ class Estimates:
         self._cost_model, self._space, self._costs, self._options = cost_model, space, costs, options
         self._layout = _table(costs.bases[0], space, options, way)
         weights, p, blocks = costs.weights, options.splits.pipeline, len(cost_model.profile.blocks)
+        # A rank has at least its even part of the blocks; only where it is alone also both ends.
         self._least_dense = weights.dense / p + np.where(p == 1, weights.stem + weights.tail, 0.0)
         self._experts = weights.experts / p
         self._trained = self._layout.trained_share
@@ -214,6 +216,7 @@ class Estimates:
         if pipeline is None or shards_weights or all(map(offloads_activations, offloads)):
             args = (self._space.schedules, len(self._cost_model.profile.blocks), self._costs.hop, self._options, passes)
             pipeline = pipeline_seconds(*args, ahead + back, self._stages(passes))
+        # The minimum over offloads of each term is below every single offload's sum.
         optimizer = np.minimum.reduce([self._optimizer(offload) for offload in offloads])
         step = pipeline + once + self._reductions(passes, ahead, back) + optimizer
         worlds, rows = np.unique(self._options.splits.world, return_inverse=True)
@@ -221,7 +224,7 @@ class Estimates:
         return step * slowdown + self._cost_model.calibration.step_seconds
 
     def _gathering(self, passes: PassSeconds) -> Waits:
-        """What ZeRO-3's collectives of one microbatch add to one rank's passes."""
+        """Return the seconds that ZeRO-3's collectives of one microbatch add to one rank's passes."""
         p = self._options.splits.pipeline
         sent = self._least_dense * self._rates.gather + self._experts * self._rates.gather_experts
         scattered = self._least_dense * self._rates.reduce + self._experts * self._rates.reduce_experts
@@ -229,7 +232,7 @@ class Estimates:
         return waits_of(sent, scattered * self._trained, forward, backward, once=self._once, **self._cost_model.hiding)
 
     def _unloading(self, passes: PassSeconds, ahead: Floats, back: Floats) -> tuple[Floats, Floats]:
-        """The same waits with activations on their way to host memory and back."""
+        """Return the same waits with activations on their way to host memory and back."""
         p, calibration = self._options.splits.pipeline, self._cost_model.calibration
         moved, forward, inputs = self._costs.moved / p, passes.forward / p + ahead, passes.input / p + back
         args = self._layout, moved
@@ -245,6 +248,8 @@ class Estimates:
             self._layout,
         )
         overlap = self._cost_model.calibration.overlap_share
+        # Without the time at which buckets become ready: what is exposed is at least what no window of compute can
+        # hide.
         whole = self._trained * (self._experts * rates.reduce_experts + self._least_dense * rates.reduce)
         # What ZeRO-3 sends, microbatches wait for; its copies' sum is left out.
         whole = whole * (not layout.shards_weights)
@@ -263,12 +268,13 @@ class Estimates:
     def _last_share(self) -> Floats:
         """Share of a rank's gradients that may travel in the last bucket."""
         largest = max(self._space.bucket_bytes or (), default=LARGEST_BUCKET)
+        # At most one chunk's gradients, or one bucket of the largest size, are left when the backward ends.
         each = self._layout.gradient_bytes * self._trained
         sizes = [part * each for part in (self._least_dense, self._experts) if np.any(part)]
         return np.minimum(1.0 / self._options.chunks, largest / np.maximum(np.minimum.reduce(sizes), 1.0))
 
     def _beside(self, whole: Floats, window: Floats) -> Floats:
-        """What no window hides, and what the rest slows down."""
+        """Return the seconds that no window hides, and those by which the rest slows computation down."""
         exposed, hidden = beside(self._layout, whole, window)
         return exposed + (self._cost_model.calibration.overlap_slowdown - 1.0) * hidden
 
@@ -297,6 +303,8 @@ class Estimates:
         )
         memory = self._memory(offload)
         whole = memory.device_bytes(self._share(mean, one, one, first, held.live, offload))
+        # Under 1F1B the first rank holds the most microbatches, the last the loss; of equal ranks between them the
+        # first holds the most.
         of_first = self._share(least, stages.first_rank, self._first_waiting(stages), first, held.live, offload)
         flight, least_flight = self._flights(p - 1)
         waiting = np.where(joined, (flight + least_flight) * stages.first, least_flight * stages.last_rank)
@@ -350,8 +358,8 @@ class Estimates:
     def _share(
         self, block: _BlockSizes, count: Floats, waiting: Floats, ends: _EndSizes, live: Floats, offload: Offload
     ) -> RankShare:
-        """What a rank has of `count` blocks, of which `waiting` wait for their backward (`BLOCKS_HERE`, where they wait
-        elsewhere), and of the ends."""
+        """Return a rank's sizes of `count` blocks and of the ends. `waiting` of the blocks wait for their backward
+        (`BLOCKS_HERE`, where they wait elsewhere)."""
         waiting = np.minimum(waiting, BLOCKS_HERE) if offloads_activations(offload) else waiting
         return RankShare(
             dense=block.dense * count + ends.dense,

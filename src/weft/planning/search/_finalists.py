@@ -1,5 +1,5 @@
-"""From a row to a priced plan: how the axes lie on the hardware, over which ranks ZeRO-3 shards, which blocks are
-computed again, what is offloaded, and the size of the buckets."""
+"""Turn a row into a priced plan: choose how the axes lie on the hardware, over which ranks ZeRO-3 shards, which blocks
+are computed again, what is offloaded, and the size of the buckets."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _SHAPE = (
     "expert_exchange", "schedule", "chunks", "microbatch_size", "microbatches", "recompute", "offload", "precision",
 )  # fmt: skip
 _TIMED = attrgetter(*_SHAPE, "cuts")
-"""What the time of a step depends on, the reduction of gradients and where axes lie left out."""
+"""Fields of a layout that decide the time of a step, without the reduction of gradients and where axes lie."""
 _HELD = attrgetter(*_SHAPE, "replicate", "shard", "zero", "reduce_every", "uneven", "fused_loss", "compression")
-"""What memory depends on, buckets and cuts left out."""
+"""Fields of a layout that decide its memory, without buckets and cuts."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What pricing found, counted."""
+    """Counts of what pricing found."""
 
     priced: int = 0
     out_of_memory: int = 0
@@ -74,6 +74,7 @@ class Finalists:
         What is left out is too slow by the closed form of its schedule, less what a schedule as played may fall short
         of it (`CostModel.least_seconds`); or computes more again than fits without.
         """
+        # Rows of several cases lead to the same layout: each is priced once, whatever order its case had.
         key = replace(row, order=AXES)
         if key in self._explored:
             return
@@ -95,6 +96,7 @@ class Finalists:
         shards = [row.shard]
         if row.shards_weights and least_shard < row.shard:
             inside = [n for n in divisors(row.data) if least_shard <= n <= row.shard]
+            # A row stands for all shards of its range; here each has its own price.
             shards = [n for n in inside if (n * row.context) % row.expert == 0]
         for shard in shards:
             here = replace(row, shard=shard, replicate=row.data // shard)
@@ -117,16 +119,19 @@ class Finalists:
         activations are offloaded, of which there are fewer where more is computed again.  Of losses by chunks and
         whole ones, which take as long, the one that holds less."""
         words, logits = self._space.recomputes, self._cost_model.memories.logits
+        # Both losses take as long, so the one that holds fewer bytes dominates.
         losses = sorted((replace(layout, fused_loss=fused) for fused in self._space.fused_losses), key=logits)
         layout = next((loss for loss in losses if not self._acceptance.problem(loss)), losses[0])
         for place, light in enumerate(words):
             plain = replace(layout, recompute=light)
+            # Words are ordered from the least recomputation to the most: each further one takes longer.
             if self._bound(replace(plain, offload="none")) >= limit:
                 break
             for offload in self._space.offloads:
                 limit = min(limit, self._with_bucket(replace(plain, offload=offload), limit))
             if plain.offload == "none" and self._fits(plain) and not self._acceptance.problem(plain):
                 return limit
+            # The light word does not fit alone: some blocks take the heavier one.
             for heavy in words[place + 1 :] if self._space.per_block_recompute else ():
                 for offload in self._space.offloads:
                     limit = min(
@@ -149,6 +154,7 @@ class Finalists:
         for start in self._buckets(layout) if self._buckets_fill else (layout,):
             for words, cuts in self._mixtures(start, level):
                 mixed = replace(start, recompute=words, cuts=cuts or None)
+                # Mixtures come from the fewest blocks computed again: later ones take longer.
                 if self._bound(mixed) >= limit * _MIXTURES_DIFFER:
                     break
                 priced = mixed if self._buckets_fill else next(self._buckets(mixed))
@@ -256,6 +262,8 @@ class Finalists:
         low, high = [0] * len(ranks), [len(held) for held in ranks]
         if not all(self._fitting(layout, level, ranks, high)):
             return None
+        # A bisection for all ranks at once: a rank's need depends on its own blocks alone and falls with every block
+        # that is computed again. Ends after log2(blocks) rounds.
         while any(a < b for a, b in zip(low, high, strict=True)):
             middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
             for rank, fits in enumerate(self._fitting(layout, level, ranks, middle)):

@@ -1,4 +1,4 @@
-"""What is still to be looked at, the least bound first: groups of splits, their rows, and rows to be priced."""
+"""The queue of a search, the least bound first: groups of splits, their rows, and rows to be priced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all layouts with the same microbatch on the same tensor, context and expert axes have in common."""
+"""Costs that all layouts with the same microbatch on the same tensor, context and expert axes have in common."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PassSeconds(NamedTuple):
     least_block: Floats
     """All three passes of the cheapest block."""
     block: Floats
-    """The same, of blocks in the mean."""
+    """All three passes of a block in the mean."""
     block_forward: Floats
     """Mean over blocks, as is `block_input`."""
     block_input: Floats
@@ -58,7 +58,7 @@ class HeldBytes(NamedTuple):
     least: Floats
     """Bytes of the block that keeps least."""
     live: Floats
-    """Besides, during a block's backward."""
+    """Bytes that exist besides during a block's backward."""
     stem: Floats
     tail: Floats
 
@@ -80,8 +80,8 @@ class WeightElements(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCosts(CandidateTable):
-    """Of one microbatch size on one (tensor, context, expert), in several cases: schemes, and arrangements of the axes
-    on the hardware."""
+    """Costs of one microbatch size on one (tensor, context, expert), in several cases: schemes, and arrangements of the
+    axes on the hardware."""
 
     bases: tuple[Layout, ...]
     """A layout of each case."""

@@ -1,4 +1,4 @@
-"""What makes one plan better than another."""
+"""The objective: what makes one plan better than another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOUR_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What to be best at.  Plans are compared by a pessimistic step time: step · exp(z · spread)."""
+    """The quantity to be best at. Plans are compared by a pessimistic step time: step · exp(z · spread)."""
 
     quantity: Quantity = "throughput"
     """`throughput`: tokens per second; `time`: until a number of tokens is trained on; `cost`: of a token."""
@@ -46,10 +46,10 @@ class Objective:
         return step_seconds * devices if self.quantity == "cost" else step_seconds
 
     def training_seconds(self, step_seconds: float, tokens_per_step: float) -> float | None:
-        """Until all tokens are trained on, in whole steps; None where their number was not given."""
+        """Return the seconds until all tokens are trained on, in whole steps; None where their number was not given."""
         return None if self.tokens is None else math.ceil(self.tokens / tokens_per_step) * step_seconds
 
     def cost_per_million_tokens(self, step_seconds: float, devices: int, tokens_per_step: float) -> float:
-        """In the currency of the price; without one, device-hours."""
+        """Return the cost in the currency of the price; without one, in device-hours."""
         hours = step_seconds * devices / _HOUR_SECONDS
         return hours * (self.price_per_device_hour or 1.0) * 1e6 / tokens_per_step

@@ -27,7 +27,7 @@ class Options(CandidateTable):
     flight: Floats
     """Microbatches whose activations wait on the first rank, counted in all of its blocks."""
     last_flight: Floats
-    """The same, on the rank that has the head."""
+    """Microbatches whose activations wait on the rank that has the head, counted the same way."""
     joined_ends: Bools
     """Whether one rank has embedding and head."""
     is_plain: Bools
@@ -51,8 +51,13 @@ class OptionMaker:
         sizes, inverse = np.unique(splits.pipeline, return_inverse=True)
         choices = [self._of_pipeline(int(size)) for size in sizes]
         counts = np.array([len(schedule) for schedule, _ in choices], dtype=np.int64)
+        # A table without a Python loop over its rows: the schedules of all pipeline sizes stand behind one
+        # another in one array, and `starts` says where those of a size begin (cumulative sum of the lengths, moved by
+        # one).
         starts = np.cumsum(counts) - counts
         each = counts[inverse]
+        # Split i is repeated once for each of its `each[i]` schedules. Within its repetitions `place` must count 0, 1,
+        # 2, …: the position in the whole table less the position where split i's repetitions begin.
         row = np.repeat(np.arange(len(splits)), each)
         place = starts[inverse][row] + np.arange(len(row)) - np.repeat(np.cumsum(each) - each, each)
         schedule = np.concatenate([schedule for schedule, _ in choices])[place]
@@ -68,6 +73,7 @@ class OptionMaker:
         """Schedules (by position) and chunks of a pipeline of so many ranks."""
         if pipeline not in self._schedules:
             pairs: list[tuple[int, int]] = [(0, 1)] if pipeline == 1 else []
+            # Chunks are virtual stages of a rank: at most as many as it has blocks.
             for index, name in enumerate(self._space.schedules if pipeline > 1 else ()):
                 choices = chunk_choices(self._space, *chunk_limits(name), self._num_blocks // pipeline)
                 pairs += [(index, chunks) for chunks in choices]
@@ -103,6 +109,7 @@ def _in_flight(name: Schedule, p: Ints, v: Ints, m: Ints) -> tuple[Floats, Float
     """Microbatches in flight on the first rank and on the head's, in all of a rank's blocks."""
     first, least = flights(name, p, v, m, np.zeros_like(p))
     if name in FOLDED:
+        # Folded, a rank has an early and a late stage, which hold the most and the fewest microbatches in flight.
         mean = (first + least) / 2.0
         return mean, mean
     return first, flights(name, p, v, m, p - 1)[0]
@@ -117,7 +124,8 @@ class ShardingOption(NamedTuple):
     shard: Ints
     """Ranks over which each row is sharded, at most; 0 where a row has no such choice."""
     least: Ints
-    """And at least: of all divisors between them only bounds are known."""
+    """The fewest ranks over which each row is sharded: between `least` and `shard` only bounds of the divisors are
+    known."""
 
     def take(self, rows: Bools) -> ShardingOption:
         return self._replace(shard=self.shard[rows], least=self.least[rows])
@@ -133,6 +141,8 @@ def sharding_options(
         islands: devices of each tier of links: ZeRO-3's shards inside of them and across are told apart.
     """
     splits = options.splits
+    # A reduction in every microbatch is a collective, so all data ranks must take the same microbatches in the same
+    # order; and a schedule that puts off gradients of weights has none to reduce then.
     can = (splits.pipeline == 1) | (~options.splits_backward & ((options.chunks == 1) | ~splits.uneven))
     options_found: list[ShardingOption] = []
     rows: list[tuple[ReduceEvery, Bools]]
@@ -146,6 +156,7 @@ def sharding_options(
             rows = [("auto", np.ones_like(can))]
         else:
             several = (splits.microbatches > 1) | (splits.pipeline > 1)
+            # With one microbatch, or nobody to reduce with, both ways are the same step.
             is_choice = several & (shard * splits.context > 1)
             rows = [
                 ("auto", ~is_choice),
@@ -183,6 +194,7 @@ def _shardings(
             shardings.append((3, np.where(copies | (alone & (default == 3)), 1, 0), one))
         shards = _shards(space, data, islands if (expert == 1).all() else ())
         shardings += [(3, np.where(data == 1, 0, most), least) for most, least in shards]
+    # Experts live on ranks that ZeRO shards over: their axis has to divide these.
     borrows = [np.maximum(shard, 1) * context % expert == 0 for _, shard, _ in shardings]
     return [
         (zero, np.where(fits, shard, 0), least) for (zero, shard, least), fits in zip(shardings, borrows, strict=True)
@@ -199,6 +211,8 @@ def _shards(space: Space, data: Ints, islands: Sequence[int]) -> list[tuple[Ints
         return [(data, data)]
     if not islands:
         return [(column, column) for column in _each_divisor(data)]
+    # Ranges of shards end at the size of an island, where links change, and at four islands, or the least and the
+    # largest divisor of a range would be far apart and its bounds loose.
     edges = sorted({1, *(size for island in islands for size in (island, 4 * island))})
     shards: list[tuple[Ints, Ints]] = []
     for above, most in zip(edges, [*edges[1:], int(data.max(initial=1))], strict=True):

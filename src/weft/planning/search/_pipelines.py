@@ -21,7 +21,7 @@ from weft.techniques.pipeline.cost import (
 from weft.techniques.pipeline.schedules import Schedule
 
 _NO_SECONDS = 1e-30
-"""What a block takes of which nobody knows what it computes."""
+"""Seconds of a block whose operators are not known: more than 0, so that it can divide."""
 
 
 class StageBlocks(NamedTuple):
@@ -56,9 +56,11 @@ def stage_blocks(blocks: int, options: Options, passes: PassSeconds) -> StageBlo
     p, v = options.splits.pipeline, options.chunks
     stages = np.asarray(p * v, dtype=np.float64)
     others = np.maximum(stages - 1, 1)
+    # The tail stands for `behind` blocks: the last stage gets its first block when each other stage has as many.
     block = np.maximum(passes.block, _NO_SECONDS)
     behind = np.ceil(passes.tail / block - 1e-9)
     behind_first = np.ceil((passes.tail - passes.stem) / block - 1e-9)
+    # Counting backwards from the last stage: k blocks there mean at least behind + k - 1 on the others.
     waiting = blocks + (others - 1) * (1.0 - behind) + (1.0 - behind_first)
     last = np.clip(np.floor(waiting / stages), 1.0, blocks - stages + 1)
     usual = passes.alike & (passes.stem < passes.block)
@@ -67,6 +69,7 @@ def stage_blocks(blocks: int, options: Options, passes: PassSeconds) -> StageBlo
     first = np.where(usual, np.floor((blocks - last) / others), np.where(passes.stem < passes.block, least, 1.0))
     extras = np.where(usual, blocks - last - first * others, 0.0)
     # Ranks have stages r, r + p, …; or, folded, r and 2p - 1 - r.
+    # Remaining blocks go to the later stages, because of equally light ones the later is taken.
     from_stage = stages - 1 - extras
     chunks_before = np.maximum(0.0, np.ceil((from_stage - p + 1) / p))
     of_first = v * first + np.maximum(0.0, v - np.ceil(from_stage / p))
@@ -83,6 +86,7 @@ def stage_blocks(blocks: int, options: Options, passes: PassSeconds) -> StageBlo
     folds = options.joined_ends & (p > 1)
     both = from_stage <= p - 1
     # Folded, the second stage of a later rank waits longer, and so do its additional blocks.
+    # Rank r of a folded pipeline has stages r and 2p - 1 - r.
     mirrored = np.where(extras > 0, 2 * p - 1 - from_stage, 1)
     full_rank = np.where(folds, np.where(both, from_stage, mirrored), full_rank).astype(np.int64)
     more = np.where(folds, np.where(both, 2.0, np.minimum(extras, 1.0)), more)
@@ -107,9 +111,11 @@ def pipeline_seconds(
     """
     p, v, m = options.splits.pipeline, options.chunks, options.splits.microbatches
     held = held or stage_blocks(blocks, options, passes)
+    # Every bound below is of a different kind of rank; the step is as long as the largest of them.
     whole = passes.all_blocks + waits * p
     hop_here = np.where(p > 1, hop, 0.0)
     fullest = _full_rank(blocks, held, options, passes, waits)
+    # Under 1F1B a step is one microbatch through all ranks, and m - 1 more through the slowest.
     slowest = np.maximum(np.maximum(whole / p, _last_rank(held, options, passes)), fullest)
     hops = 2.0 * (p * v - 1) * hop_here
     # Under 1F1B a rank waits for its neighbour in every microbatch; GPipe sends them one behind the other.
@@ -200,6 +206,7 @@ def _busy_ranks(
     ahead = others * each + passes.stem
     most = np.maximum(held.most * passes.block, -(-blocks // p) * each)  # see `_full_rank`
     behind_most = m * most + ahead - held.most * each + 2.0 * before * hop
+    # Stages cut so that all p ranks finish together: geometric shares, whose sum is 1 - (1 - 1/m)^p.
     evened = (passes.all_blocks + waits * p) / (1.0 - (1.0 - 1.0 / m) ** p)
     behind_most = np.where(options.is_plain, behind_most, 0.0)
     evened = np.where(options.is_plain, evened, 0.0)
@@ -214,7 +221,7 @@ def _busy_in_the_mean(
     passes: PassSeconds,
     waits: Floats | float,
 ) -> Floats:
-    """The same bound of every rank, in the mean over ranks, of which one is not below it."""
+    """Return the same bound in the mean over all ranks: at least one rank is not below it."""
     p, m = options.splits.pipeline, options.splits.microbatches
     before = (p - 1) / 2.0
     most = held.most * passes.block_weight

@@ -1,4 +1,4 @@
-"""What may be chosen for a recipe's own model."""
+"""The space of plans for a recipe's own model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def recipe_space(recipe: Recipe, profile: Profile, facts: ModelFacts, cluster: C
 
 
 def _refusal(recipe: Recipe, facts: ModelFacts, plan: Plan) -> str:
-    """What a training of the recipe says against a plan; empty: nothing."""
+    """Return the error with which a training of the recipe refuses a plan; empty: it takes it."""
     try:
         check_runnable(plan)
         check_plan(plan, recipe, facts)

@@ -1,4 +1,4 @@
-"""What to say where no plan was found: too little memory, or processes that cannot share the batch."""
+"""The error where no plan was found: too little memory, or processes that cannot share the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search found."""
+"""The result of a search."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Candidate:
     plan: Plan | None
     """None where the layout has what no plan can say, such as fp8."""
     score: float
-    """What candidates are ranked by: less is better."""
+    """The number by which candidates are ranked: less is better."""
     pessimistic_seconds: float
     """Pessimistic time of a step: step · exp(z · spread)."""
     tokens_per_second: float
@@ -70,7 +70,7 @@ class SearchResult:
     space: Space
     framework: Framework
     calibration: Calibration
-    """What the prices were made with."""
+    """The constants with which prices were made."""
     best: tuple[Candidate, ...]
     """The best of each combination of axes and ZeRO stage.  Empty where nothing fits."""
     counts: Counts

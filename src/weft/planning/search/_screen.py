@@ -48,6 +48,8 @@ class Screen:
         rows: list[LayoutRows] = []
         for cases, near, fastest in self._near(costs, options, limit):
             some, here, below = costs.take(cases), options.take(near), limit[near]
+            # Sharding changes what a rank holds and sends but not what it computes, so it is tried only on the rows
+            # whose pipelines alone are fast enough.
             for way in self._ways(here):
                 valid = (way.shard > 0) & self._is_case(some, here, way, farthest)
                 if valid.any():
@@ -63,6 +65,8 @@ class Screen:
         """Whether the figures of a row's case hold for it; where a given order puts other axes between the data ranks,
         how many of them lie inside depends on the shards too, and all cases are taken."""
         data = way.least if way.zero == 3 else options.splits.data
+        # Times of collectives are tabled by powers of two of the ranks inside; the next lower power keeps the figure a
+        # bound.
         alike = np.minimum(power_below(data), farthest)
         lent = np.gcd(way.shard, options.splits.expert)
         return (self._parts_data | (costs.inside == 0) | (costs.inside == alike)) & (
@@ -79,6 +83,8 @@ class Screen:
             hop, one = costs.hop[[case]], PassSeconds(*(part[[case]] for part in passes))
             key = (float(hop[0]), *(float(part[0]) for part in one))  # many cases differ in what is sent besides
             if key not in known:
+                # The pipeline's time depends on the passes and the hop alone: cases that differ in other traffic share
+                # it.
                 fastest = pipeline_seconds(schedules, blocks, hop, options, one, 0.0)
                 near = np.flatnonzero(fastest < limit)
                 known[key] = near, fastest[near]
@@ -87,6 +93,7 @@ class Screen:
             seconds.append(fastest)
             cases.append(np.full(len(near), case, dtype=np.int64))
             count += len(near)
+            # Few rows are computed together, so that their columns stay small.
             if count > _ROWS_AT_ONCE or (count and case == len(costs.bases) - 1):
                 yield np.concatenate(cases), np.concatenate(rows), np.concatenate(seconds)
                 cases, rows, seconds, count = [], [], [], 0
@@ -113,6 +120,7 @@ class Screen:
         needs: dict[tuple[Recompute, Offload], Floats] = {}
         fits_all, usual = False, self._space.usual_offload
         for light, heavy in self._levels:
+            # A mixed level needs the bytes of both of its pure levels, which stand before it in the list.
             if light != heavy:
                 for offload in self._space.offloads:
                     if (light, offload) in needs and (heavy, offload) in needs:
@@ -142,6 +150,7 @@ class Screen:
         useful = (lightly > self._usable) & (heavily <= self._usable)
         if not useful.any():
             return np.full(len(useful), np.inf)
+        # Time grows linearly with the share of blocks that are computed again: both ends are known.
         share = estimates.least_share(costs.held[light], costs.held[heavy], lightly, self._usable)
         seconds = estimates.seconds(costs.passes[light], offload)
         most = estimates.seconds(costs.passes[heavy], offload)

@@ -35,13 +35,14 @@ from weft.techniques.cost_terms import FITTED, WEFT, Calibration, Framework, Lay
 from weft.techniques.zero.settings import stage_of
 
 _WINDOWS = (1.25, 2.0, math.inf)
-"""Times its bound up to which rows of a group are looked at together, the first time and later."""
+"""A window ends at this multiple of the group's bound: the first, the second and the last look at its rows."""
 _COMPARED = 1.5
-"""Times the best score up to which plans of other kinds are priced for a comparison."""
+"""Plans of other kinds are priced for a comparison up to this multiple of the best score."""
 _LOOKED_AT = 60
-"""Groups and rows that are looked at for them."""
+"""Groups and rows that a comparison looks at, at most."""
 _WORTH = 0.9
-"""Times the best score so far below which the first row of a table is priced at once: a price to beat."""
+"""The first row of a table is priced at once where its bound is below this share of the best score: a low price early
+cuts off more of what follows."""
 
 
 def search(
@@ -71,9 +72,10 @@ def search(
         space: what to choose among; by default everything (`space_of`).
         optimizer: sets the bytes of optimizer state; by default AdamW.
         top: how many plans to return.
-        pricer: one to share parts of prices with other searches of the same model, cluster, framework and calibration.
-        given: settings that search does not choose (`beyond_search`: threads, the rank of a codec, local steps), as its
-            `origins` name them; they stand in the plans, and prices know nothing of them.
+        cost_model: one that shares parts of prices with other searches of the same model, cluster, framework and
+            calibration.
+        pins: settings that search does not choose (`beyond_search`: threads, the rank of a codec, local steps), as the
+            plan's `origins` name them.  They are written into the plans; prices know nothing of them.
 
     Raises:
         PlanError: impossible arguments.  That nothing fits is no error: `best` is then empty.
@@ -115,14 +117,14 @@ class _SplitGroup(NamedTuple):
     frontier: Frontier
     screen: Screen
     splits: Splits
-    each: Floats
+    score_per_second: Floats
     """Score of each split where one microbatch takes a second in all blocks."""
     seen: Bools
     """The splits whose rows have been bounded."""
 
     @property
     def least(self) -> float:
-        return float(self.each.min())
+        return float(self.score_per_second.min())
 
     @property
     def most_data(self) -> int:
@@ -160,8 +162,13 @@ class SearchState:
         )
         finalists = Finalists(self.cost_model, self.space, self.objective, self.acceptance)
         frontier = Frontier()
+        # Branch and bound: a group is refined four times, each time by a bound that costs more to compute and is
+        # closer: FLOPs (`_begin`), what blocks compute (`_refine`), what they send in the best arrangement
+        # (`_arrange`), every row's own step (`_screen`). Only rows are priced.
         for precision in self.space.precisions:
             self._begin(frontier, splits, self._base(precision))
+        # Every step pushes things whose bounds are no lower than the one taken off, and the number of groups, cases and
+        # rows is finite: the frontier runs empty, or its least bound passes the best price.
         frontier.run(finalists)
         leaders = self._with_others(frontier, finalists, top)
         counts = Counts(
@@ -177,8 +184,8 @@ class SearchState:
         return leaders, counts
 
     def _with_others(self, frontier: Frontier, finalists: Finalists, top: int) -> list[PricedLayout]:
-        """The best plan, and plans of other kinds to compare it with: the best that were priced on the way, and where
-        they are few, some more."""
+        """Return the best plan and plans of other kinds: the best that were priced on the way, and more where these are
+        few."""
         cheap = self.objective.quantity == "cost"
         leaders = _leaders(finalists.found.values(), idle=cheap)
         if leaders and len(leaders) < top:
@@ -190,10 +197,11 @@ class SearchState:
         return leaders[:top]
 
     def _base(self, precision: PricedPrecision) -> Layout:
-        """What all layouts of a precision share."""
+        """Return the layout that has what all layouts of a precision share."""
         mixed = precision not in ("fp32", "tf32", "fp64")
         element = 8 if precision == "fp64" else 4
         optimizer = self.optimizer or OptimizerRecipe()
+        # Master weights exist beside 16-bit weights only; an average of the weights is one copy more.
         copies = optimizer.moments + mixed + (optimizer.average_decay is not None)
         profile = self.cost_model.profile
         return Layout(
@@ -216,6 +224,7 @@ class SearchState:
     def _begin(self, frontier: Frontier, splits: Splits, base: Layout) -> None:
         """Put all groups of splits of one precision on the frontier."""
         bounds_of = SplitBounds(self.cost_model, self.space, base)
+        # The lightest layout that any plan of the split can have: what does not fit even so has no plan.
         offload = "optimizer" if "optimizer" in self.space.offloads else self.space.usual_offload
         lightest = replace(base, zero=stage_of(max(self.space.zeros)), offload=offload, compression="none")
         fits = bounds_of.bytes(splits, lightest) <= self.cost_model.cluster.usable_memory_bytes
@@ -226,8 +235,8 @@ class SearchState:
         self.searched += screen.count(splits)
         for rows in _groups(splits, bounds, on_cores=not self.cost_model.cluster.has_accelerators):
             here = splits.take(rows)
-            each = self._weighed(here.microbatches / here.pipeline, here.world)
-            group = _SplitGroup(frontier, screen, here, each, np.zeros(len(here), dtype=np.bool_))
+            score_per_second = self._weighed(here.microbatches / here.pipeline, here.world)
+            group = _SplitGroup(frontier, screen, here, score_per_second, np.zeros(len(here), dtype=np.bool_))
             self._groups.append(group)
             frontier.push(float(bounds[rows].min()), partial(self._refine, group, self._group_base(here, base)))
 
@@ -236,6 +245,8 @@ class SearchState:
         layouts = [*variants(self.cost_model, self.space, base)]
         alone: dict[tuple[bool, str], float] = {}
         for variant in layouts:
+            # Blocks compute the same wherever their axes lie, so one arrangement of each scheme is enough for this
+            # bound.
             key = (variant.sequence_parallel, variant.tensor_scheme)
             if key not in alone:
                 one = next(arrangements(self.cost_model, self.space, variant, most_data=group.most_data))
@@ -243,6 +254,8 @@ class SearchState:
         near = [(alone[variant.sequence_parallel, variant.tensor_scheme], variant) for variant in layouts]
         if not near:
             return  # the scheme splits no such axis
+        # The group's score is seconds of one microbatch times `score_per_second`; the minimum of both is a bound of all
+        # its splits.
         least = min(seconds for seconds, _ in near)
         group.frontier.push(least * group.least, partial(self._arrange, group, near))
 
@@ -250,6 +263,7 @@ class SearchState:
         """Bound a group by what its blocks take with what they send, in the best arrangement of its axes."""
         cases: list[tuple[float, StageVariant]] = []
         for alone, variant in pairs:
+            # Arrangements come with the fewest data ranks inside the axis first.
             slow: set[tuple[Axis, ...]] = set()
             for placed in arrangements(self.cost_model, self.space, variant, most_data=group.most_data):
                 order = placed.layout.order
@@ -274,6 +288,8 @@ class SearchState:
     ) -> None:
         """Bound the rows of a group that may score less than the best price and not much more than `bound`: the first
         of `windows` says by how much.  The others' turn comes later."""
+        # Rows near the group's bound are looked at first: once one of them has a price,
+        # the others may never be needed.
         above, limit = bound, finalists.limit
         if bound * windows[0] < limit:
             limit = bound * windows[0]
@@ -281,7 +297,8 @@ class SearchState:
         cases = [case for case in cases if case[0] * group.least < limit]
         if not cases:
             return
-        near = min(whole for whole, _ in cases) * group.each < limit
+        # Rows are only made of splits whose blocks alone take less than the limit.
+        near = min(whole for whole, _ in cases) * group.score_per_second < limit
         splits = group.splits.take(near)
         costs = group_costs(self.cost_model, self.space, self._counted, [placed for _, placed in cases])
         rows = group.screen.rows(costs, splits, limit / self._weighed(np.ones(len(splits)), splits.world))
@@ -298,6 +315,7 @@ class SearchState:
             table, weighed = table.take(weighed >= above), weighed[weighed >= above]
             if not len(table):
                 continue
+            # Stable: rows of equal bounds keep their order, so that two searches choose the same plan.
             order = np.argsort(weighed, kind="stable")
             if weighed[order[0]] < finalists.limit * _WORTH:
                 self._explore(table, costs.bases, int(order[0]), finalists)
@@ -330,7 +348,7 @@ Family = tuple[int, ...]
 
 
 def family_of(layout: Layout) -> Family:
-    """What makes two plans different kinds of plans: the axes, and whether weights are sharded."""
+    """Return the kind of a plan: its axes, and whether weights are sharded."""
     return layout.pipeline, layout.data, layout.context, layout.tensor, layout.expert, layout.zero == 3
 
 

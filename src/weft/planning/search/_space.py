@@ -1,4 +1,4 @@
-"""What search may choose among: every value of every setting, stated, so that nothing else limits it."""
+"""The space of a search: every value of every setting, stated, so that nothing else limits it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
 _OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "activations")
-"""What a search looks at by itself; what waits together with something else is asked for."""
+"""Offloads that a search tries by itself; combinations of them are only tried when asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class Space:
 
     @property
     def usual_offload(self) -> Offload:
-        """What is offloaded where that is not what makes a plan fit: nothing, unless something must be."""
+        """Return the offload of plans that fit without one: nothing, unless something must be."""
         return "none" if "none" in self.offloads else self.offloads[0]
 
 

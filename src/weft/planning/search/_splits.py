@@ -80,6 +80,7 @@ def enumerate_splits(space: Space, *, devices: int, global_batch_size: int) -> t
     fits = most >= 1
     tensor, context, pipeline, most = (column[fits] for column in (tensor, context, pipeline, most))
     sizes = np.array([size for size in space.microbatch_sizes if global_batch_size % size == 0], dtype=np.int64)
+    # Microbatch sizes divide the global batch, so that no sample is left over or padded.
     rows, size = (column.ravel() for column in np.meshgrid(np.arange(len(most)), sizes, indexing="ij"))
     tensor, context, pipeline, most = (column[rows] for column in (tensor, context, pipeline, most))
     total = global_batch_size // size
@@ -114,6 +115,8 @@ def _with_smaller_parts(space: Space, splits: Splits) -> tuple[Splits, Bools]:
 
     Not where the ranks that shard are given: there they would be fewer.
     """
+    # Ranks that share a sequence may share out samples instead, as far as the microbatch has any: by the common divisor
+    # of both.
     common = np.gcd(splits.context, splits.size)
     context, size, data = splits.context // common, splits.size // common, splits.data * common
     dominated = (common > 1) & np.isin(context, space.contexts) & np.isin(size, space.microbatch_sizes)
@@ -123,6 +126,7 @@ def _with_smaller_parts(space: Space, splits: Splits) -> tuple[Splits, Bools]:
         dominated &= np.isin(data, space.datas)
     moved = replace(splits, context=context, size=size, data=data).take(dominated)
     columns = [np.concatenate([getattr(splits, name), getattr(moved, name)]) for name in _NAMES]
+    # `unique` sorts its columns; the positions of the first occurrences restore the order, which decides ties.
     _, first = np.unique(np.stack(columns), axis=1, return_index=True)
     first = np.sort(first)
     both = Splits(**{name: column[first] for name, column in zip(_NAMES, columns, strict=True)})
@@ -130,14 +134,14 @@ def _with_smaller_parts(space: Space, splits: Splits) -> tuple[Splits, Bools]:
 
 
 def _borrows_more(space: Space, splits: Splits, expert: Ints) -> Bools:
-    """Where experts borrow ranks of the context alone, under ZeRO-0, which rows have enough of them and the row that
+    """Return which rows have enough ranks to lend to experts, of the context alone under ZeRO-0, where the row that
     dominates them has not."""
     less = splits.context // np.gcd(splits.context, splits.size)
     return (splits.context % expert == 0) & (less % expert != 0) & (0 in space.zeros)
 
 
 def _is_permitted(space: Space, total: Ints, data: Ints, world: Ints) -> Bools:
-    """Which rows keep the limits on shares and nodes."""
+    """Return which rows keep the limits on shares and nodes."""
     permitted = np.ones(len(data), dtype=np.bool_)
     if space.even_shares:
         permitted &= total % np.maximum(data, 1) == 0
@@ -160,12 +164,15 @@ def _data_ranks(space: Space, most: Ints, total: Ints, room: Ints) -> tuple[Ints
     choices = [most]
     reduced = most
     while True:
+        # Between two numbers of data ranks with the same busiest rank the smaller one takes as long with fewer devices;
+        # and equal shares may be needed by other settings. Only these two are candidates below the most.
         busiest = -(-total // np.maximum(reduced, 1))
         choices += [-(-total // busiest), _largest_divisor_up_to(total, reduced)]
         if not space.fewer_devices or int(reduced.max(initial=0)) <= 1:
             break
         reduced = reduced // 2
         choices.append(reduced)
+    # A pair (row, data) as one integer, so that `unique` compares numbers instead of rows.
     wide = int(room.max(initial=0)) + 1
     pairs = np.unique(np.tile(rows, len(choices)) * wide + np.concatenate(choices))
     row, data = pairs // wide, pairs % wide
@@ -176,6 +183,7 @@ def _largest_divisor_up_to(total: Ints, limit: Ints) -> Ints:
     """The most data ranks, up to a limit, that get equal shares of the microbatches."""
     divisors = np.ones_like(total)
     for number in np.unique(total):
+        # Divisors come in pairs around the square root.
         candidates = np.arange(1, int(number**0.5) + 1)
         small = candidates[number % candidates == 0]
         all_divisors = np.unique(np.concatenate([small, number // small]))

@@ -1,4 +1,4 @@
-"""What can be chosen of a split besides its sizes: schemes, and how the axes lie on the hardware."""
+"""Choices of a split besides its sizes: schemes, and how the axes lie on the hardware."""
 
 from __future__ import annotations
 

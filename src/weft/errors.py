@@ -20,6 +20,7 @@ __all__ = [
     "CollectiveError",
     "DataError",
     "LaunchError",
+    "NotFiniteError",
     "PlanError",
     "RecipeError",
     "WeftError",
@@ -95,6 +96,10 @@ class CheckpointError(WeftError):
 
 class DataError(WeftError):
     """The data are missing, empty, corrupt or outside the model's range."""
+
+
+class NotFiniteError(WeftError):
+    """The loss or a gradient is not finite in too many steps in a row, so that training cannot go on."""
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

@@ -91,3 +91,12 @@ def start_of(pid: int) -> str | None:
     except PermissionError:
         return "unknown"
     return "unknown"
+
+
+def cpu_seconds_of(pid: int) -> float:
+    """Processor time that a process of this machine has used, in user and kernel mode; 0 where it is not known."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

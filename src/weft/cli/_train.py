@@ -71,7 +71,7 @@ def train(
             fork_server=fork_server,
         )
     if result.stopped_early:
-        return 128 + (result.stop_signal or signal.SIGINT)
+        return os.EX_TEMPFAIL if result.stop_signal == signal.SIGTERM else 128 + signal.SIGINT
     if rank_info is None or rank_info.rank == 0:
         _show_what_it_learnt(result.folder, recipe)
     return 0

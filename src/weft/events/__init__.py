@@ -7,6 +7,7 @@ from weft.events._events import EpochEvent as EpochEvent
 from weft.events._events import EvaluationEvent as EvaluationEvent
 from weft.events._events import Event as Event
 from weft.events._events import FailureEvent as FailureEvent
+from weft.events._events import GenerationEvent as GenerationEvent
 from weft.events._events import MemoryEvent as MemoryEvent
 from weft.events._events import MessageEvent as MessageEvent
 from weft.events._events import OnEvent as OnEvent
@@ -32,3 +33,4 @@ from weft.events._terminal import TerminalSink as TerminalSink
 from weft.events._terminal import WarningSink as WarningSink
 from weft.events._words import format_duration as format_duration
 from weft.events._words import format_loss as format_loss
+from weft.events._words import words_of as words_of

@@ -187,6 +187,32 @@ class FailureEvent:
     host: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationEvent:
+    """The ranks start again after a failure: another generation of the job begins."""
+
+    kind: ClassVar[str] = "generation"
+    number: int
+    """Number of the generation that begins, counted from 1 for the run's first start."""
+    world_size: int
+    plan: str
+    """Digest of the plan."""
+    failure: str
+    """Kind of the failure that ended the generation before, a policy of `[run.on_failure]`."""
+    rank: int
+    """Rank that failed first."""
+    host: str
+    """Host of that rank."""
+    cause: str
+    """One line: how the rank failed."""
+    failed_step: int
+    """Step in which it failed, counted from 1; 0 where the loop had not begun."""
+    restored_step: int
+    """Finished steps of the saved state from which the ranks go on; 0: the run begins anew."""
+    num_restarts: int
+    """Restarts since a new step was last saved, this one included."""
+
+
 Event = (
     StartEvent
     | EndEvent
@@ -201,6 +227,7 @@ Event = (
     | MessageEvent
     | WarningEvent
     | FailureEvent
+    | GenerationEvent
 )
 """Everything that a run can say."""
 OnEvent = Callable[[Event, int], object]

@@ -14,6 +14,7 @@ from weft.events._events import (
     CollectiveEvent,
     EvaluationEvent,
     FailureEvent,
+    GenerationEvent,
     PhaseEvent,
     RateEvent,
     StepEvent,
@@ -115,7 +116,7 @@ class MetricsSink:
                 }
             case RateEvent() as event:
                 self._report(event, emitted.unix_time_seconds)
-            case EvaluationEvent() | CheckpointEvent() | WarningEvent() | FailureEvent() as event:
+            case EvaluationEvent() | CheckpointEvent() | WarningEvent() | FailureEvent() | GenerationEvent() as event:
                 when = {"unix_time_seconds": emitted.unix_time_seconds}
                 self.writer.write({"kind": event.kind, **fields_of_event(event), **when})
             case _:

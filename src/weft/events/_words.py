@@ -9,6 +9,7 @@ from weft.events._events import (
     EvaluationEvent,
     Event,
     FailureEvent,
+    GenerationEvent,
     MessageEvent,
     StepEvent,
     WarningEvent,
@@ -22,6 +23,8 @@ def words_of(event: Event) -> str | None:
             return text
         case FailureEvent(error=error, text=text, rank=rank, host=host):
             return text if text.startswith(f"rank {rank} ") else f"rank {rank} on host {host} stopped: {error}: {text}"
+        case GenerationEvent():
+            return _of_generation(event)
         case EvaluationEvent(step=step, validation_loss=loss):
             return f"step {step:4d}  validation loss {format_loss(loss)}"
         case CheckpointEvent(step=step, path=path, problem=problem):
@@ -33,6 +36,17 @@ def words_of(event: Event) -> str | None:
             )
         case _:
             return None
+
+
+def _of_generation(event: GenerationEvent) -> str:
+    ranks = f"{event.world_size} rank{'s' if event.world_size != 1 else ''}"
+    again = max(0, event.failed_step - 1 - event.restored_step)
+    if event.restored_step:
+        goes_on = f"go on from step {event.restored_step}"
+    else:
+        goes_on = "begin anew, since nothing is saved yet" if again else "begin anew"
+    repeated = f", {again} step{'s' if again != 1 else ''} again" if again else ""
+    return f"restart   generation {event.number}: {ranks} {goes_on}{repeated}"
 
 
 def format_loss(loss: float) -> str:

@@ -96,6 +96,20 @@ class FolderLock:
         assert self._token is not None
         self._token.check()
 
+    def renew(self) -> None:
+        """Take the next token: whoever was given the one before can name no checkpoint any more.  Call it on the owner
+        before ranks start again.
+
+        Raises:
+            LaunchError: another owns the folder by now.
+        """
+        assert self._token is not None
+        assert self._descriptor is not None
+        self._token.check()
+        owner = replace(self._token.owner, token=self._token.owner.token + 1, nonce=os.urandom(8).hex())
+        _write(self._descriptor, owner)
+        self._token = FolderToken(self._path.parent, owner)
+
     def beat(self) -> None:
         """Give a sign of life, if this process is the owner."""
         if self._token is not None:

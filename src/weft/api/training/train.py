@@ -25,10 +25,10 @@ from weft.api.ranks.agreement import check_same_on_all_ranks
 from weft.api.ranks.recording import create_folder, folder_of_rank_0, run_name
 from weft.api.saving.export import processor_files
 from weft.api.training.memory_fit import MeasurePeak, fit_microbatch, measure_peak_in_job, measure_peak_in_processes
+from weft.api.training.supervised import SupervisedTraining
 from weft.api.training.time_trials import decide_by_trials
 from weft.comm.device import backend_for, device_for_rank
 from weft.config.cluster import Cluster
-from weft.config.document import typed
 from weft.config.plan import ModelFacts, Plan, PlanKeywords, complete_plan, dump_plan, over_ranks
 from weft.config.recipe import Recipe, check_group_globs, dump_recipe, load_recipe
 from weft.errors import CheckpointError, LaunchError, PlanError, RecipeError, WeftError
@@ -42,7 +42,7 @@ from weft.run.data.preparation import ConsoleProgress, prepare_data, silent
 from weft.run.engine import TrainingOutcome
 from weft.run.engine.proof import Prove
 from weft.run.launch import RankInfo, initialise_distributed, threads_of_user
-from weft.run.launch.launcher import ForkServer, RankError, launch_function, open_fork_server
+from weft.run.launch.launcher import ForkServer, RankError, open_fork_server
 from weft.run.worker import facts_of_blueprint, train_rank
 from weft.techniques.check import check_plan, check_runnable
 from weft.techniques.describe import describe_plan
@@ -234,25 +234,20 @@ class _TrainingJob:
         self, run: RunFolder, lock: FolderLock, prepared: PreparedData, resume: str | Path | None
     ) -> RunResult:
         """Launch the ranks, and export what they trained."""
-        assert lock.token is not None
         with self._kept_with_run(run, prepared), _told_how_to_go_on(run):
             self._announce(run, prepared)
-            outcomes = launch_function(
-                "weft.run.worker:run_rank",
-                {
-                    "folder": str(run.path),
-                    "owner": lock.token.to_json(),
-                    "prepared": prepared.to_json(),
-                    "resume": None if resume is None else "latest",
-                    "prove": self.prove,
-                    "quiet": self.quiet,
-                },
-                self.plan.mesh.world_size,
-                threads_per_rank=self.plan.compute.num_threads,
+            training = SupervisedTraining(
+                recipe=self.recipe,
+                plan=self.plan,
+                run=run,
+                lock=lock,
+                prepared=prepared,
+                prove=self.prove,
+                quiet=self.quiet,
                 fork_server=self.fork_server,
-                stopped_timeout_seconds=self.plan.compute.timeout_seconds,
             )
-        return self._finalise(run, typed(TrainingOutcome, outcomes[0]))
+            outcome = training.train(resumes=resume is not None)
+        return self._finalise(run, outcome)
 
     def run_as_rank(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
         """Take part as one of the ranks that somebody else has started.  All hosts must see the run's folder."""

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns
 
 from weft.comm.telemetry._collectives import CollectiveLog
-
-PHASES = ("data_wait", "forward_backward", "reduce_wait", "optimizer", "checkpoint", "evaluation")
-"""What a training step is made of; other names may be recorded besides."""
+from weft.events.progress import PHASES, ProgressRow
 
 
 class Recorder:
@@ -19,8 +17,10 @@ class Recorder:
     threads that run beside the main one must not record here.  A span costs about a microsecond.
     """
 
-    def __init__(self, *, keep: int = 65_536) -> None:
-        """Keep the latest `keep` spans (24 bytes each)."""
+    def __init__(self, *, keep: int = 65_536, progress: ProgressRow | None = None) -> None:
+        """Keep the latest `keep` spans (24 bytes each).  `progress` is where the launcher reads how far this rank has
+        come, where there is a launcher."""
+        self.progress = progress
         self.collectives = CollectiveLog()
         """What `Mesh.watch` hands over: time that lies inside the spans, or beside them."""
         self._names: list[str] = []
@@ -37,7 +37,8 @@ class Recorder:
         """Return the context that measures `name`: `with recorder.span("optimizer"): …`.  It may nest."""
         span = self._spans.get(name)
         if span is None:
-            span = self._spans[name] = Span(len(self._names), self._own_ns, self._open, self._kept)
+            index = len(self._names)
+            span = self._spans[name] = Span(index, self._own_ns, self._open, self._kept, self.progress)
             self._names.append(name)
             self._own_ns.append(0)
         return span
@@ -90,16 +91,22 @@ class _Ring:
 class Span:
     """The context of one name; made once per name and entered again and again."""
 
-    __slots__ = ("_index", "_kept", "_open", "_own_ns", "_starts")
+    __slots__ = ("_before", "_index", "_kept", "_open", "_own_ns", "_progress", "_starts")
 
-    def __init__(self, index: int, own_ns: list[int], open_spans: list[int], kept: _Ring) -> None:
+    def __init__(
+        self, index: int, own_ns: list[int], open_spans: list[int], kept: _Ring, progress: ProgressRow | None
+    ) -> None:
         self._index = index
         self._own_ns = own_ns
         self._open = open_spans
         self._kept = kept
         self._starts: list[int] = []
+        self._progress = progress
+        self._before: list[int] = []
 
     def __enter__(self) -> None:
+        if self._progress is not None:
+            self._before.append(self._progress.enter(self._index))
         self._open.append(0)
         self._starts.append(perf_counter_ns())
 
@@ -110,6 +117,8 @@ class Span:
         self._own_ns[self._index] += duration - inner
         if self._open:
             self._open[-1] += duration
+        if self._progress is not None:
+            self._progress.leave(self._before.pop())
         ring = self._kept
         indexes, starts, durations = ring.columns
         at = ring.count % ring.size

@@ -13,6 +13,8 @@ from weft.config.recipe._learning_rate import peak_learning_rate as peak_learnin
 from weft.config.recipe._load import dump_recipe as dump_recipe
 from weft.config.recipe._load import load_recipe as load_recipe
 from weft.config.recipe._load import parse_recipe as parse_recipe
+from weft.config.recipe._on_failure import OnFailure as OnFailure
+from weft.config.recipe._on_failure import RestartOrStop as RestartOrStop
 from weft.config.recipe._parameter_groups import GroupSettings as GroupSettings
 from weft.config.recipe._parameter_groups import OptimizerGroup as OptimizerGroup
 from weft.config.recipe._parameter_groups import check_group_globs as check_group_globs

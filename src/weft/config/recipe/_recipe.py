@@ -10,6 +10,7 @@ from typing import Literal
 
 from weft.config.document import HIDDEN, Flattened, Rules, dump
 from weft.config.recipe._adapter import AdapterRecipe
+from weft.config.recipe._on_failure import OnFailure
 from weft.config.recipe._shapes import ConvNetShape, DecoderShape, EncoderShape, MlpShape, ReferenceShape
 from weft.errors import BadSetting, RecipeError, did_you_mean
 
@@ -335,6 +336,8 @@ class RunRecipe:
     """Steps between reports."""
     max_skipped_steps: int = 10
     """Consecutive non-finite steps after which the run stops with an error."""
+    on_failure: OnFailure = field(default_factory=OnFailure)
+    """`[run.on_failure]`: what the run does when something fails."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)

@@ -43,6 +43,12 @@ class SaveError(CheckpointError):
         """True when only the saving failed (disk full, not writable); False when the state itself is unsound."""
 
 
+def newest_saved_step(folder: Path) -> int:
+    """Return the finished steps of the newest checkpoint in a folder whose manifest is sound; 0 where there is none."""
+    complete = _folder.complete_checkpoints(folder)
+    return complete[0].manifest.step if complete else 0
+
+
 class Checkpointer:
     """Writes and reads the checkpoints in one folder.  `save` and `load` are called on every rank alike.
 

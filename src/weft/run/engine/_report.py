@@ -48,6 +48,8 @@ class StepReporter:
         """The loop begins, or goes on from a save, after `step` steps; `num_steps` are all, where that is known."""
         size, plan = self._model.mesh["world"].size, self._model.plan
         self._run.emit(StartEvent(step=step, num_steps=num_steps, world_size=size, plan=plan.digest))
+        if self._recorder.progress is not None:
+            self._recorder.progress.begin(step)
         self.begin()
 
     def begin(self) -> None:
@@ -68,6 +70,8 @@ class StepReporter:
         tokens = None if self._length is None else samples * self._length
         self._meter.add(seconds=now - self._mark, samples=samples, tokens=tokens)
         self._mark, self._step, self._since_report = now, event.step, self._since_report + 1
+        if self._recorder.progress is not None:
+            self._recorder.progress.finished(event.step)
         self._run.emit(event)
 
     def report(self, remaining_steps: int | None = None) -> None:

@@ -17,7 +17,8 @@ class StopRequest:
     """Remembers SIGINT and SIGTERM so that the training loop can stop at a step all ranks agree on.
 
     Use it as a context around the loop.  The engine adds `flag` to what it sums over all ranks in every step; when the
-    sum is not zero every rank stops after that very step.  A second signal raises `KeyboardInterrupt` at once.
+    sum is not zero every rank stops after that very step.  A further SIGINT raises `KeyboardInterrupt` at once; a
+    further SIGTERM changes nothing, because job engines send it twice while a rank may be saving.
     """
 
     def __init__(self, *, announce: bool = False) -> None:
@@ -72,8 +73,9 @@ class StopRequest:
         if self._requested_at is None:
             self._requested_at, self._signal = now, signal.Signals(number)
             if self._announce:
-                self._say(f"\n{self._signal.name}: stopping after this step and saving; once more stops at once\n")
-        elif now - self._requested_at > _TOGETHER_SECONDS:
+                once_more = "once more" if number == signal.SIGINT else "Ctrl-C"
+                self._say(f"\n{self._signal.name}: stopping after this step and saving; {once_more} stops at once\n")
+        elif number == signal.SIGINT and now - self._requested_at > _TOGETHER_SECONDS:
             raise KeyboardInterrupt
 
     @staticmethod

@@ -16,7 +16,7 @@ from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder, StepTraffic
 from weft.config.document import Json, JsonObject
 from weft.config.recipe import Recipe, learning_rate
-from weft.errors import CheckpointError, RecipeError, WeftError
+from weft.errors import CheckpointError, NotFiniteError, RecipeError
 from weft.events import CheckpointEvent, EndEvent, EvaluationEvent, MessageEvent, Run, StepEvent
 from weft.model.blueprint import Batch
 from weft.model.losses import count_labels
@@ -151,7 +151,7 @@ class Trainer:
                 under another plan.
 
         Raises:
-            WeftError: too many steps in a row were not finite; what was saved before stays.
+            NotFiniteError: too many steps in a row were not finite; what was saved before stays.
         """
         recipe, started = self._recipe, time.perf_counter()
         last = recipe.run.steps if until is None else min(until, recipe.run.steps)
@@ -236,7 +236,7 @@ class Trainer:
         loss_scale = self._training.loss_scale
         may_still_fall = loss_scale is not None and loss_scale.scale > loss_scale.minimum
         if self._skipped_in_a_row > limit and not may_still_fall:
-            raise WeftError(
+            raise NotFiniteError(
                 f"{self._skipped_in_a_row} steps in a row up to step {result.step} had a loss or gradient that"
                 f" is not finite (run.max_skipped_steps = {limit}), so training cannot go on."
                 f" Lower optimizer.learning_rate = {self._recipe.optimizer.learning_rate:g}, lengthen warmup_steps,"

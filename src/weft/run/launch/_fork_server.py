@@ -120,6 +120,11 @@ class ForkServer:
                 return status
 
     @property
+    def is_alive(self) -> bool:
+        """Whether the process runs, so that a job can begin."""
+        return self._control.fileno() >= 0 and self._process.poll() is None
+
+    @property
     def pid(self) -> int:
         """Number of the process."""
         return self._process.pid

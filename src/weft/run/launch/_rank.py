@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import runpy
@@ -12,12 +13,12 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from weft.errors import WeftError
 from weft.run.launch._failure_notice import RankFailure, failure_pipe_path, notify_other_ranks
 from weft.run.launch._job import LaunchJob, RankOutcome
-from weft.run.launch._rank_info import FAILURE_PIPE_VARIABLE, RankInfo
+from weft.run.launch._rank_info import FAILURE_PIPE_VARIABLE, RankInfo, stacks_path
 from weft.run.launch._secondary_errors import is_secondary_error
 from weft.run.launch._threads import set_threads_of_job
 
@@ -27,11 +28,16 @@ _CALL_FRAMES = ("_wrapped_call_impl", "_call_impl")
 """Frames that torch puts between any two modules; they would push the user's line out."""
 
 
+STACKS_SIGNAL = signal.SIGUSR2
+"""Signal on which a rank writes the stacks of its threads into the job's private folder, whatever it does just then."""
+
+
 def run_rank(job: LaunchJob, rank: int, folder: Path, port: int | None) -> int:
     """Run one rank of `job` to its end and return its exit status.  `port` is where scripts meet."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _redirect(job, rank)
+    stacks = _write_stacks_when_asked(folder, rank)
     status, value, error = 0, None, None
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that came while this rank was being forked
@@ -59,7 +65,16 @@ def run_rank(job: LaunchJob, rank: int, folder: Path, port: int | None) -> int:
     if error is not None and job.logs is not None:
         traceback.print_exception(error)
     _flush()
+    stacks.close()
     return status
+
+
+def _write_stacks_when_asked(folder: Path, rank: int) -> IO[str]:
+    """Let C code answer the launcher's signal: it does so even where no Python runs any more.  The launcher empties the
+    file before it asks."""
+    stacks = stacks_path(folder, rank).open("a")
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+    return stacks
 
 
 def _run(job: LaunchJob, rank: int, folder: Path, port: int | None) -> Any:

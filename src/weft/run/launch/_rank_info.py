@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import LaunchError
+from weft.events.progress import ProgressBoard, ProgressRow
 from weft.files import write_whole
 
 FAILURE_PIPE_VARIABLE = "WEFT_SUPERVISOR"
@@ -54,6 +55,15 @@ class RankInfo:
         local_size = _number(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else world_size
         return cls(rank, world_size, local_rank, local_size, failure_pipe=environment.get(FAILURE_PIPE_VARIABLE))
 
+    def progress_row(self) -> ProgressRow | None:
+        """Where this rank writes how far it has come, for its launcher to read; None where there is no launcher."""
+        if self.failure_pipe is None:
+            return None
+        try:
+            return ProgressBoard.open(progress_path(Path(self.failure_pipe).parent)).row(self.local_rank)
+        except OSError:  # the launcher is gone
+            return None
+
     def report_run_folder(self, run: Path) -> None:
         """Tell the launcher, where there is one, which folder the run's is: what only it learns, such as a rank that
         was killed, goes there, too.  Call on one rank."""
@@ -62,6 +72,16 @@ class RankInfo:
         note = run_folder_note(Path(self.failure_pipe).parent)
         with suppress(OSError):  # the launcher is gone
             write_whole(note, str(run.resolve()))
+
+
+def progress_path(folder: Path) -> Path:
+    """Return the file in a job's private folder in which ranks write how far they have come."""
+    return folder / "progress"
+
+
+def stacks_path(folder: Path, rank: int) -> Path:
+    """Return the file in a job's private folder into which a rank writes its stacks when it is asked for them."""
+    return folder / f"stacks{rank}"
 
 
 def run_folder_note(folder: Path) -> Path:

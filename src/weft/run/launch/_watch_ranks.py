@@ -17,7 +17,10 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
+from weft.events.progress import Position
 from weft.run.launch._fork_server_main import TERMINATE
+from weft.run.launch._hang import HangWatch
+from weft.run.launch._job import RankOutcome
 from weft.run.launch._stopped import POLL_SECONDS, StoppedProcesses
 
 _GRACE_SECONDS = 1.0
@@ -38,6 +41,15 @@ class RunningJob:
     stopped_cause: str | None = None
     """Report of what was stopped when the first rank failed, or for too long."""
     stopped_rank: int = 0
+    hang: HangWatch | None = None
+    """Looks for a training whose step makes no progress, where that is asked for."""
+    hanging: RankOutcome | None = None
+    """The rank that hangs, once it is known."""
+    kills_survivors: bool = False
+    """Whether the other ranks are killed as soon as a signal has killed one: the job starts again from what is saved,
+    and nothing that they could still say matters."""
+    positions: dict[int, Position] = field(default_factory=dict[int, Position])
+    """Where each rank was in its training when the job had ended."""
 
     def receive(self, line: bytes) -> None:
         """Take up what the ranks' parent says: a process that is there, or a rank that has ended."""
@@ -53,10 +65,26 @@ class RunningJob:
         if self.stopped_cause is None and (cause := self.stopped.cause()) is not None:
             self.stopped_cause, self.stopped_rank = cause, self.stopped.rank_of_cause()
 
+    def poll(self) -> None:
+        """Look for ranks that are stopped, and for one that hangs, which ends the job at once."""
+        self.stopped.poll()
+        if self.hang is not None and self.hanging is None and (hanging := self.hang.poll()) is not None:
+            self.hanging = hanging
+            self.send_command(signal.SIGKILL)  # it would not notice a kinder one, and the others wait for it
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the ranks that are left can be killed without losing anything."""
+        return self.kills_survivors and any(code < 0 for code in self.codes.values())
+
     def forward_signal(self, number: int, _frame: object = None) -> None:
-        """Pass a signal to every rank; the second one kills."""
+        """Pass a signal to every rank.  A further SIGINT kills: somebody at the terminal wants an end.  A further
+        SIGTERM does not: job engines send it twice, and the ranks may be saving."""
         self.signals.append(signal.Signals(number))
-        self.send_command(number if len(self.signals) == 1 else signal.SIGKILL)
+        if len(self.signals) == 1:
+            self.send_command(number)
+        elif number == signal.SIGINT:
+            self.send_command(signal.SIGKILL)
         self.send_command(signal.SIGCONT)  # a rank that is stopped would not notice
 
     def send_command(self, number: int) -> None:
@@ -100,8 +128,11 @@ def watch_ranks(job: RunningJob, events: int) -> None:
                 job.send_command(TERMINATE)
                 deadline, is_terminating = None, True
             elif not is_terminating:
-                job.stopped.poll()
-            has_failed = any(job.codes.values())
+                job.poll()
+            has_failed = any(job.codes.values()) or job.hanging is not None
+            if job.is_over and not is_terminating:
+                job.send_command(signal.SIGKILL)
+                is_terminating = True
             # The other ranks get a moment: a rank that fails by itself may still be the first cause, and says more than
             # one that was ended.
             if deadline is None and not is_terminating and (has_failed or job.stopped.is_timed_out):

@@ -14,29 +14,23 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import weft.errors
 from weft.config.plan import COLLECTIVE_TIMEOUT_SECONDS
-from weft.errors import LaunchError, WeftError
+from weft.errors import LaunchError
 from weft.events import FailureEvent, LogSink, MetricsSink, Run, RunFolder, Sink, WarningEvent, WarningSink
+from weft.events.progress import ProgressBoard
 from weft.run.launch._cells import check_arguments, collect_sources
 from weft.run.launch._fork_server import ForkServer as ForkServer
 from weft.run.launch._fork_server import open_fork_server as open_fork_server
+from weft.run.launch._hang import HangLimits as HangLimits
+from weft.run.launch._hang import HangWatch
 from weft.run.launch._job import LaunchJob, RankOutcome
-from weft.run.launch._rank_info import run_folder_note
-from weft.run.launch._report import first_cause, is_secondary_or_timeout, report
+from weft.run.launch._rank import STACKS_SIGNAL
+from weft.run.launch._rank_info import progress_path, run_folder_note
+from weft.run.launch._report import first_cause, is_secondary_or_timeout
 from weft.run.launch._stopped import StoppedProcesses
 from weft.run.launch._watch_ranks import RunningJob, forwarding_signals, watch_ranks
-
-
-class RankError(LaunchError):
-    """A rank stopped with an error that is none of Weft's; its text is the whole report."""
-
-    def __init__(self, text: str, *, rank: int, host: str, kind: str, status: int = 1) -> None:
-        super().__init__(text, status=status)
-        self.rank = rank
-        self.host = host
-        self.kind = kind
-        """Type of the rank's exception, or how it died."""
+from weft.run.launch.job_end import JobEnd
+from weft.run.launch.job_end import RankError as RankError
 
 
 def launch_function(
@@ -55,7 +49,7 @@ def launch_function(
     """Call `function(rank_info, **arguments)` in fresh processes on this machine; return what each returned, by rank.
 
     `arguments` and results are what JSON can hold: nothing is pickled.  SIGINT and SIGTERM are passed to the ranks
-    once; a second one kills them.  Ranks never outlive this process.
+    once; a further SIGINT kills them, a further SIGTERM changes nothing.  Ranks never outlive this process.
 
     Args:
         function: `package.module:function`, importable by the ranks.  Its first argument is its `RankInfo`.
@@ -77,7 +71,32 @@ def launch_function(
         KeyboardInterrupt: Ctrl-C ended the ranks.
     """
     job = _job("function", function, dict(arguments), num_processes, threads_per_rank, logs, import_path, preload)
-    return _results(job, fork_server, stopped_timeout_seconds, meanwhile)
+    end = _run_to_end(job, fork_server, stopped_timeout_seconds, meanwhile)
+    end.raise_cause()
+    return end.values
+
+
+def run_function(
+    function: str,
+    arguments: Mapping[str, Any],
+    num_processes: int,
+    *,
+    threads_per_rank: int | None = None,
+    fork_server: ForkServer | None = None,
+    stopped_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
+    hang_limits: HangLimits | None = None,
+) -> JobEnd:
+    """Call `function(rank_info, **arguments)` as `launch_function` does, and return how that ended: nothing that a rank
+    fails by is raised.
+
+    With `hang_limits` a training whose step makes no progress is ended, too.  The other ranks are killed as soon as a
+    signal has killed one: this is for a caller that starts them again.
+
+    Raises:
+        LaunchError: no ranks could be started, or the process that started them was killed.
+    """
+    job = _job("function", function, dict(arguments), num_processes, threads_per_rank, None, None)
+    return _run_to_end(job, fork_server, stopped_timeout_seconds, hang_limits=hang_limits, restarts=True)
 
 
 def launch_cells(
@@ -103,30 +122,28 @@ def launch_cells(
     payload = {"sources": sources, "arguments": dict(arguments)}
     preload = ("weft.api",)
     job = _job("cells", function.__name__, payload, num_processes, threads_per_rank, None, None, preload)
-    return _results(job, fork_server, stopped_timeout_seconds, is_user_function=True)
+    end = _run_to_end(job, fork_server, stopped_timeout_seconds)
+    end.raise_cause(is_user_function=True)
+    return end.values
 
 
-def _results(
+def _run_to_end(
     job: LaunchJob,
     fork_server: ForkServer | None,
     stopped_timeout_seconds: float,
     meanwhile: Callable[[], object] | None = None,
     *,
-    is_user_function: bool = False,
-) -> list[Any]:
-    """Run a job, and return what each rank's function returned.
-
-    `is_user_function`: the function is the user's own, so every error is shown with the line that raised it.
-    """
-    num_processes = job.num_processes
+    hang_limits: HangLimits | None = None,
+    restarts: bool = False,
+) -> JobEnd:
+    """Run a job to its end, and write into the folder of its run how it failed.  `restarts`: the caller may start the
+    ranks again, so nothing is said yet of how to go on."""
     with _private_folder() as folder, _LauncherRun(folder, WarningSink()) as run:
-        running = _run(job, folder, fork_server, stopped_timeout_seconds, run, meanwhile)
-        outcomes = {rank: RankOutcome.read(folder, rank) for rank in range(num_processes)}
-        cause = _cause(running, outcomes)
-        if cause is not None and not running.signals:
-            run.fail_with(cause, num_processes, None)
-    _raise_cause(running, cause, outcomes, is_user_function=is_user_function)
-    return [outcome.value for rank in range(num_processes) if (outcome := outcomes[rank]) is not None]
+        running = _run(job, folder, fork_server, stopped_timeout_seconds, run, meanwhile, hang_limits, restarts)
+        end = _end_of(running, folder)
+        if end.cause is not None and not running.signals:
+            run.fail_with(end, None, is_final=not restarts)
+    return end
 
 
 def launch_script(
@@ -160,12 +177,11 @@ def launch_script(
         running = _run(job, folder, None, COLLECTIVE_TIMEOUT_SECONDS, run)
         if running.signals and any(running.codes.values()):
             return 128 + running.signals[0]
-        outcomes = {rank: RankOutcome.read(folder, rank) for rank in range(num_processes)}
-        cause = _cause(running, outcomes)
-        if cause is None:
+        end = _end_of(running, folder)
+        if end.cause is None:
             return 0
-        run.fail_with(cause, num_processes, logs)
-        return cause.status
+        run.fail_with(end, logs)
+        return end.cause.status
 
 
 class _LauncherRun(Run):
@@ -181,13 +197,16 @@ class _LauncherRun(Run):
         self._find_folder()
         self.emit(WarningEvent(text=text, source="weft.run.launch"))
 
-    def fail_with(self, cause: RankOutcome, num_processes: int, logs: Path | None) -> None:
-        """Say why the job has ended, after all ranks have: its metrics have no other writer any more."""
+    def fail_with(self, end: JobEnd, logs: Path | None, *, is_final: bool = True) -> None:
+        """Say why the job has ended, after all ranks have: its metrics have no other writer any more.  Where that is
+        final, say how to go on, too."""
+        cause = end.cause
+        assert cause is not None
         self._find_folder()
         if self._run_folder is not None:
             self.attach(MetricsSink(self._run_folder.metrics))
-        text = cause.message if cause.error == signal.SIGSTOP.name else report(cause, num_processes, logs)
-        if self._run_folder is not None and (further := self._run_folder.how_to_go_on()):
+        text = end.report(logs)
+        if is_final and self._run_folder is not None and (further := self._run_folder.how_to_go_on()):
             text = f"{text}\n{further}"
         self.emit(FailureEvent(error=cause.error or "died", text=text, rank=cause.rank, host=cause.host))
 
@@ -249,15 +268,21 @@ def _run(
     stopped_timeout_seconds: float,
     run: _LauncherRun,
     meanwhile: Callable[[], object] | None = None,
+    hang_limits: HangLimits | None = None,
+    restarts: bool = False,
 ) -> RunningJob:
     """Run the job to the end of its last rank."""
     job.write(folder)
+    board = ProgressBoard.create(progress_path(folder), job.num_processes)
     with contextlib.ExitStack() as stack:
         theirs, commands, events, reports = (
             stack.enter_context(os.fdopen(end, mode, buffering=0))
             for end, mode in zip((*os.pipe(), *os.pipe()), ("rb", "wb", "rb", "wb"), strict=True)
         )
         running = RunningJob(commands, job.num_processes, StoppedProcesses(stopped_timeout_seconds, run.warn))
+        running.kills_survivors = restarts
+        if hang_limits is not None:
+            running.hang = HangWatch(board, folder, hang_limits, lambda: running.send_command(STACKS_SIGNAL))
         if meanwhile is None:
             stack.enter_context(forwarding_signals(running))
         if fork_server is None:
@@ -275,6 +300,7 @@ def _run(
         finally:
             commands.close()  # whatever happened here: the ranks' parent kills what is left, and ends
             status = fork_server.end(while_waiting=running.stopped.continue_parents)
+    running.positions.update((rank, board.position(rank)) for rank in range(job.num_processes))
     if len(running.codes) < job.num_processes:
         raise LaunchError(
             f"the process that started the ranks ended with status {status} before they did; they ended with it. "
@@ -283,8 +309,23 @@ def _run(
     return running
 
 
+def _end_of(running: RunningJob, folder: Path) -> JobEnd:
+    """What is known of a job whose ranks have all ended."""
+    outcomes = {rank: RankOutcome.read(folder, rank) for rank in range(running.num_processes)}
+    return JobEnd(
+        num_processes=running.num_processes,
+        outcomes=outcomes,
+        cause=_cause(running, outcomes),
+        signals=tuple(running.signals),
+        has_failed_rank=any(running.codes.values()),
+        positions={rank: position for rank, position in running.positions.items() if position.pid},
+    )
+
+
 def _cause(running: RunningJob, outcomes: Mapping[int, RankOutcome | None]) -> RankOutcome | None:
-    """Why the job has failed: the rank that did first, or what was stopped while the others waited for it."""
+    """Why the job has failed: the rank that did first or hung, or what was stopped while the others waited for it."""
+    if running.hanging is not None and not running.signals:
+        return running.hanging
     cause = first_cause(running.codes, running.ended_at, outcomes)
     if running.stopped_cause is None or running.signals or not (cause is None or is_secondary_or_timeout(cause)):
         return cause
@@ -296,38 +337,3 @@ def _cause(running: RunningJob, outcomes: Mapping[int, RankOutcome | None]) -> R
         message=running.stopped_cause,
         status=1 if cause is None else cause.status,
     )
-
-
-def _raise_cause(
-    running: RunningJob,
-    cause: RankOutcome | None,
-    outcomes: Mapping[int, RankOutcome | None],
-    *,
-    is_user_function: bool,
-) -> None:
-    if signal.SIGINT in running.signals and any(running.codes.values()):
-        raise KeyboardInterrupt
-    if cause is None:
-        return
-    if cause.error == signal.SIGSTOP.name:
-        raise RankError(cause.message, rank=cause.rank, host=cause.host, kind=cause.error)
-    if running.signals:
-        raise RankError(
-            f"stopped by {running.signals[0].name} before a step could be finished and saved.",
-            rank=cause.rank,
-            host=cause.host,
-            kind=running.signals[0].name,
-            status=128 + running.signals[0],
-        )
-    if is_user_function or not cause.is_weft_error:
-        raise RankError(
-            report(cause, running.num_processes, None),
-            rank=cause.rank,
-            host=cause.host,
-            kind=cause.error or "died",
-            status=cause.weft_status if cause.is_weft_error else 1,
-        )
-    kind = getattr(weft.errors, cause.error or "", WeftError)
-    everywhere = all(outcome is not None and outcome.message == cause.message for outcome in outcomes.values())
-    message = cause.message if everywhere else f"rank {cause.rank} on host {cause.host}: {cause.message}"
-    raise kind(message, status=cause.weft_status)

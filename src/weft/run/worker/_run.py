@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.data import PreparedData, data_shape, open_data
 from weft.run.engine import Trainer, TrainingOutcome, create_training
 from weft.run.launch import Distributed, RankInfo, initialise_distributed
+from weft.run.supervise import LossSink
 from weft.run.worker._facts import facts_of_blueprint
 from weft.techniques.check import check_plan
 
@@ -50,14 +51,19 @@ def run_rank(
     resume: str | None,
     prove: Prove,
     quiet: bool,
+    losses: str,
 ) -> dict[str, Any] | None:
     """Train on one rank and return rank 0's `TrainingOutcome`, as JSON.  `owner` is that of the folder, and `prepared`
-    is `PreparedData`, as JSON; `resume` names a checkpoint or a run, or is `latest` for this run's own newest."""
+    is `PreparedData`, as JSON; `resume` names a checkpoint or a run, or is `latest` for this run's own newest;
+    `losses` is the file of the launcher's `LossBoard`."""
     run = RunFolder.open(Path(folder))
     recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
     token = FolderToken.of_json(run.path, owner)
     data = PreparedData.from_json(prepared)
-    outcome = train_rank(recipe, plan, run, rank_info, data, token=token, resume=resume, prove=prove, quiet=quiet)
+    sinks = [LossSink(Path(losses))] if rank_info.rank == 0 else []
+    outcome = train_rank(
+        recipe, plan, run, rank_info, data, token=token, resume=resume, prove=prove, quiet=quiet, sinks=sinks
+    )
     return plain(outcome) if rank_info.rank == 0 else None
 
 
@@ -100,8 +106,10 @@ def train_rank(
     resume: str | None,
     prove: Prove = "never",
     quiet: bool,
+    sinks: Sequence[Sink] = (),
 ) -> TrainingOutcome:
-    """Train on this rank.  Call on every rank of the plan's world; rank 0 has the token of the folder's owner."""
+    """Train on this rank.  Call on every rank of the plan's world; rank 0 has the token of the folder's owner.  `sinks`
+    hear this rank's events beside its log and the terminal."""
     torch.set_num_threads(plan.compute.num_threads)
     with ExitStack() as stack:
         timeout_seconds = plan.compute.timeout_seconds
@@ -112,6 +120,8 @@ def train_rank(
         if distributed.rank == 0:
             distributed.rank_info.report_run_folder(run.path)
         events = stack.enter_context(_events_of(run, recipe, distributed.rank, quiet))
+        for sink in sinks:
+            events.attach(sink)
         if token is not None and distributed.rank == 0:
             events.attach(OwnerSink(token))
         training = training_of(recipe, plan, distributed, run, prepared, events, prove=prove, token=token)
@@ -145,7 +155,7 @@ def training_of(
     check_plan(plan, recipe, facts_of_blueprint(blueprint, recipe), distributed.world_size)
     if prove != "never":
         _prove(recipe, plan, mesh, folder, prepared, events, prove)
-    recorder = Recorder()
+    recorder = Recorder(progress=distributed.rank_info.progress_row())
     training = create_training(recipe, plan, blueprint, mesh, recorder, folder.path)
     data = open_data(
         recipe,

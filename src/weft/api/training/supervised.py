@@ -1,0 +1,142 @@
+"""A training whose ranks start again when one fails: `weft.train` outside of other launchers."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from weft.config.document import typed
+from weft.config.plan import Plan
+from weft.config.recipe import Recipe
+from weft.events import Event, LogSink, MetricsSink, Run, RunFolder, words_of
+from weft.events.folder_lock import FolderLock
+from weft.run.checkpoint import newest_saved_step
+from weft.run.data import PreparedData
+from weft.run.engine import TrainingOutcome
+from weft.run.engine.proof import Prove
+from weft.run.launch.job_end import JobEnd
+from weft.run.launch.launcher import ForkServer, HangLimits, run_function
+from weft.run.supervise import LossBoard, Supervisor
+
+
+@dataclass(slots=True, kw_only=True)
+class SupervisedTraining:
+    """A training that has been prepared, and is to run on this host until it is done."""
+
+    recipe: Recipe
+    plan: Plan
+    run: RunFolder
+    lock: FolderLock
+    """Makes this process the owner of the run's folder.  Every generation gets a token of its own."""
+    prepared: PreparedData
+    prove: Prove
+    quiet: bool
+    fork_server: ForkServer | None
+
+    def train(self, *, resumes: bool) -> TrainingOutcome:
+        """Run generations of ranks until the training is done, was stopped, or failed for good.
+
+        Raises:
+            WeftError, RankError, KeyboardInterrupt: as from `weft.run.launch.launcher.launch_function`.
+        """
+        with LossBoard.temporary(self.recipe.run.steps) as losses:
+            supervisor = Supervisor(
+                self.recipe.run.on_failure,
+                saved_step=self._saved_step,
+                samples_per_step=self.recipe.batch.global_batch_size,
+                world_size=self.plan.mesh.world_size,
+                plan=self.plan.digest,
+                log=self._log,
+                report=self._report,
+            )
+            first = self._saved_step() if resumes else 0
+
+            def start(number: int, resumes: bool) -> JobEnd:
+                return self._generation(number, resumes, losses.path)
+
+            with _signals_stop(supervisor.stop) as signals:
+                end, reason = supervisor.run(start, resumes=resumes)
+            signals.added_to(end).raise_cause(reason)
+            outcome = typed(TrainingOutcome, end.values[0])
+            return replace(outcome, losses=losses.of_steps(first, outcome.steps))
+
+    def _generation(self, number: int, resumes: bool, losses: Path) -> JobEnd:
+        """Start the ranks of a generation, and return how they ended."""
+        if number > 1:
+            self.lock.renew()
+        assert self.lock.token is not None
+        arguments: dict[str, Any] = {
+            "folder": str(self.run.path),
+            "owner": self.lock.token.to_json(),
+            "prepared": self.prepared.to_json(),
+            "resume": "latest" if resumes else None,
+            "prove": self.prove if number == 1 else "never",
+            "quiet": self.quiet,
+            "losses": str(losses),
+        }
+        compute = self.plan.compute
+        hang_seconds = self.recipe.run.on_failure.hang_seconds
+        return run_function(
+            "weft.run.worker:run_rank",
+            arguments,
+            self.plan.mesh.world_size,
+            threads_per_rank=compute.num_threads,
+            # A fork server that was killed with its ranks is replaced: without one, the job starts its own.
+            fork_server=self.fork_server if self.fork_server is not None and self.fork_server.is_alive else None,
+            stopped_timeout_seconds=min(compute.timeout_seconds, hang_seconds or compute.timeout_seconds),
+            hang_limits=HangLimits(hang_seconds, compute.timeout_seconds),
+        )
+
+    def _saved_step(self) -> int:
+        return newest_saved_step(self.run.checkpoints)
+
+    def _report(self, end: JobEnd) -> None:
+        if not self.quiet:
+            print(end.report(), file=sys.stderr, flush=True)
+
+    def _log(self, event: Event) -> None:
+        """Say what happened between two generations, when no rank writes in the folder of the run."""
+        with Run(None, [LogSink(self.run.launcher_log), MetricsSink(self.run.metrics)]) as log:
+            log.emit(event)
+        if not self.quiet and (words := words_of(event)) is not None:
+            print(words, flush=True)
+
+
+class _Signals:
+    """Signals that come between two generations, while no launcher passes them on."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        self._number: signal.Signals | None = None
+
+    def handle(self, number: int, _frame: object) -> None:
+        self._number = self._number or signal.Signals(number)
+        self._stop()
+
+    def added_to(self, end: JobEnd) -> JobEnd:
+        """The end of the last generation; one that a signal kept from starting again was stopped by it."""
+        if self._number is None or end.signals:
+            return end
+        return replace(end, signals=(self._number,))
+
+
+@contextmanager
+def _signals_stop(stop: Callable[[], None]) -> Generator[_Signals]:
+    """Let SIGINT and SIGTERM that come between two generations end the run; outside the main thread Python allows no
+    handlers."""
+    signals = _Signals(stop)
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+    before = {number: signal.signal(number, signals.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,46 @@
+"""What a run does when something fails: one policy for each kind of failure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from weft.config.document import Rules
+from weft.errors import RecipeError
+
+_RULES = Rules(RecipeError)
+
+RestartOrStop = Literal["restart", "stop"]
+"""`restart`: the ranks start again from the newest saved state.  `stop`: the run ends with the error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnFailure:
+    """`[run.on_failure]`: what a run does when something fails.
+
+    Wrong input (a setting, a path, a damaged dataset) always stops the run.  So does an error that comes back at the
+    same step with the same words: a restart would only repeat it.
+    """
+
+    killed: RestartOrStop = "restart"
+    """A signal killed a rank: a crash in native code, a person, the machine's operator."""
+    error: RestartOrStop = "restart"
+    """A rank raised an error that is not Weft's own, after steps had gone well."""
+    hang: RestartOrStop = "restart"
+    """A step does not end: a rank is stopped, waits for ever, or computes without end."""
+    host_memory: RestartOrStop = "stop"
+    """The host had no memory left.  A restart needs as much again, so by default the run stops."""
+    device_memory: RestartOrStop = "stop"
+    """A device had no memory left."""
+    not_finite: RestartOrStop = "stop"
+    """More steps in a row than `max_skipped_steps` had a loss or gradient that was not finite."""
+    max_restarts: int = 3
+    """Restarts in a row between which no new step was saved; the next failure stops the run."""
+    hang_seconds: float | None = None
+    """Seconds without any progress of a step after which it hangs.  By default 5, or three times the longest of 99 in
+    100 steps so far where that is more."""
+
+    def __post_init__(self) -> None:
+        _RULES.types(self)
+        _RULES.at_least(self, 0, "max_restarts")
+        _RULES.above_zero(self, "hang_seconds")

@@ -1,0 +1,217 @@
+"""Ranks whose step makes no progress: found by the launcher, which reads where they are and asks for their stacks.
+
+A slow step and one that hangs look alike from outside.  So a step that takes too long makes a suspicion only: the
+launcher then looks twice, a second apart, at what the ranks do.  Those that wait inside of a collective are not to
+blame.  Of the others one hangs if its stack is the same both times and its process has computed nothing in between
+(a lock, a sleep, a read that never ends).  One that computes may be compiling, or just be slow: it gets the time that
+collectives wait.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.events.progress import Position, ProgressBoard
+from weft.process import children_of, cpu_seconds_of, is_stopped
+from weft.run.launch._job import RankOutcome
+from weft.run.launch._rank_info import stacks_path
+from weft.run.launch.job_end import HANG
+
+LEAST_SECONDS = 5.0
+"""Least time without progress that makes a suspicion, where the recipe does not say."""
+_TIMES_LONGEST = 3.0
+_FIRST_STEPS = 5
+"""Finished steps of a generation before steps are compared with one another: the first compile and warm up."""
+_KEPT_STEPS = 1_000
+_BETWEEN_LOOKS_SECONDS = 1.0
+_IDLE_SHARE = 0.05
+"""Share of a core below which a process counts as idle between two looks."""
+_UNEVEN_PHASES = ("data_wait", "checkpoint", "evaluation", "other")
+"""Phases whose time says nothing about that of the next: they get the time that collectives wait."""
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+_WAITING_FILES = ("/torch/distributed/", "/weft/comm/")
+_INNERMOST = 6
+_SHOWN_FRAMES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class HangLimits:
+    """How long a step may make no progress."""
+
+    hang_seconds: float | None
+    """The recipe's `run.on_failure.hang_seconds`: then a rank that computes hangs, too.  None: by the steps so far."""
+    timeout_seconds: float
+    """Seconds that collectives wait (the plan's `compute.collective_timeout_seconds`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What the ranks did at one moment."""
+
+    at: float
+    cpu_seconds: dict[int, float]
+    stacks: dict[int, str]
+
+
+class HangWatch:
+    """Watches the ranks of one job.  Call `poll` twice a second; it returns the rank that hangs, once there is one."""
+
+    def __init__(
+        self, board: ProgressBoard, folder: Path, limits: HangLimits, ask_for_stacks: Callable[[], object]
+    ) -> None:
+        """`folder` is where ranks write their stacks when `ask_for_stacks` is called (`stacks_path`)."""
+        self._board = board
+        self._folder = folder
+        self._limits = limits
+        self._ask_for_stacks = ask_for_stacks
+        self._step = -1
+        """Finished steps of the rank that has finished fewest."""
+        self._advanced_at = 0.0
+        """When it finished the last of them, or left a phase whose time says nothing."""
+        self._is_uneven = False
+        self._num_steps = 0
+        self._step_seconds: deque[float] = deque(maxlen=_KEPT_STEPS)
+        self._first_look: _Look | None = None
+        self._asked_at: float | None = None
+
+    def poll(self) -> RankOutcome | None:
+        """Read where the ranks are, and judge."""
+        now = time.monotonic()
+        positions = [self._board.position(rank) for rank in range(self._board.num_ranks)]
+        self._note_steps(positions, now)
+        stalled = now - self._advanced_at
+        limit = self._limit(positions)
+        if limit is None or stalled < limit:
+            self._first_look = self._asked_at = None
+            return None
+        if self._asked_at is None:
+            self._ask(now)
+            return None
+        return self._compare(positions, now, stalled)
+
+    def _note_steps(self, positions: list[Position], now: float) -> None:
+        """Keep how long steps take, as far as looks twice a second can tell."""
+        step = min(position.step for position in positions)
+        was_uneven, self._is_uneven = self._is_uneven, any(position.phase in _UNEVEN_PHASES for position in positions)
+        if not all(position.has_begun for position in positions):
+            self._advanced_at = now
+        elif step > self._step >= 0:
+            self._num_steps += step - self._step
+            if not was_uneven:
+                self._step_seconds.append((now - self._advanced_at) / (step - self._step))
+            self._advanced_at = now
+        elif was_uneven and not self._is_uneven:
+            self._advanced_at = now  # an evaluation, a save or slow input is over: the step itself begins
+        self._step = step
+
+    def _limit(self, positions: list[Position]) -> float | None:
+        """Seconds without a finished step that make a suspicion now; None before the loop."""
+        if not all(position.has_begun for position in positions):
+            return None
+        limits = self._limits
+        if limits.hang_seconds is not None:
+            return limits.hang_seconds
+        if self._num_steps < _FIRST_STEPS or self._is_uneven:
+            return limits.timeout_seconds
+        return min(limits.timeout_seconds, max(LEAST_SECONDS, _TIMES_LONGEST * self._longest_usual()))
+
+    def _longest_usual(self) -> float:
+        """The longest of 99 in 100 steps."""
+        ordered = sorted(self._step_seconds)
+        return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))] if ordered else 0.0
+
+    def _compare(self, positions: list[Position], now: float, stalled: float) -> RankOutcome | None:
+        """Look a first or a second time, once the stacks that were asked for have been written."""
+        assert self._asked_at is not None
+        if now - self._asked_at < _BETWEEN_LOOKS_SECONDS:
+            return None
+        look = self._take_look(positions, now)
+        before, self._first_look = self._first_look, look
+        self._ask(now)
+        if before is None:
+            return None
+        suspects = [rank for rank, stack in look.stacks.items() if not _waits(stack)]
+        suspects = [rank for rank in suspects if not is_stopped(positions[rank].pid)]
+        idle = [rank for rank in suspects if self._is_idle(rank, before, look)]
+        patient = self._limits.hang_seconds is None and stalled < self._limits.timeout_seconds
+        hanging = idle if patient else idle or suspects
+        return self._outcome(hanging[0], positions[hanging[0]], look, stalled, idle) if hanging else None
+
+    def _ask(self, now: float) -> None:
+        """Let every rank write its stacks anew."""
+        for rank in range(self._board.num_ranks):
+            with suppress(OSError):
+                os.truncate(stacks_path(self._folder, rank), 0)
+        self._ask_for_stacks()
+        self._asked_at = now
+
+    def _take_look(self, positions: list[Position], now: float) -> _Look:
+        stacks: dict[int, str] = {}
+        for rank in range(len(positions)):
+            try:
+                stacks[rank] = stacks_path(self._folder, rank).read_text(errors="replace")
+            except OSError:
+                continue
+        cpu = {rank: _cpu_seconds(position.pid) for rank, position in enumerate(positions)}
+        return _Look(now, cpu, stacks)
+
+    @staticmethod
+    def _is_idle(rank: int, before: _Look, now: _Look) -> bool:
+        computed = now.cpu_seconds[rank] - before.cpu_seconds[rank]
+        same = _calls(now.stacks[rank]) == _calls(before.stacks.get(rank, ""))
+        return same and computed < _IDLE_SHARE * (now.at - before.at)
+
+    def _outcome(self, rank: int, position: Position, look: _Look, stalled: float, idle: list[int]) -> RankOutcome:
+        does = "waits outside of any collective" if rank in idle else "computes without end"
+        usual = f"; 99 of 100 steps took at most {self._longest_usual():.2g} s" if self._step_seconds else ""
+        return RankOutcome(
+            rank=rank,
+            host=socket.gethostname(),
+            when=time.monotonic(),
+            error=HANG,
+            message=f"no progress for {stalled:.1f} s {position}{usual}. It {does}",
+            trace=_shown(look.stacks[rank]),
+            status=1,
+        )
+
+
+def _threads(stacks: str) -> list[list[re.Match[str]]]:
+    """The calls of each thread, innermost first.  The main thread is the last: it was there before all others."""
+    blocks = re.split(r"^(?:Current thread|Thread) .*$", stacks, flags=re.MULTILINE)
+    return [calls for block in blocks if (calls := list(_FRAME.finditer(block)))]
+
+
+def _waits(stacks: str) -> bool:
+    """Whether the rank is inside of a collective: the main thread, or one in which autograd runs its backward."""
+    threads = _threads(stacks)
+    main = threads[-1:]
+    backward = [calls for calls in threads[:-1] if any("/torch/autograd/" in call["file"] for call in calls)]
+    return any(
+        any(name in call["file"] for name in _WAITING_FILES) for calls in main + backward for call in calls[:_INNERMOST]
+    )
+
+
+def _calls(stacks: str) -> list[tuple[str, ...]]:
+    """The calls of the main thread, for a comparison."""
+    threads = _threads(stacks)
+    return [call.groups() for call in threads[-1]] if threads else []
+
+
+def _shown(stacks: str) -> list[str]:
+    """The innermost calls of the main thread, outermost first, as a traceback shows them."""
+    threads = _threads(stacks)
+    calls = threads[-1][:_SHOWN_FRAMES] if threads else []
+    return [f"  {call['file']}, line {call['line']}, in {call['name']}" for call in reversed(calls)]
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Processor time of a process and of those that it has started (compilers, data workers)."""
+    return sum(cpu_seconds_of(one) for one in (pid, *children_of(pid)) if os.path.exists(f"/proc/{one}"))

@@ -1,0 +1,96 @@
+"""How a job of ranks ended, and the error that its caller gets."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import weft.errors
+from weft.errors import LaunchError, WeftError
+from weft.events.progress import Position
+from weft.run.launch._job import RankOutcome
+from weft.run.launch._report import report
+
+HANG = "Hang"
+"""`RankOutcome.error` of a rank whose step made no progress, which the launcher has noticed and ended."""
+
+
+class RankError(LaunchError):
+    """A rank stopped with an error that is none of Weft's; its text is the whole report."""
+
+    def __init__(self, text: str, *, rank: int, host: str, kind: str, status: int = 1) -> None:
+        super().__init__(text, status=status)
+        self.rank = rank
+        self.host = host
+        self.kind = kind
+        """Type of the rank's exception, or how it died."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEnd:
+    """How a job ended on this host."""
+
+    num_processes: int
+    outcomes: Mapping[int, RankOutcome | None]
+    """What each rank left, by rank; None: it ended without a word."""
+    cause: RankOutcome | None
+    """How the rank ended that failed first; None where all ended well."""
+    signals: tuple[signal.Signals, ...] = ()
+    """Signals that this process got and passed on while the ranks ran."""
+    has_failed_rank: bool = False
+    """Whether a rank had an exit status other than 0."""
+    positions: Mapping[int, Position] = field(default_factory=dict[int, Position])
+    """Where each rank was in its training when it ended, by rank; none of ranks that do not train."""
+
+    @property
+    def values(self) -> list[Any]:
+        """What the function returned on each rank, by rank."""
+        outcomes = (self.outcomes[rank] for rank in range(self.num_processes))
+        return [outcome.value for outcome in outcomes if outcome is not None]
+
+    def report(self, logs: Path | None = None) -> str:
+        """The first cause in a few lines: rank, host, error, and where it was raised.  `logs` is the folder with what
+        the ranks have printed, where that was kept."""
+        assert self.cause is not None
+        if self.cause.error == signal.SIGSTOP.name:
+            return self.cause.message
+        return report(self.cause, self.num_processes, logs)
+
+    def raise_cause(self, reason: str = "", *, is_user_function: bool = False) -> None:
+        """Raise what the job failed by; return where it did not.
+
+        Args:
+            reason: a sentence that follows the error: why the run does not go on.
+            is_user_function: the function is the user's own, so every error is shown with the line that raised it.
+
+        Raises:
+            WeftError: the one that a rank raised, of its own class.
+            RankError: a rank died, or raised an error of another kind.
+            KeyboardInterrupt: Ctrl-C ended the ranks.
+        """
+        if signal.SIGINT in self.signals and self.has_failed_rank:
+            raise KeyboardInterrupt
+        cause = self.cause
+        if cause is None:
+            return
+        reason = f"\n{reason}" if reason else ""
+        rank, host = cause.rank, cause.host
+        if cause.error == signal.SIGSTOP.name:
+            raise RankError(cause.message + reason, rank=rank, host=host, kind=cause.error)
+        if self.signals:
+            name = self.signals[0].name
+            status = os.EX_TEMPFAIL if self.signals[0] == signal.SIGTERM else 128 + self.signals[0]
+            text = f"stopped by {name} before a step could be finished and saved."
+            raise RankError(text, rank=rank, host=host, kind=name, status=status)
+        if is_user_function or not cause.is_weft_error:
+            text = report(cause, self.num_processes, None) + reason
+            status = cause.weft_status if cause.is_weft_error else 1
+            raise RankError(text, rank=rank, host=host, kind=cause.error or "died", status=status)
+        kind = getattr(weft.errors, cause.error or "", WeftError)
+        everywhere = all(one is not None and one.message == cause.message for one in self.outcomes.values())
+        message = cause.message if everywhere else f"rank {cause.rank} on host {cause.host}: {cause.message}"
+        raise kind(message + reason, status=cause.weft_status)

@@ -1,0 +1,77 @@
+"""Whether ranks start again after a failure: the policies of a recipe, and the end of endless restarts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.config.recipe import OnFailure
+from weft.run.supervise._failure import Failure
+
+_LONGEST_PAUSE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The ranks start again."""
+
+    num_restarts: int
+    """Restarts since a new step was last saved, this one included."""
+    pause_seconds: float
+    """Time to wait before: none for the first, so that one fault costs little; then longer, for what may pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The run ends with its error."""
+
+    reason: str
+    """Why, as a sentence for the end of the report; empty where the error says everything."""
+
+
+class RestartPolicy:
+    """Decides after each failure of one run."""
+
+    def __init__(self, policies: OnFailure, saved_step: int, samples_per_step: int) -> None:
+        """`saved_step`: finished steps of the newest saved state when the run starts; 0 for none."""
+        self._policies = policies
+        self._saved_step = saved_step
+        self._samples_per_step = samples_per_step
+        self._num_restarts = 0
+        self._last: Failure | None = None
+
+    def decide(self, failure: Failure, saved_step: int) -> Restart | Stop:
+        """Decide what follows a failure.  `saved_step`: finished steps of the newest saved state now."""
+        if saved_step > self._saved_step:
+            self._num_restarts, self._last = 0, None
+        self._saved_step = max(saved_step, self._saved_step)
+        last, self._last = self._last, failure
+        if failure.kind == "input":
+            return Stop("")
+        if getattr(self._policies, failure.kind) == "stop":
+            return Stop(f'run.on_failure.{failure.kind} = "stop" in the recipe; "restart" would start the ranks again.')
+        if failure.kind == "error" and failure.step == 0:
+            return Stop("")  # raised before the first step, where every start comes by: a restart would repeat it
+        if failure.kind == "error" and failure.is_again(last):
+            return Stop(f"The same error came at step {failure.step} after a restart, too. {self._batch(failure.step)}")
+        if self._num_restarts >= self._policies.max_restarts:
+            return Stop(self._crash_loop(failure))
+        self._num_restarts += 1
+        pause = 0.0 if self._num_restarts == 1 else min(2.0 ** (self._num_restarts - 2), _LONGEST_PAUSE_SECONDS)
+        return Restart(self._num_restarts, pause)
+
+    def _crash_loop(self, failure: Failure) -> str:
+        if not self._policies.max_restarts:
+            return "run.on_failure.max_restarts = 0 allows no restart."
+        times = "Restarting once" if self._num_restarts == 1 else f"Restarting {self._num_restarts} times in a row"
+        saved = f"after step {self._saved_step}" if self._saved_step else "at all"
+        return (
+            f"{times} has saved no new step {saved} (run.on_failure.max_restarts = {self._policies.max_restarts})."
+            f" {self._batch(failure.step)}"
+        ).rstrip()
+
+    def _batch(self, step: int) -> str:
+        """Name the batch of a step, which may be what it fails by."""
+        if step < 1:
+            return ""
+        first = (step - 1) * self._samples_per_step
+        return f"The batch of step {step} is samples {first:,} to {first + self._samples_per_step - 1:,} of the order."

@@ -1,0 +1,101 @@
+"""Generations of ranks: start them, judge how one ended, and start the next from what is saved.
+
+A generation is one membership of a job: a number, a list of ranks, a plan, a fresh store at which they meet, and a
+fencing token.  All its processes have ended before the next begins, and a save that an older one may still have under
+way can no longer commit, since the folder's token has changed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from weft.config.recipe import OnFailure
+from weft.events import Event, GenerationEvent
+from weft.run.launch.job_end import JobEnd
+from weft.run.supervise._failure import Failure, failure_of, kernel_memory_kills
+from weft.run.supervise._policy import RestartPolicy, Stop
+
+
+class StartGeneration(Protocol):
+    """Runs the ranks of one generation to their end."""
+
+    def __call__(self, number: int, resumes: bool) -> JobEnd:
+        """Start all ranks of generation `number`, from the newest saved state where it `resumes`, else anew."""
+        ...
+
+
+class Supervisor:
+    """Keeps one run going on this host: `run` returns when the run is done, was stopped, or failed for good."""
+
+    def __init__(
+        self,
+        policies: OnFailure,
+        *,
+        saved_step: Callable[[], int],
+        samples_per_step: int,
+        world_size: int,
+        plan: str,
+        log: Callable[[Event], object],
+        report: Callable[[JobEnd], object],
+    ) -> None:
+        """Say how to keep the run going.  Nothing starts yet.
+
+        Args:
+            policies: the recipe's `[run.on_failure]`.
+            saved_step: returns the finished steps of the newest saved state, 0 where nothing is saved.
+            samples_per_step: samples of a global batch, by which the batch of a step that fails again is named.
+            world_size: ranks of the run.
+            plan: digest of the plan.
+            log: takes what happened, for the terminal and the folder of the run.
+            report: shows the first cause of a failure after which the ranks start again.
+        """
+        self._saved_step = saved_step
+        self._policy = RestartPolicy(policies, saved_step(), samples_per_step)
+        self._world_size = world_size
+        self._plan = plan
+        self._log = log
+        self._report = report
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        """Start no more generations; for a signal handler.  A generation that runs is told by its launcher."""
+        self._stopping.set()
+
+    def run(self, start: StartGeneration, *, resumes: bool) -> tuple[JobEnd, str]:
+        """Start generations until one ends well, is stopped by a signal, or fails for good.
+
+        Returns its end, and for a failure why the ranks did not start again: a sentence, empty where the error says
+        everything.
+        """
+        number = 1
+        while True:
+            kills = kernel_memory_kills()
+            end = start(number, resumes)
+            failure = failure_of(end, out_of_memory_kills=kernel_memory_kills() - kills)
+            if failure is None or end.signals:
+                return end, ""
+            saved_step = self._saved_step()
+            decision = self._policy.decide(failure, saved_step)
+            if isinstance(decision, Stop):
+                return end, decision.reason
+            self._report(end)
+            if self._stopping.wait(decision.pause_seconds):
+                return end, "A signal stopped the run before the ranks started again."
+            number, resumes = number + 1, saved_step > 0
+            self._log(self._generation(number, failure, saved_step, decision.num_restarts))
+
+    def _generation(self, number: int, failure: Failure, saved_step: int, num_restarts: int) -> GenerationEvent:
+        return GenerationEvent(
+            number=number,
+            world_size=self._world_size,
+            plan=self._plan,
+            failure=failure.kind,
+            rank=failure.rank,
+            host=failure.host,
+            cause=failure.cause,
+            failed_step=failure.step,
+            restored_step=saved_step,
+            num_restarts=num_restarts,
+        )

@@ -39,6 +39,7 @@ from weft.config.recipe import (
     DecoderShape,
     EncoderShape,
     MlpShape,
+    OnFailure,
     ParameterGroup,
     Recipe,
 )
@@ -56,6 +57,7 @@ def recipe_page() -> str:
         " `--set recipe.<section>.<name>=<value>`. Unknown names, wrong types and impossible sizes are errors.",
     ]
     lines += _sections(Recipe, {"model": _shapes(), "data": _items("train and validation", DataSource)})
+    lines += _items("[run.on_failure]", OnFailure)
     lines += _items("[model.adapter]", AdapterRecipe) + _items("[[optimizer.groups]]", ParameterGroup)
     return _text(lines)
 

@@ -45,6 +45,7 @@ def command_of(what: str, run: str) -> tuple[str, ...]:
     return (
         *(WEFT, "train", "recipe.toml", "--plan", f"{what}.toml", "--run-folder", run),
         *("--set", "recipe.run.log_every=1", "--set", "recipe.run.save_every=3"),
+        *("--set", "recipe.run.on_failure.killed=stop"),
     )
 
 
@@ -68,7 +69,7 @@ def test_a_killed_training_leaves_no_file_and_says_who_was_killed(home: Path, ro
     if role != "launcher":  # then nobody is left to say anything
         assert "SIGKILL" in done.text or "that started the ranks" in done.text
         assert len(last_words(done)) <= 15
-    again = watch((*command_of("optimizer", "unused")[:-6], "--resume", run, "--set", "recipe.run.steps=8"), home)
+    again = watch((*command_of("optimizer", "unused")[:4], "--resume", run, "--set", "recipe.run.steps=8"), home)
     assert again.status == 0, again.text
     steps = [json.loads(line) for line in (home / run / "metrics.jsonl").read_text().splitlines()]
     assert max(line["step"] for line in steps if line["kind"] == "step") == 8

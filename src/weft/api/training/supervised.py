@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from weft.config.document import typed
@@ -58,7 +57,7 @@ class SupervisedTraining:
             first = self._saved_step() if resumes else 0
 
             def start(number: int, resumes: bool) -> JobEnd:
-                return self._generation(number, resumes, losses.path)
+                return self._generation(number, resumes, losses)
 
             with _signals_stop(supervisor.stop) as signals:
                 end, reason = supervisor.run(start, resumes=resumes)
@@ -66,7 +65,7 @@ class SupervisedTraining:
             outcome = typed(TrainingOutcome, end.values[0])
             return replace(outcome, losses=losses.of_steps(first, outcome.steps))
 
-    def _generation(self, number: int, resumes: bool, losses: Path) -> JobEnd:
+    def _generation(self, number: int, resumes: bool, losses: LossBoard) -> JobEnd:
         """Start the ranks of a generation, and return how they ended."""
         if number > 1:
             self.lock.renew()
@@ -78,7 +77,8 @@ class SupervisedTraining:
             "resume": "latest" if resumes else None,
             "prove": self.prove if number == 1 else "never",
             "quiet": self.quiet,
-            "losses": str(losses),
+            "losses": str(losses.path),
+            "peak_flops": losses.peak_flops,
         }
         compute = self.plan.compute
         hang_seconds = self.recipe.run.on_failure.hang_seconds

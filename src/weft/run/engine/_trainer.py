@@ -143,12 +143,14 @@ class Trainer:
         ):
             raise data.fail("cursor", f"the samples of {step} steps, equally many in each")
 
-    def run(self, until: int | None = None) -> TrainingOutcome:
+    def run(self, until: int | None = None, *, peak_flops: float | None = None) -> TrainingOutcome:
         """Train to the recipe's last step, or until a signal.  Call on every rank.
 
         Args:
             until: finished steps after which to save and return, though the recipe has more: the ranks are to go on
                 under another plan.
+            peak_flops: FLOP/s of matrix products of all ranks together, where they are known; by default they are
+                measured first.
 
         Raises:
             NotFiniteError: too many steps in a row were not finite; what was saved before stays.
@@ -159,7 +161,7 @@ class Trainer:
         validation: float | None = None
         step, stopped = self._first_step, False
         reporter = self._reporter
-        reporter.measure_peak()
+        reporter.measure_peak(peak_flops)
         reporter.start(self._first_step, recipe.run.steps)
         with StopRequest(announce=self._mesh.rank == 0) as stop:
             while step < last and not stopped:

@@ -45,6 +45,8 @@ class RunningJob:
     """Looks for a training whose step makes no progress, where that is asked for."""
     hanging: RankOutcome | None = None
     """The rank that hangs, once it is known."""
+    parent_status: int | None = None
+    """Status of the process that started the ranks, where that ended before they did."""
     kills_survivors: bool = False
     """Whether the other ranks are killed as soon as a signal has killed one: the job starts again from what is saved,
     and nothing that they could still say matters."""

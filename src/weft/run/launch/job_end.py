@@ -17,6 +17,8 @@ from weft.run.launch._report import report
 
 HANG = "Hang"
 """`RankOutcome.error` of a rank whose step made no progress, which the launcher has noticed and ended."""
+PARENT_LOST = "ParentLost"
+"""`RankOutcome.error` where the process that started the ranks was killed."""
 
 
 class RankError(LaunchError):
@@ -56,7 +58,7 @@ class JobEnd:
         """The first cause in a few lines: rank, host, error, and where it was raised.  `logs` is the folder with what
         the ranks have printed, where that was kept."""
         assert self.cause is not None
-        if self.cause.error == signal.SIGSTOP.name:
+        if self.cause.error in (signal.SIGSTOP.name, PARENT_LOST):
             return self.cause.message
         return report(self.cause, self.num_processes, logs)
 
@@ -70,6 +72,7 @@ class JobEnd:
         Raises:
             WeftError: the one that a rank raised, of its own class.
             RankError: a rank died, or raised an error of another kind.
+            LaunchError: the process that started the ranks was killed.
             KeyboardInterrupt: Ctrl-C ended the ranks.
         """
         if signal.SIGINT in self.signals and self.has_failed_rank:
@@ -78,6 +81,8 @@ class JobEnd:
         if cause is None:
             return
         reason = f"\n{reason}" if reason else ""
+        if cause.error == PARENT_LOST:
+            raise LaunchError(cause.message + reason)
         rank, host = cause.rank, cause.host
         if cause.error == signal.SIGSTOP.name:
             raise RankError(cause.message + reason, rank=rank, host=host, kind=cause.error)

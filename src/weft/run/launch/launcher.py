@@ -29,7 +29,7 @@ from weft.run.launch._rank_info import progress_path, run_folder_note
 from weft.run.launch._report import first_cause, is_secondary_or_timeout
 from weft.run.launch._stopped import StoppedProcesses
 from weft.run.launch._watch_ranks import RunningJob, forwarding_signals, watch_ranks
-from weft.run.launch.job_end import JobEnd
+from weft.run.launch.job_end import PARENT_LOST, JobEnd
 from weft.run.launch.job_end import RankError as RankError
 
 
@@ -302,10 +302,7 @@ def _run(
             status = fork_server.end(while_waiting=running.stopped.continue_parents)
     running.positions.update((rank, board.position(rank)) for rank in range(job.num_processes))
     if len(running.codes) < job.num_processes:
-        raise LaunchError(
-            f"the process that started the ranks ended with status {status} before they did; they ended with it. "
-            f"When nobody killed it, the machine was short of memory: start fewer than {job.num_processes} processes."
-        )
+        running.parent_status = status
     return running
 
 
@@ -326,6 +323,8 @@ def _cause(running: RunningJob, outcomes: Mapping[int, RankOutcome | None]) -> R
     """Why the job has failed: the rank that did first or hung, or what was stopped while the others waited for it."""
     if running.hanging is not None and not running.signals:
         return running.hanging
+    if running.parent_status is not None:
+        return _lost_parent(running)
     cause = first_cause(running.codes, running.ended_at, outcomes)
     if running.stopped_cause is None or running.signals or not (cause is None or is_secondary_or_timeout(cause)):
         return cause
@@ -336,4 +335,20 @@ def _cause(running: RunningJob, outcomes: Mapping[int, RankOutcome | None]) -> R
         error=signal.SIGSTOP.name,
         message=running.stopped_cause,
         status=1 if cause is None else cause.status,
+    )
+
+
+def _lost_parent(running: RunningJob) -> RankOutcome:
+    """The process that started the ranks was killed, and they ended with it."""
+    return RankOutcome(
+        rank=next(rank for rank in range(running.num_processes) if rank not in running.codes),
+        host=socket.gethostname(),
+        when=time.monotonic(),
+        error=PARENT_LOST,
+        message=(
+            f"the process that started the ranks ended with status {running.parent_status} before they did; they ended"
+            " with it. When nobody killed it, the machine was short of memory: start fewer than"
+            f" {running.num_processes} processes."
+        ),
+        status=1,
     )

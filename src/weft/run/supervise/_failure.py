@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from weft.run.launch._report import is_secondary_or_timeout
-from weft.run.launch.job_end import HANG, JobEnd
+from weft.run.launch.job_end import HANG, PARENT_LOST, JobEnd
 
 FailureKind = Literal["killed", "error", "hang", "host_memory", "device_memory", "not_finite", "input"]
 """The policies of `[run.on_failure]`, and `input`: what only the user can mend."""
@@ -52,7 +52,7 @@ def failure_of(end: JobEnd, *, out_of_memory_kills: int) -> Failure | None:
         kind=_kind(end, out_of_memory_kills),
         rank=cause.rank,
         host=cause.host,
-        cause=f"{cause.error}: {first_line}" if raised and cause.error != HANG else first_line,
+        cause=f"{cause.error}: {first_line}" if raised and cause.error not in (HANG, PARENT_LOST) else first_line,
         step=position.step + 1 if position is not None and position.has_begun else 0,
         phase=position.phase if position is not None else "",
     )
@@ -68,8 +68,8 @@ def _kind(end: JobEnd, out_of_memory_kills: int) -> FailureKind:
         return "device_memory"
     if error == "MemoryError" or any(text in cause.message for text in _NO_HOST_MEMORY):
         return "host_memory"
-    if error.startswith("SIG"):
-        return "host_memory" if error == "SIGKILL" and out_of_memory_kills else "killed"
+    if error.startswith("SIG") or error == PARENT_LOST:
+        return "host_memory" if error in ("SIGKILL", PARENT_LOST) and out_of_memory_kills else "killed"
     if error == "NotFiniteError":
         return "not_finite"
     if cause.is_weft_error:

@@ -1,4 +1,4 @@
-"""The loss of every step of a run, kept where it outlives the ranks."""
+"""What ranks leave for the generation after theirs, in a file that outlives them: losses, and the measured peak."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from weft.events import Emitted, StepEvent
+from weft.events import Emitted, RateEvent, StepEvent
 
 _BYTES = 8
+_PEAK = 0
+_FIRST_LOSS = 1
 
 
 class LossBoard:
@@ -22,7 +24,7 @@ class LossBoard:
     def __init__(self, path: Path, num_steps: int) -> None:
         """Make the file.  It takes no room before losses are written."""
         self.path = path
-        os.truncate(path, num_steps * _BYTES)
+        os.truncate(path, (_FIRST_LOSS + num_steps) * _BYTES)
 
     @classmethod
     @contextmanager
@@ -37,21 +39,33 @@ class LossBoard:
 
     def of_steps(self, first: int, last: int) -> tuple[float, ...]:
         """Return the losses of the steps after `first` finished ones, up to `last`."""
-        content = self.path.read_bytes()[first * _BYTES : last * _BYTES]
+        content = self.path.read_bytes()[(_FIRST_LOSS + first) * _BYTES : (_FIRST_LOSS + last) * _BYTES]
         return struct.unpack(f"{len(content) // _BYTES}d", content)
+
+    @property
+    def peak_flops(self) -> float | None:
+        """FLOP/s of matrix products of all ranks, as the first generation measured them; None before it reported."""
+        with self.path.open("rb") as file:
+            (peak,) = struct.unpack("d", file.read(_BYTES))
+        return peak or None
 
 
 class LossSink:
-    """Writes the loss of every finished step into the board of another process.  Attach it on rank 0."""
+    """Writes the loss of every finished step, and the measured peak, into the board of another process.  Attach it on
+    rank 0."""
 
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
-            self._losses = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
+            self._numbers = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
 
     def take(self, emitted: Emitted) -> None:
-        event = emitted.event
-        if isinstance(event, StepEvent) and event.step <= len(self._losses):
-            self._losses[event.step - 1] = event.loss
+        match emitted.event:
+            case StepEvent(step=step, loss=loss):
+                self._numbers[_FIRST_LOSS + step - 1] = loss
+            case RateEvent(flops_per_second=float() as flops, peak_share=float() as share) if share:
+                self._numbers[_PEAK] = flops / share
+            case _:
+                return
 
     def close(self) -> None:
         """The file stays: the launcher reads it."""

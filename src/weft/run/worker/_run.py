@@ -52,17 +52,28 @@ def run_rank(
     prove: Prove,
     quiet: bool,
     losses: str,
+    peak_flops: float | None,
 ) -> dict[str, Any] | None:
     """Train on one rank and return rank 0's `TrainingOutcome`, as JSON.  `owner` is that of the folder, and `prepared`
     is `PreparedData`, as JSON; `resume` names a checkpoint or a run, or is `latest` for this run's own newest;
-    `losses` is the file of the launcher's `LossBoard`."""
+    `losses` is the file of the launcher's `LossBoard`, and `peak_flops` what an earlier generation has measured."""
     run = RunFolder.open(Path(folder))
     recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
     token = FolderToken.of_json(run.path, owner)
     data = PreparedData.from_json(prepared)
     sinks = [LossSink(Path(losses))] if rank_info.rank == 0 else []
     outcome = train_rank(
-        recipe, plan, run, rank_info, data, token=token, resume=resume, prove=prove, quiet=quiet, sinks=sinks
+        recipe,
+        plan,
+        run,
+        rank_info,
+        data,
+        token=token,
+        resume=resume,
+        prove=prove,
+        quiet=quiet,
+        sinks=sinks,
+        peak_flops=peak_flops,
     )
     return plain(outcome) if rank_info.rank == 0 else None
 
@@ -107,9 +118,14 @@ def train_rank(
     prove: Prove = "never",
     quiet: bool,
     sinks: Sequence[Sink] = (),
+    peak_flops: float | None = None,
 ) -> TrainingOutcome:
-    """Train on this rank.  Call on every rank of the plan's world; rank 0 has the token of the folder's owner.  `sinks`
-    hear this rank's events beside its log and the terminal."""
+    """Train on this rank.  Call on every rank of the plan's world; rank 0 has the token of the folder's owner.
+
+    Args:
+        sinks: hear this rank's events beside its log and the terminal.
+        peak_flops: FLOP/s of matrix products of all ranks together; by default they are measured first.
+    """
     torch.set_num_threads(plan.compute.num_threads)
     with ExitStack() as stack:
         timeout_seconds = plan.compute.timeout_seconds
@@ -128,7 +144,7 @@ def train_rank(
         with training as trainer, _own_groups():
             if resume is not None:
                 trainer.resume(None if resume == "latest" else Path(resume))
-            return trainer.run()
+            return trainer.run(peak_flops=peak_flops)
 
 
 @contextmanager

@@ -130,7 +130,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
     if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
         return "**required**"
     value = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
-    if value is None or value == {} or value == ():
+    if value is None or value == {} or value == () or dataclasses.is_dataclass(value):
         return "–"
     if isinstance(value, tuple) and dataclasses.is_dataclass(value[0]):
         return "`" + format_value([{"source": item.source} for item in value]) + "`"

@@ -15,13 +15,14 @@ from weft.config.plan import Plan
 from weft.config.recipe import Recipe
 from weft.events import Event, LogSink, MetricsSink, Run, RunFolder, words_of
 from weft.events.folder_lock import FolderLock
+from weft.events.loss_board import LossBoard
 from weft.run.checkpoint import newest_saved_step
 from weft.run.data import PreparedData
 from weft.run.engine import TrainingOutcome
 from weft.run.engine.proof import Prove
 from weft.run.launch.job_end import JobEnd
 from weft.run.launch.launcher import ForkServer, HangLimits, run_function
-from weft.run.supervise import LossBoard, Supervisor
+from weft.run.supervise import Supervisor
 
 
 @dataclass(slots=True, kw_only=True)

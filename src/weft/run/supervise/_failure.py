@@ -17,7 +17,7 @@ _NO_HOST_MEMORY = ("can't allocate memory", "Cannot allocate memory", "std::bad_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class GenerationFailure:
     """How a generation of ranks failed: the first cause, not what it made other ranks say."""
 
     kind: FailureKind
@@ -30,12 +30,12 @@ class Failure:
     phase: str
     """Phase of that step; empty between phases."""
 
-    def is_again(self, earlier: Failure | None) -> bool:
+    def is_again(self, earlier: GenerationFailure | None) -> bool:
         """Whether an earlier generation failed in the same way at the same step."""
         return earlier is not None and (self.kind, self.step, self.cause) == (earlier.kind, earlier.step, earlier.cause)
 
 
-def failure_of(end: JobEnd, *, out_of_memory_kills: int) -> Failure | None:
+def failure_of(end: JobEnd, *, out_of_memory_kills: int) -> GenerationFailure | None:
     """Judge how a job ended; None where it ended well.
 
     Args:
@@ -48,7 +48,7 @@ def failure_of(end: JobEnd, *, out_of_memory_kills: int) -> Failure | None:
     position = end.positions.get(cause.rank)
     raised = cause.error is not None and not cause.message.startswith("killed by")
     first_line = next(iter(cause.message.strip().splitlines()), "")
-    return Failure(
+    return GenerationFailure(
         kind=_kind(end, out_of_memory_kills),
         rank=cause.rank,
         host=cause.host,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.config.recipe import OnFailure
-from weft.run.supervise._failure import Failure
+from weft.run.supervise._failure import GenerationFailure
 
 _LONGEST_PAUSE_SECONDS = 30.0
 
@@ -37,9 +37,9 @@ class RestartPolicy:
         self._saved_step = saved_step
         self._samples_per_step = samples_per_step
         self._num_restarts = 0
-        self._last: Failure | None = None
+        self._last: GenerationFailure | None = None
 
-    def decide(self, failure: Failure, saved_step: int) -> Restart | Stop:
+    def decide(self, failure: GenerationFailure, saved_step: int) -> Restart | Stop:
         """Decide what follows a failure.  `saved_step`: finished steps of the newest saved state now."""
         if saved_step > self._saved_step:
             self._num_restarts, self._last = 0, None
@@ -59,7 +59,7 @@ class RestartPolicy:
         pause = 0.0 if self._num_restarts == 1 else min(2.0 ** (self._num_restarts - 2), _LONGEST_PAUSE_SECONDS)
         return Restart(self._num_restarts, pause)
 
-    def _crash_loop(self, failure: Failure) -> str:
+    def _crash_loop(self, failure: GenerationFailure) -> str:
         if not self._policies.max_restarts:
             return "run.on_failure.max_restarts = 0 allows no restart."
         times = "Restarting once" if self._num_restarts == 1 else f"Restarting {self._num_restarts} times in a row"

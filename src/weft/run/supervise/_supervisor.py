@@ -14,7 +14,7 @@ from typing import Protocol
 from weft.config.recipe import OnFailure
 from weft.events import Event, GenerationEvent
 from weft.run.launch.job_end import JobEnd
-from weft.run.supervise._failure import Failure, failure_of, kernel_memory_kills
+from weft.run.supervise._failure import GenerationFailure, failure_of, kernel_memory_kills
 from weft.run.supervise._policy import RestartPolicy, Stop
 
 
@@ -86,7 +86,9 @@ class Supervisor:
             number, resumes = number + 1, saved_step > 0
             self._log(self._generation(number, failure, saved_step, decision.num_restarts))
 
-    def _generation(self, number: int, failure: Failure, saved_step: int, num_restarts: int) -> GenerationEvent:
+    def _generation(
+        self, number: int, failure: GenerationFailure, saved_step: int, num_restarts: int
+    ) -> GenerationEvent:
         return GenerationEvent(
             number=number,
             world_size=self._world_size,

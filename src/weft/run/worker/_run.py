@@ -30,11 +30,11 @@ from weft.events import (
     WarningSink,
     loggers_to,
 )
+from weft.events.loss_board import LossSink
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.data import PreparedData, data_shape, open_data
 from weft.run.engine import Trainer, TrainingOutcome, create_training
 from weft.run.launch import Distributed, RankInfo, initialise_distributed
-from weft.run.supervise import LossSink
 from weft.run.worker._facts import facts_of_blueprint
 from weft.techniques.check import check_plan
 

@@ -13,8 +13,8 @@ WEFT = str(Path(sys.executable).with_name("weft"))
 MOST_LINES = 23_900
 """Source lines of Weft that a rank loads.  Lower it when less is loaded.  It was raised by 1,000 on 28 November 2026,
 for what every rank does since: keys of draws by call, second derivatives, reads of cut weights, the folder's owner,
-inputs by position where hooks read these, saves of several models; by 100 for plans in a line; and by 300 for what a rank writes where its
-supervisor reads it."""
+inputs by position where hooks read these, saves of several models; by 100 for plans in a line; and by 300 for what a
+rank writes where its supervisor reads it."""
 PROOF_LINES = 1_700
 """Lines beside them of the proof at the start, where it was not kept from an earlier one."""
 ENGINE_LINES = 1_900

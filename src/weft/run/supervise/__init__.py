@@ -1,7 +1,7 @@
 """Keeps a run going: judges how its ranks ended and starts them again from what is saved.  Importable without torch."""
 
-from weft.run.supervise._failure import GenerationFailure as GenerationFailure
 from weft.run.supervise._failure import FailureKind as FailureKind
+from weft.run.supervise._failure import GenerationFailure as GenerationFailure
 from weft.run.supervise._failure import failure_of as failure_of
 from weft.run.supervise._failure import kernel_memory_kills as kernel_memory_kills
 from weft.run.supervise._policy import Restart as Restart

@@ -82,7 +82,7 @@ def test_where_all_plans_are_refused_the_commonest_reason_is_told(capsys: pytest
     text = said(capsys, *given)
     assert "are refused; the commonest reason:" in text
     assert 'plan.data_parallel.compression = "fp8" can be predicted but not run yet' in text
-    assert "--dry-run rehearses the best plan, and none was found" in complaint(capsys, *given, "--dry-run")
+    assert "--dry-run runs ranks of the best plan, and none was found" in complaint(capsys, *given, "--dry-run")
 
 
 def test_a_permission_that_would_help_is_named_though_it_is_refused_now(capsys: pytest.CaptureFixture[str]) -> None:

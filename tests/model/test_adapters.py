@@ -21,7 +21,7 @@ from weft.config.plan import parse_plan
 from weft.config.recipe import AdapterRecipe, Recipe, parse_recipe
 from weft.errors import PlanError, RecipeError
 from weft.model.build import build_model
-from weft.verify.dry_run import rehearse_world
+from weft.verify.dry_run import dry_run_world
 
 peft: Any = pytest.importorskip("peft", reason="the package peft is not installed: `make setup` does")
 
@@ -165,7 +165,7 @@ def test_a_dry_run_sends_what_is_predicted(base: Path, settings: str, more: str)
     made = recipe(base, f"targets = [{EVERY}]\n{more}\n{settings}")
     for memory in ("", '[memory]\nrecompute = "full"\n'):
         how = plan("tensor = 2\nshard = 2", 2, memory)
-        report = rehearse_world(made, how, lambda: build_blueprint(made), (3,))
+        report = dry_run_world(made, how, lambda: build_blueprint(made), (3,))
         assert report.problems == ()
         for rank in report.asked:
             assert rank.issued

@@ -19,7 +19,7 @@ from weft.model.blueprint import Blueprint, logits_of
 from weft.model.build import build_reference
 from weft.model.families import FoundCut
 from weft.model.hf import build_hf
-from weft.verify.numerics import KeptWide
+from weft.verify.numerics import KeepFp64
 
 
 def save_exported(blueprint: Blueprint, weights: dict[str, torch.Tensor], folder: Path) -> None:
@@ -114,7 +114,7 @@ def test_fp64_is_fp64_all_the_way_where_plans_are_compared(tmp_path: Path) -> No
     """A change far below fp32's resolution shows in the logits, although the library's norms compute in fp32."""
     blueprint = build_family("llama", tmp_path)
     module, batch = real(blueprint).eval(), batch_of(blueprint)
-    with KeptWide() as mode:
+    with KeepFp64() as mode:
         before = logits_of(run(module, blueprint, batch))
         with torch.no_grad():
             module.model.embed_tokens.weight.mul_(1 + 1e-11)

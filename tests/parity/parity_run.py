@@ -32,7 +32,7 @@ from weft.techniques.check import check_plan, check_runnable
 from weft.techniques.data.gradient_reducer import BucketReducer
 from weft.techniques.send_trace import Outline
 from weft.techniques.tensor.mesh_2d.shape import ranks_alike
-from weft.verify.dry_run import outline_of
+from weft.verify.dry_run import trace_sends
 from weft.verify.numerics import TOLERANCES, Trial, assemble, compare, one_process, run_trial
 
 _ROUNDING = 2.0**-24
@@ -262,7 +262,7 @@ class Matrix:
             known = recipe.model, blueprint.cut is None, plan.mesh.context > 1, bool(blueprint.splits)
             if plan.mesh.context > 1 and known not in self._outlines:
                 look_at_tokens(blueprint, plan.mesh.context)
-            outline = self._outlines.get(known) or outline_of(blueprint)
+            outline = self._outlines.get(known) or trace_sends(blueprint)
             self._outlines[known] = outline
             result.unpredicted = tuple(unlike_predicted(recipe, plan, blueprint, outline, trials))
         return result

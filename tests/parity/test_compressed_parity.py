@@ -26,7 +26,7 @@ from weft.model.build import build_model
 from weft.model.description import facts_of
 from weft.techniques.check import check_plan, runnability
 from weft.techniques.compression.codecs import Frame
-from weft.verify.dry_run import outline_of
+from weft.verify.dry_run import trace_sends
 from weft.verify.numerics import Trial, assemble
 
 CASES: Mapping[str, Mapping[str, Any]] = {
@@ -102,7 +102,7 @@ def test_ranks_send_what_is_predicted(runs: Runs, case: str, codec: str) -> None
     plan = compressed(codec, **CASES[case])
     blueprint = build_model(recipe_of(plan))
     trials, _ = runs.of(case, codec)
-    assert unlike_predicted(recipe_of(plan), plan, blueprint, outline_of(blueprint), trials) == []
+    assert unlike_predicted(recipe_of(plan), plan, blueprint, trace_sends(blueprint), trials) == []
 
 
 @pytest.mark.parametrize(("case", "codec"), CELLS)

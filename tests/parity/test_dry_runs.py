@@ -16,7 +16,7 @@ from parity_run import with_precision
 from weft.config.recipe import ModelRecipe, Recipe
 from weft.model.blueprint import Blueprint
 from weft.model.build import build_model
-from weft.verify.dry_run import outline_of, rehearse_world
+from weft.verify.dry_run import dry_run_world, trace_sends
 from weft.verify.program import occasions_of, program_of
 
 Build = Callable[[Recipe], Blueprint]
@@ -39,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelRecipe]:
 
 def unlike_ranks(recipe: Recipe, cell: Cell, build: Build = build_model) -> tuple[int, ...]:
     """The first of all ranks that send the same."""
-    outline, found = outline_of(build(recipe)), dict[frozenset[object], int]()
+    outline, found = trace_sends(build(recipe)), dict[frozenset[object], int]()
     occasions = occasions_of(recipe, cell.plan, 0, is_first=True, some_unused=True)
     for rank in range(cell.world):
         traffic = program_of(recipe, cell.plan, outline, rank, cuts_anywhere=False).traffic(*occasions)
@@ -49,7 +49,7 @@ def unlike_ranks(recipe: Recipe, cell: Cell, build: Build = build_model) -> tupl
 
 def check(cell: Cell, models: dict[str, ModelRecipe], precision: str = "fp64", build: Build = build_model) -> None:
     recipe, plan = cells.recipe_of(models[cell.model], precision), with_precision(cell.plan, precision)
-    report = rehearse_world(recipe, plan, lambda: build(recipe), unlike_ranks(recipe, cell, build))
+    report = dry_run_world(recipe, plan, lambda: build(recipe), unlike_ranks(recipe, cell, build))
     assert report.problems == ()
     for rank in report.asked:
         assert rank.issued

@@ -18,7 +18,7 @@ from predicted import unlike_predicted
 from weft.analysis.blueprint import build_blueprint
 from weft.config.plan import Plan
 from weft.config.recipe import ModelRecipe, Recipe
-from weft.verify.dry_run import outline_of, rehearse
+from weft.verify.dry_run import dry_run_rank, trace_sends
 from weft.verify.numerics import one_process
 
 STEPS = 2
@@ -69,7 +69,7 @@ def failures(ranks: RankPool, recipe: Recipe, plan: Plan, breakage: str | None =
         return judge(wanted, broken).failures("fp64")
     trials = ranks.run(plan.mesh.world_size, run_looked, recipe, plan, STEPS)
     blueprint = build_blueprint(recipe, plan)
-    unpredicted = unlike_predicted(recipe, plan, blueprint, outline_of(blueprint), trials)
+    unpredicted = unlike_predicted(recipe, plan, blueprint, trace_sends(blueprint), trials)
     return [*judge(wanted, joined(trials, plan)).failures("fp64"), *unpredicted]
 
 
@@ -108,6 +108,6 @@ def test_a_broken_gather_is_seen(ranks: RankPool, breakage: str, form: str) -> N
 def test_a_dry_run_gathers_what_is_predicted(name: str, tmp_path: Path) -> None:
     plan = PLANS[name]
     for recipe in (dual_encoder("clip", tmp_path), own("outside", "softmax"), own("both ways", "sigmoid")):
-        report = rehearse(recipe, plan, lambda recipe=recipe: build_blueprint(recipe, plan))
+        report = dry_run_rank(recipe, plan, lambda recipe=recipe: build_blueprint(recipe, plan))
         assert report.unpredicted == ()
         assert report.unlike_predicted == ()

@@ -107,11 +107,11 @@ def _row_lines(row: TableRow) -> Iterator[str]:
     yield f"{row.collective} of {format_size(row.size_bytes)}: {row.choice}"
     yield f"    {'':2}{'way':<30}{'predicted':>12}{'measured':>12}"
     order = sorted(row.candidates, key=_by_time)
-    for each in order:
-        mark = "→ " if each.name == row.choice else "  "
-        measured = each.note if each.measured_seconds is None else _time(each.measured_seconds)
-        gap = "  " if each.measured_seconds is None else ""
-        yield f"    {mark}{each.name:<30}{_time(each.predicted_seconds):>12}{gap}{measured:>12}"
+    for entry in order:
+        mark = "→ " if entry.name == row.choice else "  "
+        measured = entry.note if entry.measured_seconds is None else _time(entry.measured_seconds)
+        gap = "  " if entry.measured_seconds is None else ""
+        yield f"    {mark}{entry.name:<30}{_time(entry.predicted_seconds):>12}{gap}{measured:>12}"
 
 
 def _by_time(candidate: MethodCandidate) -> tuple[bool, float]:

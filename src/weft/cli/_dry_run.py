@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def dry_run(recipe: Recipe, plan: Plan, ranks: Sequence[int] = ()) -> None:
-    """Rehearse `ranks` of the plan (by default one of the first, the second and the last stage) and print the reports.
+    """Print dry runs of `ranks` of the plan, by default of one rank of the first, the second and the last stage.
 
     Raises:
         PlanError: the plan cannot be run, a rank is outside its world, or ranks of a group would start different
@@ -25,14 +25,14 @@ def dry_run(recipe: Recipe, plan: Plan, ranks: Sequence[int] = ()) -> None:
     """
     from weft.analysis.blueprint import build_blueprint
     from weft.techniques.check import check_runnable
-    from weft.verify.dry_run import rehearse_world
+    from weft.verify.dry_run import dry_run_world
 
     check_runnable(plan)
     world = plan.mesh.world_size
     for rank in ranks:
         if not 0 <= rank < world:
             raise PlanError(f"--rank {rank} is outside the plan's world of {world:,}. Use 0 to {world - 1:,}.")
-    report = rehearse_world(recipe, plan, lambda: build_blueprint(recipe, plan), ranks, progress=_tell)
+    report = dry_run_world(recipe, plan, lambda: build_blueprint(recipe, plan), ranks, progress=_tell)
     print("\n".join(_lines(report, world)))
     if report.problems:
         listed = "\n".join(report.problems)
@@ -73,5 +73,5 @@ def _rank_lines(report: RankReport, world: int) -> Iterator[str]:
     listed = " · ".join(f"{kind} {format_memory(size)}" for kind, size in asdict(state).items() if size)
     yield f"          holds {format_memory(state.total)} of state: {listed}"
     for (axis, op), (count, size) in sorted(report.step_traffic.items()):
-        each = format_bytes(size / count)
-        yield f"          {axis:<9} {op:<15} {count:>9,.0f} × {each:>9} = {format_bytes(size):>9} per step"
+        mean_size = format_bytes(size / count)
+        yield f"          {axis:<9} {op:<15} {count:>9,.0f} × {mean_size:>9} = {format_bytes(size):>9} per step"

@@ -26,7 +26,7 @@ from weft.cli import (
     _probe,
     _train,
 )
-from weft.cli._words import refuse_words
+from weft.cli._refuse_words import refuse_words
 from weft.errors import WeftError, did_you_mean
 
 USAGE_STATUS = 2

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from weft.cli._elsewhere import run_for, run_given
 from weft.cli._options import FLAG, write_output
+from weft.cli._other_systems import run_for, run_given
 from weft.cli._read import PlannedRun, read_choice
 from weft.cli._search import (
     SearchRequest,
@@ -189,7 +189,7 @@ def _recipe(
     request: SearchRequest,
     output: Path | None,
     eject: Path | None,
-    rehearsed: tuple[int, ...] | None,
+    dry_run_ranks: tuple[int, ...] | None,
 ) -> None:
     """For a cluster that is not this machine search chooses the plan; here it is the one that `weft train` would take,
     with what search finds beside it."""
@@ -209,8 +209,8 @@ def _recipe(
         )
     if subject is not None and is_elsewhere:
         result = _plan_subject(subject, resolve_cluster(cluster), plan, request, output, None, name=str(recipe))
-        if rehearsed is not None:
-            _rehearse_best(result, recipe, request, rehearsed)
+        if dry_run_ranks is not None:
+            _dry_run_best(result, recipe, request, dry_run_ranks)
         return
     described = None if subject is None else subject.described
     choice = read_choice(recipe, plan, request.overrides, processes, cluster, described=described)
@@ -224,25 +224,25 @@ def _recipe(
         result, lines = run_search(subject, choice.cluster, request)
         print_search(result, lines if request.json else ["", *lines], request)
     _write(choice, recipe, output, eject)
-    if rehearsed is not None:
+    if dry_run_ranks is not None:
         from weft.cli._dry_run import dry_run
 
-        dry_run(choice.recipe, choice.plan, rehearsed)
+        dry_run(choice.recipe, choice.plan, dry_run_ranks)
 
 
-def _rehearse_best(result: SearchResult, path: Path, request: SearchRequest, rehearsed: tuple[int, ...]) -> None:
+def _dry_run_best(result: SearchResult, path: Path, request: SearchRequest, dry_run_ranks: tuple[int, ...]) -> None:
     from weft.cli._dry_run import dry_run
     from weft.config.plan import Plan, apply_overrides
     from weft.config.recipe import load_recipe
 
-    plan = next((each.plan for each in result.best if each.plan is not None), None)
+    plan = next((candidate.plan for candidate in result.best if candidate.plan is not None), None)
     if plan is None:
         raise PlanError(
-            "--dry-run rehearses the best plan, and none was found: the lines above say why. Use more devices, or give"
-            " fewer settings by --set."
+            "--dry-run runs ranks of the best plan, and none was found: the lines above say why. Use more devices, or"
+            " give fewer settings by --set."
         )
     recipe, _ = apply_overrides(load_recipe(path), Plan(), request.of_recipe)
-    dry_run(recipe, plan, rehearsed)
+    dry_run(recipe, plan, dry_run_ranks)
 
 
 def _write(choice: PlannedRun, recipe: Path, output: Path | None, eject: Path | None) -> None:

@@ -202,11 +202,11 @@ def _given(request: SearchRequest) -> Plan:
                 f"plan.{key} (from --set) is not one setting, and a search takes them one by one."
                 " Write --set plan.SECTION.NAME=VALUE for each."
             )
-    for each in plan_settings():
-        if each.knob.follows and each.key in pins.origins:
+    for setting in plan_settings():
+        if setting.knob.follows and setting.key in pins.origins:
             raise PlanError(
-                f"plan.{each.key} (from --set) follows from what a search chooses. Give {each.knob.follows}, or a whole"
-                " plan: --plan."
+                f"plan.{setting.key} (from --set) follows from what a search chooses. Give {setting.knob.follows}, or a"
+                " whole plan: --plan."
             )
     return pins
 
@@ -281,7 +281,7 @@ def _unpriced(request: SearchRequest) -> list[str]:
     from weft.config.plan import plan_settings
     from weft.planning.search import beyond_search
 
-    free = {each.key for each in plan_settings() if each.knob.free}
+    free = {setting.key for setting in plan_settings() if setting.knob.free}
     names = [name for name in beyond_search(_given(request)) if name not in free]
     return [f"given     {', '.join(names)}: in the plans, and not in their prices"] if names else []
 

@@ -17,6 +17,8 @@ from weft.events._events import StartEvent as StartEvent
 from weft.events._events import StepEvent as StepEvent
 from weft.events._events import WarningEvent as WarningEvent
 from weft.events._folder import RunFolder as RunFolder
+from weft.events._format import format_duration as format_duration
+from weft.events._format import format_loss as format_loss
 from weft.events._logs import LogSink as LogSink
 from weft.events._logs import loggers_to as loggers_to
 from weft.events._metrics import MetricsSink as MetricsSink
@@ -31,6 +33,6 @@ from weft.events._scalars import ScalarSink as ScalarSink
 from weft.events._scalars import Track as Track
 from weft.events._terminal import TerminalSink as TerminalSink
 from weft.events._terminal import WarningSink as WarningSink
-from weft.events._words import format_duration as format_duration
-from weft.events._words import format_loss as format_loss
-from weft.events._words import words_of as words_of
+from weft.events._format import format_duration as format_duration
+from weft.events._format import format_loss as format_loss
+from weft.events._format import text_of as text_of

@@ -20,8 +20,8 @@ from weft.events._events import (
     StepEvent,
     WarningEvent,
 )
+from weft.events._format import text_of
 from weft.events._run import Emitted, Run
-from weft.events._words import words_of
 
 _LEVELS: dict[type[Event], str] = {
     MessageEvent: "INFO",
@@ -50,7 +50,7 @@ class LogSink:
         self._descriptor: int | None = None
 
     def take(self, emitted: Emitted) -> None:
-        words = words_of(emitted.event)
+        words = text_of(emitted.event)
         if words is None:
             return
         event, seconds = emitted.event, emitted.unix_time_seconds
@@ -82,7 +82,7 @@ class LogSink:
             self._descriptor = None
 
 
-class _ToRun(logging.Handler):
+class _EventHandler(logging.Handler):
     """Makes events of log records."""
 
     def __init__(self, run: Run) -> None:
@@ -103,11 +103,11 @@ def loggers_to(run: Run, *, all_of_process: bool) -> Generator[None]:
     user's process warnings come, of Weft's loggers and Python's own, and also go where they would have gone.
     """
     if all_of_process:
-        with _all_loggers_to(_ToRun(run)):
+        with _all_loggers_to(_EventHandler(run)):
             yield
         return
     logger, show = logging.getLogger("weft"), warnings.showwarning
-    handlers: list[logging.Handler] = [_ToRun(run)]
+    handlers: list[logging.Handler] = [_EventHandler(run)]
     if not logger.hasHandlers() and logging.lastResort is not None:
         handlers.append(logging.lastResort)  # which logging leaves out where there is any handler
     for handler in handlers:

@@ -88,11 +88,11 @@ class FolderOwner:
         try:
             known: Any = json.loads(content)
             kinds = {"token": int, "pid": int, "silent_seconds": (int, float), "ended": bool}
-            given = {each.name: known[each.name] for each in fields(cls)}
+            values = {entry.name: known[entry.name] for entry in fields(cls)}
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
-        right = all(isinstance(value, kinds.get(name, str)) for name, value in given.items())
-        return cls(**given) if right else None
+        right = all(isinstance(value, kinds.get(name, str)) for name, value in values.items())
+        return cls(**values) if right else None
 
 
 class Owned(Protocol):

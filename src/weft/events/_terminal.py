@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from weft.events._events import EndEvent, FailureEvent, RateEvent, StartEvent, StepEvent, WarningEvent
+from weft.events._format import format_duration, format_loss, text_of
 from weft.events._run import Emitted
-from weft.events._words import format_duration, format_loss, words_of
 
 
 class TerminalSink:
@@ -38,14 +38,14 @@ class TerminalSink:
                 self.close()
             case StepEvent() as event:
                 self._step = event
-                self._say(words_of(event))
+                self._say(text_of(event))
                 self._advance(event.step)
             case RateEvent() as event if self._step is not None:
                 self._say(format_step(self._step, event, self._widths, learning_rate=self._shows_learning_rate))
             case WarningEvent() | FailureEvent():
                 return
             case event:
-                self._say(words_of(event))
+                self._say(text_of(event))
 
     def close(self) -> None:
         """Clear the bar.  The lines stay."""

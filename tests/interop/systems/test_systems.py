@@ -13,7 +13,7 @@ from readers import read
 
 from weft.config.cluster import Cluster, parse_cluster_spec
 from weft.errors import PlanError
-from weft.interop.systems import SYSTEMS, Emission, Job, emit, find_system, job_of, node_size, search_within
+from weft.interop.systems import SYSTEMS, Emission, SystemJob, emit, find_system, job_of, node_size, search_within
 from weft.model.profile import ModelSizes, profile_of_sizes
 from weft.model.profile.known import KNOWN_MODELS, known_model
 from weft.planning.search import SearchResult, Space, search, space_of
@@ -25,7 +25,7 @@ MODELS = (
 )  # fmt: skip
 CLUSTERS = ("8xh100", "2x8xh100", "4x8xh100", "3x8xa100-40gb", "16x8xh100")
 SIZES = known_model("llama-3.1-8b").sizes
-JOB = Job(
+JOB = SystemJob(
     sizes=SIZES,
     layout=Layout(replicate=8, microbatches=4, fused_loss=True),
     global_batch_size=32,
@@ -36,7 +36,7 @@ JOB = Job(
 
 def _found(
     name: str, sizes: ModelSizes, cluster: Cluster, batch: int
-) -> tuple[SearchResult, list[tuple[Job, Emission]]]:
+) -> tuple[SearchResult, list[tuple[SystemJob, Emission]]]:
     profile = profile_of_sizes(sizes)
     space = replace(space_of(profile, cluster, global_batch_size=batch), node_size=node_size(cluster))
     asked: Callable[[Space], SearchResult] = lambda part: search(  # noqa: E731
@@ -70,7 +70,7 @@ def _expected(sizes: ModelSizes) -> dict[str, Any]:
     }
 
 
-def _check(job: Job, emission: Emission) -> None:
+def _check(job: SystemJob, emission: Emission) -> None:
     """The command means the plan: axes, batch, stages, and the model that is trained."""
     said, layout = read(emission), job.layout
     assert said.world == layout.world_size == said.pipeline * said.tensor * said.context * said.data

@@ -13,7 +13,7 @@ from weft.model.description import profile_of
 from weft.planning.price import Memories
 from weft.techniques.cost_terms import WEFT, Layout
 from weft.techniques.send_trace import ModelShare
-from weft.verify.dry_run import outline_of
+from weft.verify.dry_run import trace_sends
 
 RECIPE = Recipe(
     model=ModelRecipe(
@@ -35,7 +35,7 @@ def test_of_a_mixture(expert: int, tensor: int, context: int) -> None:
     """Experts are shared out over the expert axis, and each cut by the tensor axis beside the rest."""
     mesh = MeshPlan(shard=4, tensor=tensor, expert=expert, context=context)
     plan = Plan(mesh=mesh, microbatch=MicrobatchPlan(size=2))
-    share = ModelShare(outline=outline_of(build_model(RECIPE)), recipe=RECIPE, plan=plan, rank=0)
+    share = ModelShare(outline=trace_sends(build_model(RECIPE)), recipe=RECIPE, plan=plan, rank=0)
     held = sum(parameter.num_elements for parameter in share.held)
     layout, profile = Layout.of(plan), profile_of(RECIPE)
     assert profile is not None

@@ -19,7 +19,7 @@ from weft.model.blueprint import Blueprint
 from weft.model.build import build_reference
 from weft.model.losses import class_loss
 from weft.run.checkpoint import Checkpointer, Peers
-from weft.run.checkpoint.export import Renamed, export_checkpoint, read_tensors
+from weft.run.checkpoint.export import ExportedWeights, export_checkpoint, read_tensors
 
 DECODER = DecoderShape(
     num_layers=2,
@@ -191,7 +191,7 @@ def test_weights_are_cut_and_renamed_one_at_a_time() -> None:
     weights = Watched()
     wanted = by_expert({name: weights[name] for name in weights})
     weights.read, weights.most, weights.alive = [], 0, []
-    renamed = Renamed(weights, by_expert)
+    renamed = ExportedWeights(weights, by_expert)
     assert weights.read == []
     assert list(renamed) == list(wanted)
     for name in renamed:
@@ -223,13 +223,13 @@ def test_an_exporter_that_needs_content_gets_it(
 ) -> None:
     weights = Watched()
     wanted = exporter({name: weights[name] for name in weights})
-    renamed = Renamed(weights, exporter)
+    renamed = ExportedWeights(weights, exporter)
     assert list(renamed) == list(wanted)
     assert all(torch.equal(renamed[name], wanted[name]) for name in wanted)
 
 
 def test_what_is_wrong_with_an_exporter_is_its_own_error() -> None:
     with pytest.raises(KeyError, match="there is no such"):
-        Renamed(Watched(), lambda weights: {"x": weights["there is no such"]})
+        ExportedWeights(Watched(), lambda weights: {"x": weights["there is no such"]})
     with pytest.raises(RuntimeError, match="mat1 and mat2|size"):
-        Renamed(Watched(), lambda weights: {"x": weights["bias"][None] @ weights["bias"][None]})
+        ExportedWeights(Watched(), lambda weights: {"x": weights["bias"][None] @ weights["bias"][None]})

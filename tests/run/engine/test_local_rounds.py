@@ -21,7 +21,7 @@ from weft.config.recipe import OptimizerRecipe, Recipe
 from weft.model.build import build_model
 from weft.model.description import facts_of
 from weft.run.checkpoint import Checkpointer, Peers
-from weft.run.engine import Trainer, TrainingOutcome
+from weft.run.engine import Trainer, TrainingResult
 from weft.run.engine.proof import optimizer_of
 from weft.techniques.check import check_plan, check_runnable
 from weft.techniques.core import CheckpointShard
@@ -406,10 +406,10 @@ def test_other_replicas_drop_a_round_that_was_under_way(ranks: Any, tmp_path: Pa
 
 def run_loop(
     plan: Plan, folder: Path
-) -> tuple[TrainingOutcome, TrainingOutcome, list[CheckpointShard], list[CheckpointShard]]:
+) -> tuple[TrainingResult, TrainingResult, list[CheckpointShard], list[CheckpointShard]]:
     """The trainer's own loop to the end; and again from its save in the middle of the last round."""
     made = recipe(evaluate_every=2, save_every=STEPS - 1)
-    found: list[tuple[TrainingOutcome, list[CheckpointShard]]] = []
+    found: list[tuple[TrainingResult, list[CheckpointShard]]] = []
     for resumed in (False, True):
         training = Training(made, plan)
         keeper = Checkpointer(folder, Peers.of_group(training.mesh["world"]))

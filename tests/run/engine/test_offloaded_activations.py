@@ -20,7 +20,7 @@ from weft.techniques.check import check_runnable
 from weft.techniques.offload.activations import SMALLEST_BYTES, ActivationKeeper
 from weft.techniques.offload.depot import FileDepot, Runs
 from weft.techniques.offload.storage import ALIGNMENT, FileStorage, new_buffer
-from weft.verify.dry_run import rehearse
+from weft.verify.dry_run import dry_run_rank
 
 SHAPE: dict[str, Any] = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "sequence_length": 24, "dropout": 0.1}
 """Large enough that most of what is kept is larger than a page."""
@@ -312,7 +312,7 @@ def test_the_dry_run_knows_the_bytes(ranks: Any, name: str) -> None:
     plan = away(CASES[name])
     found = ranks.run(plan.mesh.world_size, peak, plan)
     made = recipe_of(plan.compute.precision, steps=STEPS, **SHAPE)
-    report = rehearse(made, plan, lambda: build_model(made))
+    report = dry_run_rank(made, plan, lambda: build_model(made))
     (note,) = (note for note in report.notes if "activations" in note)
     from weft.formatting import format_bytes
 

@@ -15,7 +15,7 @@ from weft.config.recipe import OptimizerRecipe
 from weft.errors import PlanError
 from weft.model.build import build_model
 from weft.techniques.check import check_runnable
-from weft.verify.dry_run import rehearse
+from weft.verify.dry_run import dry_run_rank
 
 SGD = OptimizerRecipe(name="sgd", learning_rate=1e-2, momentum=0.0)
 LAMB = OptimizerRecipe(name="lamb", learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5)
@@ -98,7 +98,7 @@ def test_what_does_not_go_together_is_refused() -> None:
 def test_the_dry_run_holds_neither_weights_nor_gradients() -> None:
     plan = plan_of("fp32", shard=2, zero=3)
     made = recipe_of("fp32", ADAMW, steps=2)
-    plain, other = (rehearse(made, one, lambda: build_model(made)) for one in (plan, away(plan)))
+    plain, other = (dry_run_rank(made, one, lambda: build_model(made)) for one in (plan, away(plan)))
     assert plain.state.weights > 0
     assert plain.state.gradients > 0
     assert other.state.weights == other.state.gradients == other.state.masters == 0
@@ -110,7 +110,7 @@ def test_nor_does_it_where_they_lie_with_the_host_of_an_accelerator() -> None:
     plan = plan_of("fp32", shard=2, zero=3)
     hosted = replace(plan, memory=MemoryPlan(offload="parameters"), compute=replace(plan.compute, device="cuda"))
     made = recipe_of("fp32", ADAMW, steps=2)
-    plain, other = (rehearse(made, one, lambda: build_model(made)) for one in (plan, hosted))
+    plain, other = (dry_run_rank(made, one, lambda: build_model(made)) for one in (plan, hosted))
     assert other.state.weights == other.state.gradients == other.state.masters == 0
     assert other.state.optimizer < plain.state.optimizer / 100  # counters of steps
     assert any("in the memory of the host, and stepped there" in note for note in other.notes)

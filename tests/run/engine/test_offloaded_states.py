@@ -22,7 +22,7 @@ from weft.techniques.cost_terms import Layout
 from weft.techniques.offload.keeper import StateKeeper
 from weft.techniques.offload.storage import ALIGNMENT, FileStorage
 from weft.techniques.registry import check_no_loop, unwritten, update_seconds, words
-from weft.verify.dry_run import rehearse
+from weft.verify.dry_run import dry_run_rank
 from weft.verify.numerics import TOLERANCES
 
 ADAMW = OptimizerRecipe(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=2, average_decay=0.9)
@@ -240,7 +240,7 @@ def test_a_disk_is_priced_and_named() -> None:
 def test_the_dry_run_holds_less() -> None:
     plan = plan_of("bf16", replicate=2, zero=1)
     made = recipe_of("bf16", replace(ADAMW, average_decay=None), steps=2)
-    plain, away = (rehearse(made, one, lambda: build_model(made)) for one in (plan, on_disk(plan)))
+    plain, away = (dry_run_rank(made, one, lambda: build_model(made)) for one in (plan, on_disk(plan)))
     assert away.state.masters == 0
     assert 0 < away.state.optimizer < plain.state.optimizer / 100, "how often each parameter was updated stays"
     assert 0 < away.state.techniques < plain.state.masters + plain.state.optimizer + 16 * ALIGNMENT
@@ -252,7 +252,7 @@ def test_a_dry_run_of_host_memory_needs_no_accelerator() -> None:
     """Which other device is meant does not matter to it."""
     plan = plan_of("bf16", replicate=2, zero=1)
     made = recipe_of("bf16", replace(ADAMW, average_decay=None), steps=2)
-    report = rehearse(made, replace(plan, memory=MemoryPlan(offload="optimizer")), lambda: build_model(made))
+    report = dry_run_rank(made, replace(plan, memory=MemoryPlan(offload="optimizer")), lambda: build_model(made))
     assert report.state.masters == 0
     assert any("in the memory of the host" in note for note in report.notes), report.notes
 

@@ -30,7 +30,7 @@ from weft.model.build import build_model
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.data import BatchSource, data_shape, open_data
 from weft.run.data.preparation import prepare_data
-from weft.run.engine import Trainer, TrainingOutcome, create_training
+from weft.run.engine import Trainer, TrainingResult, create_training
 from weft.verify.numerics import TOLERANCES, assemble, compare, one_process
 
 ADAMW = OptimizerRecipe(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, warmup_steps=4, average_decay=0.9)
@@ -159,7 +159,7 @@ class Noted:
 
 def run_loop(
     recipe: Recipe, plan: Plan, folder: Path, broken: frozenset[int] = frozenset()
-) -> tuple[TrainingOutcome, list[int], Seen]:
+) -> tuple[TrainingResult, list[int], Seen]:
     """The whole loop on one rank, resuming what the folder holds."""
     mesh = Mesh(plan.mesh, torch.device("cpu"))
     blueprint = build_model(recipe)

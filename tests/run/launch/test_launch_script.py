@@ -13,7 +13,7 @@ import pytest
 
 from weft.errors import LaunchError
 from weft.run.launch import RankInfo
-from weft.run.launch._job import RankOutcome
+from weft.run.launch._job import RankExit
 from weft.run.launch._report import MAX_LINES, first_cause, report
 from weft.run.launch.launcher import launch_script
 
@@ -198,13 +198,13 @@ def test_no_environment_is_no_place() -> None:
 
 
 def test_echoes_are_never_the_cause() -> None:
-    echo = RankOutcome(rank=0, host="a", when=1.0, error="RuntimeError", message="Connection closed by peer", status=1)
-    cause = RankOutcome(rank=1, host="a", when=2.0, error="ValueError", message="bad", status=1)
+    echo = RankExit(rank=0, host="a", when=1.0, error="RuntimeError", message="Connection closed by peer", status=1)
+    cause = RankExit(rank=1, host="a", when=2.0, error="ValueError", message="bad", status=1)
     assert first_cause({0: 1, 1: 1, 2: 0}, {0: 1.0, 1: 2.0, 2: 3.0}, {0: echo, 1: cause, 2: None}) == cause
 
 
 def test_report_fits_15_lines() -> None:
-    cause = RankOutcome(
+    cause = RankExit(
         rank=1, host="a", when=0, error="E", message="m\n" * 50, trace=[f"  t{i}" for i in range(40)], status=1
     )
     lines = report(cause, 4, Path("logs")).splitlines()
@@ -216,7 +216,7 @@ def test_report_fits_15_lines() -> None:
 @pytest.mark.parametrize(("error", "letters"), [("RecipeError", 9_000), ("ValueError", 2_100)])
 def test_what_to_do_is_never_cut_off(error: str, letters: int) -> None:
     message = "why " * 2_000 + "Use another."
-    cause = RankOutcome(rank=1, host="a", when=0, error=error, message=message, trace=["  t"], status=1)
+    cause = RankExit(rank=1, host="a", when=0, error=error, message=message, trace=["  t"], status=1)
     first, trace = report(cause, 4, None).splitlines()
     assert first.endswith("Use another.")
     assert len(first) <= letters
@@ -226,7 +226,7 @@ def test_what_to_do_is_never_cut_off(error: str, letters: int) -> None:
 def test_the_last_line_of_a_long_error_is_kept() -> None:
     message = "\n".join(["bad", *["detail"] * 40, "Use another."])
     for error, most in (("ValueError", MAX_LINES), ("PlanError", 60)):
-        cause = RankOutcome(rank=1, host="a", when=0, error=error, message=message, status=1)
+        cause = RankExit(rank=1, host="a", when=0, error=error, message=message, status=1)
         lines = report(cause, 4, None).splitlines()
         assert lines[-1] == "Use another."
         assert len(lines) <= most

@@ -10,7 +10,7 @@ from weft.config.plan import ContextParallelPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, DecoderShape, ModelRecipe, Recipe, RunRecipe
 from weft.model.build import build_model
 from weft.techniques.send_trace import Outline
-from weft.verify.dry_run import outline_of
+from weft.verify.dry_run import trace_sends
 from weft.verify.program import program_of
 
 LAYERS, HEADS, KV_HEADS, SIZE, LENGTH, SAMPLES = 3, 8, 4, 4, 64, 2
@@ -41,7 +41,7 @@ def sent(scheme: str, ranks: int, tensor: int, rank: int, *, exchanging: int = 0
     return found
 
 
-OUTLINE = outline_of(build_model(RECIPE))
+OUTLINE = trace_sends(build_model(RECIPE))
 
 
 def _seen_through(window: int) -> Outline:

@@ -22,7 +22,7 @@ from weft.model.description import description_of, facts_of
 from weft.model.losses import class_loss
 from weft.model.profile import Profile
 from weft.techniques.check import check_plan
-from weft.verify.dry_run import outline_of
+from weft.verify.dry_run import trace_sends
 from weft.verify.program import program_of
 
 SAMPLES, ELEMENT = 4, 4
@@ -209,7 +209,7 @@ class Sums:
 
 
 def bytes_sent(recipe: Recipe, blueprint: Blueprint) -> int:
-    sends = program_of(recipe, plan(2), outline_of(blueprint), 0).sends
+    sends = program_of(recipe, plan(2), trace_sends(blueprint), 0).sends
     return sum(each.count * each.size_bytes for each in sends if each.technique == "tensor parallelism")
 
 

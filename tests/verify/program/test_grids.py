@@ -19,7 +19,7 @@ from weft.techniques.check import check_plan
 from weft.techniques.send_trace import RankSend
 from weft.techniques.tensor.cost import received_elements
 from weft.techniques.tensor.settings import TensorScheme
-from weft.verify.dry_run import outline_of
+from weft.verify.dry_run import trace_sends
 from weft.verify.program import program_of
 
 HIDDEN, FFN, LENGTH, SAMPLES, BYTES = 32, 64, 11, 8, 4
@@ -76,14 +76,14 @@ def of_block(sends: Iterator[RankSend]) -> float:
 def test_bytes_are_those_of_the_formulas(scheme: TensorScheme, ranks: int, side: int, depth: int) -> None:
     recipe, plan = recipe_of(), plan_of(scheme, ranks)
     check_plan(plan, recipe, facts_of(recipe))
-    program = program_of(recipe, plan, outline_of(build_model(recipe)), rank=ranks - 1)
+    program = program_of(recipe, plan, trace_sends(build_model(recipe)), rank=ranks - 1)
     sent = of_block(iter(program.sends)) * (side - 1) / side
     assert sent == BYTES * sum(formula(scheme, side, depth, n, k) for n, k in BLOCK)
 
 
 def test_layers_sum_gradients_of_weights_once_per_step() -> None:
     recipe, plan = recipe_of(), plan_of("2.5d", 8)
-    program = program_of(recipe, plan, outline_of(build_model(recipe)))
+    program = program_of(recipe, plan, trace_sends(build_model(recipe)))
     weights = 2 * sum(n * k for n, k in BLOCK) + 64 * HIDDEN  # of two blocks and the table
     (summed,) = (send for send in program.sends if send.axis == "tensor_depth")
     assert (summed.operation, summed.count, summed.size_bytes) == ("all_reduce", 1, BYTES * weights / 4)

@@ -27,7 +27,7 @@ from weft.config.recipe import BatchRecipe, DecoderShape, ModelRecipe, Optimizer
 from weft.model.blueprint import Blueprint
 from weft.model.build import build_model
 from weft.techniques.send_trace import Outline, RankSend
-from weft.verify.dry_run import outline_of, rehearse_world
+from weft.verify.dry_run import dry_run_world, trace_sends
 from weft.verify.program import RankProgram, differences, occasions_of, program_of
 
 SHAPE = DecoderShape(
@@ -116,7 +116,7 @@ OTHERS = {
 def test_predicted_is_what_a_dry_run_sends(name: str) -> None:
     plan, optimizer = OTHERS[name] if name in OTHERS else (PLANS[name], {})
     recipe = recipe_of(plan, SMALL if name in OTHERS else SHAPE, **optimizer)
-    report = rehearse_world(recipe, plan, lambda: build_model(recipe), (0, plan.mesh.world_size - 1))
+    report = dry_run_world(recipe, plan, lambda: build_model(recipe), (0, plan.mesh.world_size - 1))
     for rank in report.asked:
         assert rank.issued
         assert rank.unpredicted == ()
@@ -142,7 +142,7 @@ def _counts(program: RankProgram) -> list[tuple[str, int]]:
 def test_labels_decide_what_the_fused_loss_sends() -> None:
     plan = PLANS["tensor"]
     recipe = recipe_of(plan)
-    outline = outline_of(build_model(recipe))
+    outline = trace_sends(build_model(recipe))
     gathered = {
         send.size_bytes
         for send in program_of(recipe, plan, outline, labels=[5, 0]).sends
@@ -167,7 +167,7 @@ def test_rows_of_a_table_are_predicted_by_how_many_there_are() -> None:
         initialise=None,
         example=lambda size: {"tokens": torch.empty(size, 3, dtype=torch.int64, device="meta")},
     )
-    program = program_of(recipe_of(plan), plan, outline_of(blueprint))
+    program = program_of(recipe_of(plan), plan, trace_sends(blueprint))
     counts, rows = ("data", "all_gather", 3 * 8), program.traffic(rows={("0.weight", 0): 5})
     assert program.traffic()[counts] == 1  # of three ranks, how many rows each has
     assert rows - program.traffic() == {("data", "all_gather", 3 * 5 * 8): 1, ("data", "all_gather", 3 * 5 * 6 * 4): 1}
@@ -185,7 +185,7 @@ def test_what_is_special_about_a_step_follows_from_the_plan() -> None:
 def test_an_outline_is_of_the_whole_model() -> None:
     plan = PLANS["data"]
     blueprint: Blueprint = build_model(recipe_of(plan))
-    outline: Outline = outline_of(blueprint)
+    outline: Outline = trace_sends(blueprint)
     assert outline.names["embedding.weight"] == ("embedding.weight", "head.weight")
     assert outline.by_name["blocks.0.attention.query.weight"].split == (0, 1)
     assert outline.by_name["blocks.0.ffn.down.weight"].split == (1, 1)

@@ -21,7 +21,7 @@ from weft.model.build import build_model
 from weft.model.losses import count_labels
 from weft.run.engine import create_training
 from weft.techniques.data.sparse import SparseReducer
-from weft.verify.dry_run import outline_of, unlike_plan
+from weft.verify.dry_run import trace_sends, unlike_plan
 from weft.verify.numerics import TrialData
 
 STEPS = 5
@@ -121,7 +121,7 @@ def recorded(cases: dict[str, Case]) -> dict[str, list[list[str]]]:
         recipe, plan = one.recipe, one.plan
         mesh, recorder = Mesh(plan.mesh, torch.device("cpu")), Recorder()
         blueprint = one.build(recipe)
-        outline = outline_of(blueprint)
+        outline = trace_sends(blueprint)
         training = create_training(recipe, plan, blueprint, mesh, recorder)
         tables = [store for store in training.model.stores.stores if isinstance(store, SparseReducer)]
         data = TrialData(blueprint, plan, data_index=mesh.data_index, seed=7)

@@ -24,7 +24,7 @@ from weft.api.saving.saves import Saves
 from weft.config.document import Json
 from weft.errors import DataError, RecipeError
 from weft.events import CheckpointEvent
-from weft.run.engine import Reduced
+from weft.run.engine import ReducedGradients
 from weft.techniques.core import CheckpointShard, LossTotals, MicrobatchState
 from weft.techniques.core.own_forwards import OwnForwards
 
@@ -88,7 +88,7 @@ class OpenModel(PreparedModel):
         self._counted: HandedBatch | None = None
         self._samples = 0
         """Samples of the global batches whose losses the step has."""
-        self._reduced: Reduced | None = None
+        self._reduced: ReducedGradients | None = None
         self._reported = 0.0
         self._methods = ReplacedMethods()
         self._replace_methods(part.module)
@@ -308,7 +308,7 @@ class OpenModel(PreparedModel):
             self._parallel.stores.begin_step()
             self._forget()
 
-    def reduced(self, who: str) -> Reduced:
+    def reduced(self, who: str) -> ReducedGradients:
         """Reduce the gradients, once in a step, and agree with the other ranks."""
         if self._reduced is None:
             self._check_untouched()

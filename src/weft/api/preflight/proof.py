@@ -26,9 +26,9 @@ from weft.model.blueprint import Blueprint
 from weft.run.engine import TrainingState
 from weft.run.engine.proof import (
     KeptProof,
-    Outcome,
+    PlainResult,
     PlainSteps,
-    Prove,
+    ProveMode,
     Snapshot,
     StepsOfRank,
     compare_ranks,
@@ -50,7 +50,7 @@ BUDGET_SECONDS = 10.0
 """What a proof may take where nobody asked for it by name."""
 
 
-def check_prove(prove: Any) -> Prove:
+def check_prove(prove: Any) -> ProveMode:
     """Return the setting.  Raises `RecipeError` for another word."""
     if prove not in ("auto", "always", "never"):
         raise RecipeError(
@@ -80,7 +80,7 @@ class SessionProof:
     @classmethod
     def of(
         cls,
-        prove: Prove,
+        prove: ProveMode,
         quiet: bool,
         recipe: Recipe,
         plan: Plan,
@@ -100,7 +100,7 @@ class SessionProof:
 
     def __init__(
         self,
-        prove: Prove,
+        prove: ProveMode,
         plan: Plan,
         blueprint: Blueprint,
         mesh: Mesh,
@@ -122,7 +122,7 @@ class SessionProof:
         self._example = example
         self._microbatch = few_microbatches(plan)
         self._total = self._microbatch.size * sum(self._microbatch.shares(plan.mesh.data))
-        self._outcome: Outcome | None = None
+        self._outcome: PlainResult | None = None
         self._digest, self._status = "", ""
         self._started = time.perf_counter()
         self._seconds = 0.0
@@ -141,7 +141,7 @@ class SessionProof:
             kept = read_kept(self._digest) if self._prove == "auto" else None
         if not reason and kept is None:
             steps = self._plain().run(lambda step_seconds: BUDGET_SECONDS if self._prove == "auto" else math.inf)
-            if isinstance(steps, Outcome):
+            if isinstance(steps, PlainResult):
                 self._outcome = steps
             else:
                 reason = steps

@@ -47,7 +47,7 @@ from weft.config.recipe import Recipe
 from weft.model.blueprint import Blueprint
 from weft.model.families._tables import CutTable, SplitRule
 from weft.model.hooks import refuse_given
-from weft.run.engine.proof import Prove
+from weft.run.engine.proof import ProveMode
 
 
 class TrainState(PreparedModel):
@@ -338,7 +338,7 @@ class ModelWithLoss:
     models: Models
     planning: Planning
     nets: SafetyChecks
-    prove: Prove
+    prove: ProveMode
 
     def prepare(
         self,

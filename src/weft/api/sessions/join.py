@@ -21,7 +21,7 @@ from weft.config.plan import Plan, PlanKeywords, over_ranks
 from weft.config.recipe import PermitRecipe, Precision
 from weft.errors import LaunchError, RecipeError
 from weft.events import OnEvent, Track
-from weft.run.engine.proof import Prove
+from weft.run.engine.proof import ProveMode
 from weft.run.launch import RankInfo, initialise_distributed
 from weft.run.launch.launcher import ForkServer, launch_cells
 
@@ -40,7 +40,7 @@ def session(
     on_event: OnEvent | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     collective_timeout_seconds: float | None = None,
-    prove: Prove = "auto",
+    prove: ProveMode = "auto",
     quiet: bool = False,
     **keywords: Unpack[PlanKeywords],
 ) -> Session:

@@ -27,7 +27,7 @@ from weft.api.sessions.share_errors import explain_share
 from weft.comm.device import group_store
 from weft.config.plan import MeshPlan
 from weft.model.families import CutTable
-from weft.run.engine.proof import Prove
+from weft.run.engine.proof import ProveMode
 from weft.run.launch import Distributed, RankFailure
 from weft.run.launch.exit_hooks import add_exit_hook
 
@@ -45,14 +45,14 @@ class Session:
     """This process's place in a job.  Made by `weft.session`."""
 
     def __init__(
-        self, distributed: Distributed, planning: Planning, runs: SessionRuns, prove: Prove, leaving: ExitStack
+        self, distributed: Distributed, planning: Planning, runs: SessionRuns, prove: ProveMode, leaving: ExitStack
     ) -> None:
         """`leaving`: what is to be undone of the joining."""
         self.rank = distributed.rank
         self.world_size = distributed.world_size
         self.device = distributed.device
         self._distributed, self._planning, self._runs = distributed, planning, runs
-        self._prove: Prove = prove
+        self._prove: ProveMode = prove
         self._calls = RankCalls(_store_of_session(self.rank, self.world_size), self.rank, self.world_size, self.device)
         self._nets = SafetyChecks()  # what is looked for; tests switch nets off, before `prepare`
         self._models = Models(planning, self._calls, runs, lambda: self._nets)

@@ -39,20 +39,20 @@ from weft.verify.numerics import (
     Comparison,
     Contributions,
     Evidence,
-    Inside,
-    Outputs,
+    InnerCasts,
+    ModuleOutputs,
     SmallCase,
     Trial,
     TrialResult,
     compare_results,
     contributions,
-    first_different,
+    first_different_output,
     join_trials,
     likely_cause,
     outputs_file,
     read_trial,
     shrink_case,
-    without,
+    without_technique,
 )
 
 _MEMORY_SHARE = 0.5
@@ -244,7 +244,7 @@ class _SmallTrials:
     """What it computed of the cases that were asked for."""
 
     @classmethod
-    def of(cls, small: SmallCase, folder: Path, launch: Launch, inside: Inside = "wide") -> _SmallTrials:
+    def of(cls, small: SmallCase, folder: Path, launch: Launch, inside: InnerCasts = "wide") -> _SmallTrials:
         return cls(small, folder, launch, OneProcess.of(small, inside))
 
     def ranks(self, cases: Sequence[CheckCase], *, watch: bool = False) -> None:
@@ -271,9 +271,9 @@ class _SmallTrials:
             self.ranks([EXACT], watch=True)
         except WeftError:
             return ""
-        outputs = Outputs()
+        outputs = ModuleOutputs()
         self.alone.run("fp64", steps=0, inspect=outputs.watch)
-        difference = first_different(outputs.by_module, Outputs.read(outputs_file(self.folder)).by_module)
+        difference = first_different_output(outputs.by_module, ModuleOutputs.read(outputs_file(self.folder)).by_module)
         if difference is None:
             return ""
         module, relative = difference
@@ -306,7 +306,7 @@ def _run_ranks(
     folder: Path,
     launch: Launch,
     cases: Sequence[CheckCase],
-    inside: Inside,
+    inside: InnerCasts,
     *,
     watch: bool = False,
     meanwhile: Callable[[], object] = lambda: None,
@@ -427,7 +427,7 @@ def _needed(runs: _SmallTrials) -> tuple[_SmallTrials, tuple[str, ...]]:
     deadline = time.monotonic() + _SEARCH_SECONDS
     needed: list[str] = []
     for technique in REMOVABLE:
-        simpler = without(technique, runs.small.recipe, runs.small.plan, runs.folder)
+        simpler = without_technique(technique, runs.small.recipe, runs.small.plan, runs.folder)
         if simpler is None:
             continue
         if time.monotonic() > deadline:

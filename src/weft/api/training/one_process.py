@@ -18,7 +18,7 @@ from weft.verify.numerics import (
     STEPS,
     CheckCase,
     Comparison,
-    Inside,
+    InnerCasts,
     PlainLoop,
     SmallCase,
     Trial,
@@ -42,7 +42,7 @@ class OneProcess:
     """One process, in this process, and how exactly it computes what a plan is compared with."""
 
     small: SmallCase
-    inside: Inside
+    inside: InnerCasts
     exact: TrialResult
     """What it computed in fp64."""
     nudged: Sequence[TrialResult]
@@ -51,7 +51,7 @@ class OneProcess:
     """What rounds inside, in words."""
 
     @classmethod
-    def of(cls, small: SmallCase, inside: Inside = "wide") -> OneProcess:
+    def of(cls, small: SmallCase, inside: InnerCasts = "wide") -> OneProcess:
         """Train in fp64, without the model's own casts to less unless it needs them."""
         plan = one_process(EXACT.plan(small.plan))
         try:
@@ -82,7 +82,7 @@ class OneProcess:
         *,
         steps: int = STEPS,
         inspect: Callable[[TrainingState], None] | None = None,
-        inside: Inside | None = None,
+        inside: InnerCasts | None = None,
     ) -> TrialResult:
         """Train without axes and techniques, the whole batch in one microbatch."""
         plan = one_process(CheckCase(precision).plan(self.small.plan))
@@ -102,7 +102,7 @@ class OneProcess:
         comparison = compare(known)
         if comparison.is_equal:
             return comparison
-        inside: Inside = self.inside if precision == "fp64" else "as written"
+        inside: InnerCasts = self.inside if precision == "fp64" else "as written"
         builds = [partial(_nudged, self.small, precision, draw) for draw in range(_NUDGES)]
         return compare([*known, *(self.run(precision, build, inside=inside) for build in builds)])
 
@@ -140,7 +140,7 @@ def _trial_alone(
     *,
     steps: int = STEPS,
     inspect: Callable[[TrainingState], None] | None = None,
-    inside: Inside,
+    inside: InnerCasts,
 ) -> Trial:
     labels = small.label_range
     return run_trial(small.recipe, plan, build, steps=steps, label_range=labels, inspect=inspect, inside=inside)

@@ -39,8 +39,8 @@ from weft.planning.search import choose_plan
 from weft.run.checkpoint.export import export_checkpoint
 from weft.run.data import PreparedData, data_shape
 from weft.run.data.preparation import ConsoleProgress, prepare_data, silent
-from weft.run.engine import TrainingOutcome
-from weft.run.engine.proof import Prove
+from weft.run.engine import TrainingResult
+from weft.run.engine.proof import ProveMode
 from weft.run.launch import RankInfo, initialise_distributed, threads_of_user
 from weft.run.launch.launcher import ForkServer, RankError, open_fork_server
 from weft.run.worker import facts_of_blueprint, train_rank
@@ -51,7 +51,7 @@ from weft.version import VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult(TrainingOutcome):
+class RunResult(TrainingResult):
     """How a run ended, and what it left behind."""
 
     folder: Path
@@ -72,7 +72,7 @@ def train(
     note: str = "",
     trials: bool = True,
     try_memory: bool | None = None,
-    prove: Prove = "auto",
+    prove: ProveMode = "auto",
     quiet: bool = False,
     fork_server: ForkServer | None = None,
     **keywords: Unpack[PlanKeywords],
@@ -145,7 +145,7 @@ def _checked(
     note: str,
     trials: bool,
     try_memory: bool | None,
-    prove: Prove,
+    prove: ProveMode,
     quiet: bool,
     fork_server: ForkServer | None,
 ) -> _TrainingJob:
@@ -202,7 +202,7 @@ class _TrainingJob:
     reasons: Mapping[str, str]
     note: str
     try_memory: bool
-    prove: Prove
+    prove: ProveMode
     quiet: bool
     fork_server: ForkServer | None
 
@@ -352,7 +352,7 @@ class _TrainingJob:
                 print(f"note      {note}")
         print(f"run       {run.path}/", flush=True)
 
-    def _finalise(self, run: RunFolder, outcome: TrainingOutcome, *, export: bool = True) -> RunResult:
+    def _finalise(self, run: RunFolder, outcome: TrainingResult, *, export: bool = True) -> RunResult:
         """Export, say how it went, and return the result."""
         is_exported = not outcome.stopped_early and outcome.checkpoint is not None
         if outcome.checkpoint is not None and is_exported and export:

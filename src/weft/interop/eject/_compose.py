@@ -35,7 +35,7 @@ class Composer:
     def render(self, fragment: str) -> str:
         """Return a fragment's text with its conditions decided and its values filled in."""
         text = (files("weft.interop.eject") / "templates" / f"{fragment}.py.in").read_text("utf-8")
-        return _VALUE.sub(lambda found: self.values[found[1]], "\n".join(self._kept(text.splitlines())))
+        return _VALUE.sub(lambda match: self.values[match[1]], "\n".join(self._kept(text.splitlines())))
 
     def _kept(self, lines: Iterable[str]) -> Iterator[str]:
         open_conditions: list[bool] = []

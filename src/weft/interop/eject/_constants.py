@@ -18,15 +18,15 @@ def constants(recipe: Recipe, plan: Plan, facts: ModelFacts, token_dtype: str, c
 
 def axes(plan: Plan) -> dict[str, int]:
     """Return the script's mesh axes, outermost first: replicate and shard are one, except in hybrid sharding."""
-    mesh, found = plan.mesh, dict[str, int]()
+    mesh, sizes = plan.mesh, dict[str, int]()
     hybrid = plan.data_parallel.shards_weights and mesh.replicate > 1
     for axis in mesh.order:
         if axis in ("pipeline", "tensor"):
-            found[axis] = mesh.pipeline if axis == "pipeline" else mesh.tensor
+            sizes[axis] = mesh.pipeline if axis == "pipeline" else mesh.tensor
         elif axis in ("replicate", "shard"):
             own = mesh.replicate if axis == "replicate" else mesh.shard
-            found[axis if hybrid else "data"] = own if hybrid else mesh.data
-    return {axis: size for axis, size in found.items() if size > 1}
+            sizes[axis if hybrid else "data"] = own if hybrid else mesh.data
+    return {axis: size for axis, size in sizes.items() if size > 1}
 
 
 def _model(recipe: Recipe, facts: ModelFacts) -> Iterator[str]:
@@ -53,9 +53,9 @@ def _data(recipe: Recipe, plan: Plan, token_dtype: str) -> Iterator[str]:
     yield "HERE = Path(__file__)  # beside it: .tokens, all documents in a row, and .order.npy, where samples begin"
     yield f"TOKEN_DTYPE = {quoted(token_dtype)}"
     batch, size, shares = recipe.batch.global_batch_size, plan.microbatch.size, plan.microbatch.shares(plan.mesh.data)
-    each = shares if plan.microbatch.has_unequal_shares else shares[0]
-    whose = "" if plan.mesh.data == 1 else " on each data rank" if isinstance(each, int) else ", by data rank"
-    yield f"GLOBAL_BATCH_SIZE, MICROBATCH_SIZE, MICROBATCHES = {batch}, {size}, {each}  # the last per step{whose}"
+    per_rank = shares if plan.microbatch.has_unequal_shares else shares[0]
+    whose = "" if plan.mesh.data == 1 else " on each data rank" if isinstance(per_rank, int) else ", by data rank"
+    yield f"GLOBAL_BATCH_SIZE, MICROBATCH_SIZE, MICROBATCHES = {batch}, {size}, {per_rank}  # the last per step{whose}"
     yield "TOKENS_PER_STEP = GLOBAL_BATCH_SIZE * SEQUENCE_LENGTH"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from weft.interop.migrate._deepspeed import read_deepspeed
-from weft.interop.migrate._keys import AUTO, Settings, keys_of, read_keys
+from weft.interop.migrate._keys import AUTO, MigratedSettings, keys_of, read_keys
 
 Values = Mapping[str, Any]
 
@@ -20,7 +20,7 @@ _TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 def read_accelerate(
     table: Values,
-    settings: Settings,
+    settings: MigratedSettings,
     processes: int | None,
     filled: Values,
     read_file: Callable[[str], Values],
@@ -57,7 +57,7 @@ def read_accelerate(
 _SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
 
 
-def _refuse_other_sections(table: Values, kind: str, settings: Settings) -> None:
+def _refuse_other_sections(table: Values, kind: str, settings: MigratedSettings) -> None:
     for section, of in _SECTIONS.items():
         if table.get(section) and of != kind:
             settings.refuse(
@@ -65,7 +65,7 @@ def _refuse_other_sections(table: Values, kind: str, settings: Settings) -> None
             )
 
 
-def _precision(values: Values, settings: Settings) -> None:
+def _precision(values: Values, settings: MigratedSettings) -> None:
     word = values.get("mixed_precision", "fp16" if values.get("fp16") else "no")
     word = "no" if word in (False, None) else word  # YAML reads `no` as false
     if word not in ("no", "fp16", "bf16"):
@@ -75,7 +75,7 @@ def _precision(values: Values, settings: Settings) -> None:
         settings.set("recipe.permit.precision", ["fp32", word], f"mixed_precision = {word}")
 
 
-def _compilation(values: Values, settings: Settings) -> None:
+def _compilation(values: Values, settings: MigratedSettings) -> None:
     for name in ("dynamo_backend", "dynamo_config.dynamo_backend"):
         backend = str(values.get(name, "no")).lower()
         if backend == "inductor":
@@ -90,7 +90,7 @@ _STRATEGIES = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "H
 _STAGES = {"FULL_SHARD": 3, "HYBRID_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
 
 
-def _fsdp(values: Values, settings: Settings, ranks: int) -> None:
+def _fsdp(values: Values, settings: MigratedSettings, ranks: int) -> None:
     key, strategy = _strategy(values)
     if strategy not in _STAGES:
         settings.refuse(
@@ -129,7 +129,7 @@ def _strategy(values: Values) -> tuple[str, str]:
     return f"{prefix}reshard_after_forward", "SHARD_GRAD_OP" if keeps else "FULL_SHARD"
 
 
-def _fill_mesh(settings: Settings, ranks: int) -> None:
+def _fill_mesh(settings: MigratedSettings, ranks: int) -> None:
     """Axes of parallelism_config; Accelerate gives the shard axis what they leave."""
     axes = {name: settings.plan.get(f"mesh.{name}", 1) for name in ("replicate", "shard", "tensor", "context")}
     known = 1
@@ -148,28 +148,28 @@ def _fill_mesh(settings: Settings, ranks: int) -> None:
 # ── DeepSpeed, Megatron-LM and the batch ──────────────────────────────────────────────────────────────────────────────
 
 
-def _as_deepspeed(values: Values, settings: Settings, read_file: Callable[[str], Values]) -> Values:
+def _as_deepspeed(values: Values, settings: MigratedSettings, read_file: Callable[[str], Values]) -> Values:
     """What Accelerate makes of its section: DeepSpeed's own file, or a small one."""
     prefix = "deepspeed_config."
-    given = {name[len(prefix) :]: value for name, value in values.items() if name.startswith(prefix)}
-    named = given.pop("deepspeed_config_file", None)
+    own_values = {name[len(prefix) :]: value for name, value in values.items() if name.startswith(prefix)}
+    named = own_values.pop("deepspeed_config_file", None)
     if named is not None:
-        for name in sorted(given):
+        for name in sorted(own_values):
             if _KEYS[f"{prefix}{name}"].outcome == "translated" and name in _CLASHING:
                 settings.refuse(
                     f"{prefix}{name}",
                     f"has no effect beside deepspeed_config_file. Write it in {named}, or leave it out.",
                 )
         return read_file(named)
-    sharding: dict[str, Any] = {"stage": given.get("zero_stage", 2)}
+    sharding: dict[str, Any] = {"stage": own_values.get("zero_stage", 2)}
     for section in ("offload_optimizer", "offload_param"):
-        if f"{section}_device" in given:
-            device = {"device": given[f"{section}_device"], "nvme_path": given.get(f"{section}_nvme_path")}
+        if f"{section}_device" in own_values:
+            device = {"device": own_values[f"{section}_device"], "nvme_path": own_values.get(f"{section}_nvme_path")}
             sharding[section] = {name: value for name, value in device.items() if value is not None}
     table: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": AUTO,
-        "gradient_accumulation_steps": _number(given.get("gradient_accumulation_steps", 1)),
-        "gradient_clipping": _number(given.get("gradient_clipping", 0)),
+        "gradient_accumulation_steps": _number(own_values.get("gradient_accumulation_steps", 1)),
+        "gradient_clipping": _number(own_values.get("gradient_clipping", 0)),
         "zero_optimization": sharding,
     }
     word = values.get("mixed_precision", "no")
@@ -194,7 +194,7 @@ def _number(value: Any) -> Any:
         return value
 
 
-def _megatron(values: Values, settings: Settings, ranks: int) -> None:
+def _megatron(values: Values, settings: MigratedSettings, ranks: int) -> None:
     axes = [settings.plan.get(f"mesh.{name}", 1) for name in ("tensor", "pipeline", "context")]
     product = axes[0] * axes[1] * axes[2]
     if ranks % product:
@@ -208,7 +208,7 @@ def _megatron(values: Values, settings: Settings, ranks: int) -> None:
         )
 
 
-def _batch(values: Values, settings: Settings, filled: Values, ranks: int) -> None:
+def _batch(values: Values, settings: MigratedSettings, filled: Values, ranks: int) -> None:
     """The batch of a process is the script's own; what is missing is asked for."""
     size = filled.get(BATCH_SIZE)
     if size is None:

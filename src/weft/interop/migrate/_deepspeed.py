@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from weft.interop.migrate._keys import AUTO, Settings, keys_of, read_keys
+from weft.interop.migrate._keys import AUTO, MigratedSettings, keys_of, read_keys
 
 Values = Mapping[str, Any]
 
@@ -19,7 +19,7 @@ _OLD_NAMES = {"bfloat16": "bf16"}
 _PRECISIONS = {"bfloat16": "bf16", "bf16": "bf16", "bfp16": "bf16", "float16": "fp16", "fp16": "fp16"}
 
 
-def read_deepspeed(table: Values, settings: Settings, processes: int | None, filled: Values) -> None:
+def read_deepspeed(table: Values, settings: MigratedSettings, processes: int | None, filled: Values) -> None:
     """Note in `settings` what a configuration of DeepSpeed becomes on so many processes."""
     values = read_keys(_as_sections(table), _KEYS, settings, filled)
     for part in (_precision, _gradients, _memory, _optimizer, _schedule, _clipping, _run):
@@ -42,7 +42,7 @@ def _as_sections(table: Values) -> Values:
 # ── the batch and the mesh ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _mesh(values: Values, settings: Settings, processes: int | None) -> None:
+def _mesh(values: Values, settings: MigratedSettings, processes: int | None) -> None:
     tensor = values.get("tensor_parallel.autotp_size") or values.get("tensor_parallel.tp_size") or 1
     context = values.get("sequence_parallel_size") or 1
     data = _data_ranks(values, settings, processes, tensor * context)
@@ -61,7 +61,7 @@ def _mesh(values: Values, settings: Settings, processes: int | None) -> None:
     _batch(values, settings, data)
 
 
-def _hybrid(values: Values, settings: Settings, data: int, shard: int) -> None:
+def _hybrid(values: Values, settings: MigratedSettings, data: int, shard: int) -> None:
     name = "zero_optimization.mics_shard_size"
     if values.get("zero_optimization.stage") != 3:
         settings.refuse(name, "MiCS goes with stage 3 only. Write stage 3, or leave it out.")
@@ -72,7 +72,7 @@ def _hybrid(values: Values, settings: Settings, data: int, shard: int) -> None:
         settings.set("plan.mesh.replicate", data // shard, f"{data} data ranks / {shard}")
 
 
-def _data_ranks(values: Values, settings: Settings, processes: int | None, model_ranks: int) -> int | None:
+def _data_ranks(values: Values, settings: MigratedSettings, processes: int | None, model_ranks: int) -> int | None:
     """Return the number of data ranks, of the processes or else of the three batch keys."""
     if processes is not None:
         if processes % model_ranks:
@@ -95,7 +95,7 @@ def _data_ranks(values: Values, settings: Settings, processes: int | None, model
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def _batch(values: Values, settings: Settings, data: int) -> None:
+def _batch(values: Values, settings: MigratedSettings, data: int) -> None:
     """DeepSpeed's rule: batch = microbatch × accumulation × data ranks; what is missing follows from the others."""
     whole, micro, steps = (values.get(name) for name in _BATCH_KEYS)
     if whole is None and micro is None:
@@ -125,7 +125,7 @@ def _batch(values: Values, settings: Settings, data: int) -> None:
 # ── precision, gradients and memory ───────────────────────────────────────────────────────────────────────────────────
 
 
-def _precision(values: Values, settings: Settings) -> None:
+def _precision(values: Values, settings: MigratedSettings) -> None:
     names = [name for name in ("fp16", "bf16", "torch_autocast") if values.get(f"{name}.enabled")]
     if len(names) > 1:
         settings.refuse(f"{names[0]}.enabled", f"and {names[1]}.enabled: a plan has one precision. Leave one on.")
@@ -134,7 +134,7 @@ def _precision(values: Values, settings: Settings) -> None:
         settings.set(_TO[f"{name}.enabled"], word, f"{name}.enabled")
 
 
-def _gradients(values: Values, settings: Settings) -> None:
+def _gradients(values: Values, settings: MigratedSettings) -> None:
     computed = settings.plan.get(_TO["bf16.enabled"].partition(".")[2], "fp32")
     for name in ("data_types.grad_accum_dtype", "communication_data_type"):
         word = values.get(name)
@@ -154,7 +154,7 @@ def _gradients(values: Values, settings: Settings) -> None:
         settings.set(_TO["zero_optimization.reduce_bucket_size"], int(elements) * 4, reason)
 
 
-def _memory(values: Values, settings: Settings) -> None:
+def _memory(values: Values, settings: MigratedSettings) -> None:
     """One word of a plan for what waits elsewhere, which three keys say here, and one place."""
     optimizer, weights = (values.get(f"{section}.device", "none") for section in (_OFFLOADS, _WEIGHTS_OFFLOAD))
     if weights != "none" and not _may_leave(weights, values, settings):
@@ -178,7 +178,7 @@ def _memory(values: Values, settings: Settings) -> None:
                 settings.set(_TO[f"{section}.nvme_path"], values[f"{section}.nvme_path"], f"{section}.nvme_path")
 
 
-def _may_leave(device: str, values: Values, settings: Settings) -> bool:
+def _may_leave(device: str, values: Values, settings: MigratedSettings) -> bool:
     """Whether weights can wait where `offload_param` wants them; else it is refused."""
     name = f"{_WEIGHTS_OFFLOAD}.device (Accelerate calls it offload_param_device)"
     if values.get("zero_optimization.stage") != 3:
@@ -195,7 +195,7 @@ def _may_leave(device: str, values: Values, settings: Settings) -> bool:
     return False
 
 
-def _permissions(settings: Settings) -> None:
+def _permissions(settings: MigratedSettings) -> None:
     """What a plan does to numerics, a recipe has to permit."""
     for to, always in ((_TO["bf16.enabled"], ["fp32"]), (_TO["communication_data_type"], [])):
         name, value = to.rpartition(".")[2], settings.plan.get(to.partition(".")[2])
@@ -219,7 +219,7 @@ _NO_OPTIMIZERS = {
 }
 
 
-def _optimizer(values: Values, settings: Settings) -> None:
+def _optimizer(values: Values, settings: MigratedSettings) -> None:
     kind = values.get("optimizer.type")
     if kind is None:
         _refuse_without_type("optimizer", "AdamW", values, settings)
@@ -242,7 +242,7 @@ def _optimizer(values: Values, settings: Settings) -> None:
         )
 
 
-def _adamw(values: Values, settings: Settings, kind: str) -> None:
+def _adamw(values: Values, settings: MigratedSettings, kind: str) -> None:
     """`Adam` is AdamW there, too: adam_w_mode is true by default."""
     said = f"optimizer.type = {kind}"
     decay = values.get("optimizer.params.weight_decay", 0.0)
@@ -258,7 +258,7 @@ def _adamw(values: Values, settings: Settings, kind: str) -> None:
     settings.set(_TO["optimizer.params.eps"], values.get("optimizer.params.eps", 1e-8), "optimizer.params.eps")
 
 
-def _sgd(values: Values, settings: Settings, kind: str) -> None:
+def _sgd(values: Values, settings: MigratedSettings, kind: str) -> None:
     said = f"optimizer.type = {kind}"
     _refuse_unused(values, settings, kind, ("betas", "eps", "adam_w_mode"))
     settings.set(_TO["optimizer.type"], "sgd", said)
@@ -269,7 +269,7 @@ def _sgd(values: Values, settings: Settings, kind: str) -> None:
         settings.set(_TO["optimizer.params.nesterov"], True, "optimizer.params.nesterov")
 
 
-def _common(values: Values, settings: Settings, said: str) -> None:
+def _common(values: Values, settings: MigratedSettings, said: str) -> None:
     rate = values.get("optimizer.params.lr", 1e-3)
     settings.set(_TO["optimizer.params.lr"], rate, f"optimizer.params.lr, or {said}'s own 0.001")
     decay = values.get("optimizer.params.weight_decay", 0.0)
@@ -283,13 +283,13 @@ def _common(values: Values, settings: Settings, said: str) -> None:
         )
 
 
-def _refuse_unused(values: Values, settings: Settings, kind: str, names: tuple[str, ...]) -> None:
+def _refuse_unused(values: Values, settings: MigratedSettings, kind: str, names: tuple[str, ...]) -> None:
     for name in names:
         if f"optimizer.params.{name}" in values:
             settings.refuse(f"optimizer.params.{name}", f"{kind} has no such setting. Leave it out.")
 
 
-def _refuse_without_type(section: str, example: str, values: Values, settings: Settings) -> None:
+def _refuse_without_type(section: str, example: str, values: Values, settings: MigratedSettings) -> None:
     names = [name for name in values if name.startswith(f"{section}.params.")]
     if names:
         settings.refuse(f"{section}.type", f"is missing beside {', '.join(names)}. Write its name, such as {example}.")
@@ -303,7 +303,7 @@ _ENDS: Mapping[str, Callable[[Values], tuple[str, float | None]]] = {
 }
 
 
-def _schedule(values: Values, settings: Settings) -> None:
+def _schedule(values: Values, settings: MigratedSettings) -> None:
     kind = values.get("scheduler.type")
     if kind is None:
         _refuse_without_type("scheduler", "WarmupDecayLR", values, settings)
@@ -336,7 +336,7 @@ def _schedule(values: Values, settings: Settings) -> None:
             settings.set(_TO["scheduler.params.total_num_steps"], total, "scheduler.params.total_num_steps")
 
 
-def _peak(values: Values, settings: Settings, kind: str) -> None:
+def _peak(values: Values, settings: MigratedSettings, kind: str) -> None:
     """The schedule's own peak, which stands above the optimizer's rate there."""
     peak = values.get("scheduler.params.warmup_max_lr", 1e-3 if kind.lower() == "warmupdecaylr" else None)
     if peak is not None and kind.lower() != "warmupcosinelr":
@@ -348,7 +348,7 @@ _NO_NORM = 1e30
 """TOML cannot say that nothing is clipped."""
 
 
-def _clipping(values: Values, settings: Settings) -> None:
+def _clipping(values: Values, settings: MigratedSettings) -> None:
     norm = values.get("gradient_clipping")
     if norm is None:
         settings.set(_TO["gradient_clipping"], 1.0, "gradient_clipping is not there, and is 1.0 then")
@@ -358,7 +358,7 @@ def _clipping(values: Values, settings: Settings) -> None:
         settings.set(_TO["gradient_clipping"], _NO_NORM, "gradient_clipping = 0: no gradient is so long")
 
 
-def _run(values: Values, settings: Settings) -> None:
+def _run(values: Values, settings: MigratedSettings) -> None:
     every = values.get("steps_per_print")
     if every and every < 10**9:
         settings.set(_TO["steps_per_print"], every, "steps_per_print")

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 from weft.errors import did_you_mean
 
-Outcome = Literal["obeyed", "translated", "refused"]
+KeyOutcome = Literal["obeyed", "translated", "refused"]
 
 AUTO = "auto"
 """The value that transformers fills in from TrainingArguments before DeepSpeed sees it."""
@@ -21,7 +21,7 @@ AUTO = "auto"
 class ForeignKey:
     """One key of a configuration."""
 
-    outcome: Outcome
+    outcome: KeyOutcome
     says: str = ""
     """Obeyed and translated: what it is here; refused: why, and what to write instead."""
     to: str = ""
@@ -52,18 +52,18 @@ def keys_of(system: str) -> Mapping[str, ForeignKey]:
     text = (resources.files("weft.interop.migrate") / "data" / f"{system}.toml").read_text(encoding="utf-8")
     outcomes = {"by_itself": "translated", "joined": "translated"}
     return {
-        name: _key(table, cast(Outcome, outcomes.get(kind, kind)), joins=kind == "joined")
+        name: _key(table, cast(KeyOutcome, outcomes.get(kind, kind)), joins=kind == "joined")
         for kind, keys in tomllib.loads(text).items()
         for name, table in keys.items()
     }
 
 
-def _key(table: Mapping[str, Any], outcome: Outcome, *, joins: bool) -> ForeignKey:
-    given = dict(table)
-    types = tuple(kind for word in given.pop("takes", ()) for kind in _TYPES[word])
-    becomes = dict(given.pop("becomes", ()))
-    lists = {name: tuple(given.pop(name, ())) for name in ("choices", "harmless")}
-    return ForeignKey(outcome=outcome, joins=joins, takes=types, becomes=becomes, **lists, **given)
+def _key(table: Mapping[str, Any], outcome: KeyOutcome, *, joins: bool) -> ForeignKey:
+    entries = dict(table)
+    types = tuple(kind for word in entries.pop("takes", ()) for kind in _TYPES[word])
+    becomes = dict(entries.pop("becomes", ()))
+    lists = {name: tuple(entries.pop(name, ())) for name in ("choices", "harmless")}
+    return ForeignKey(outcome=outcome, joins=joins, takes=types, becomes=becomes, **lists, **entries)
 
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
@@ -77,7 +77,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 @dataclass(slots=True)
-class Settings:
+class MigratedSettings:
     """What a configuration becomes, while it is read."""
 
     plan: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -108,7 +108,7 @@ class Settings:
 
 
 def read_keys(
-    table: Mapping[str, Any], keys: Mapping[str, ForeignKey], settings: Settings, filled: Mapping[str, Any]
+    table: Mapping[str, Any], keys: Mapping[str, ForeignKey], settings: MigratedSettings, filled: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the values by dotted key that `combined` keys need, and note in `settings` what becomes of all others.
 
@@ -116,8 +116,8 @@ def read_keys(
         filled: dotted key → what stands for its `auto`.
     """
     values: dict[str, Any] = {}
-    for name, given in _flat(table, keys, settings, ()):
-        key, value = keys[name], given
+    for name, raw in _flat(table, keys, settings, ()):
+        key, value = keys[name], raw
         if value == AUTO and AUTO not in key.choices:
             value = _fill(name, key, settings, filled)
             if value is None:
@@ -129,9 +129,9 @@ def read_keys(
         if not _fits(name, key, value, settings):
             continue
         if key.to and not key.joins:
-            settings.set(key.to, key.becomes[value] if key.becomes else value, _said(name, given, key.says))
-        elif not key.joins and given not in (None, False, {}, []):
-            settings.notes.append(_said(name, given, key.says))
+            settings.set(key.to, key.becomes[value] if key.becomes else value, _said(name, raw, key.says))
+        elif not key.joins and raw not in (None, False, {}, []):
+            settings.notes.append(_said(name, raw, key.says))
         values[name] = value
     return values
 
@@ -151,7 +151,7 @@ def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
     )
 
 
-def _fill(name: str, key: ForeignKey, settings: Settings, filled: Mapping[str, Any]) -> Any:
+def _fill(name: str, key: ForeignKey, settings: MigratedSettings, filled: Mapping[str, Any]) -> Any:
     for known in (name, key.wants):
         if known in filled:
             return filled[known]
@@ -173,7 +173,7 @@ def _fill(name: str, key: ForeignKey, settings: Settings, filled: Mapping[str, A
     return key.filled
 
 
-def _fits(name: str, key: ForeignKey, value: Any, settings: Settings) -> bool:
+def _fits(name: str, key: ForeignKey, value: Any, settings: MigratedSettings) -> bool:
     """Whether a value is one that the key takes; a number such as 5e8 is a whole number, too."""
     if key.choices and value not in key.choices:
         known = ", ".join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in key.choices)
@@ -206,7 +206,7 @@ _WORDS: Mapping[type, str] = {
 
 
 def _flat(
-    table: Mapping[str, Any], keys: Mapping[str, ForeignKey], settings: Settings, path: tuple[str, ...]
+    table: Mapping[str, Any], keys: Mapping[str, ForeignKey], settings: MigratedSettings, path: tuple[str, ...]
 ) -> Iterator[tuple[str, Any]]:
     """Yield the known keys by dotted name; refuse those that are not known."""
     for name, value in table.items():

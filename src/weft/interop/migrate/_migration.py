@@ -11,7 +11,7 @@ from weft.config.document import format_value
 from weft.config.plan import Plan, dump_plan, with_settings
 from weft.config.recipe import parse_recipe
 from weft.errors import PlanError, RecipeError, WeftError
-from weft.interop.migrate._keys import Settings
+from weft.interop.migrate._keys import MigratedSettings
 from weft.techniques.check import check_runnable
 
 _WIDTH = 110
@@ -52,7 +52,7 @@ class Migration:
         return "\n\n".join([head, *("\n".join([f"[{name}]", *lines]) for name, lines in sections.items())]) + "\n"
 
 
-def migration_of(settings: Settings, source: str) -> Migration:
+def migration_of(settings: MigratedSettings, source: str) -> Migration:
     """Check what a configuration became, and return it.
 
     Raises:
@@ -94,7 +94,7 @@ def _completed(text: str) -> str:
     return text + '\n[model]\nreference = "mlp"\nnum_layers = 1\ninput_size = 1\nhidden_size = 1\nnum_classes = 2\n'
 
 
-def _traced(problem: str, settings: Settings) -> str:
+def _traced(problem: str, settings: MigratedSettings) -> str:
     """A plan's or a recipe's refusal with the key that asked for the setting."""
     named = [key for key in settings.reasons if key.partition(".")[2] in problem]
     if not named:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from weft.errors import RecipeError, did_you_mean
 from weft.interop.migrate._accelerate import BATCH_SIZE, read_accelerate
 from weft.interop.migrate._deepspeed import read_deepspeed
-from weft.interop.migrate._keys import Settings, keys_of
+from weft.interop.migrate._keys import MigratedSettings, keys_of
 from weft.interop.migrate._migration import Migration, migration_of
 
 _LARGEST_FILE = 4_000_000
@@ -42,7 +42,7 @@ def read_settings(
 ) -> Migration:
     """`read_config` of a configuration that is no file: `name` is what errors call it, `beside` where the files are
     that it names."""
-    settings, filled = Settings(), dict(fill or {})
+    settings, filled = MigratedSettings(), dict(fill or {})
     _refuse_unknown(filled)
     if "distributed_type" in table or "compute_environment" in table:
         read_accelerate(table, settings, processes, filled, lambda file: read_table(beside / file))

@@ -14,7 +14,7 @@ DEFAULT_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SystemJob:
     """A model under a layout, as another system is to train it."""
 
     sizes: ModelSizes

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from weft.config.cluster import Cluster
 from weft.config.recipe import OptimizerRecipe
 from weft.errors import PlanError, did_you_mean
-from weft.interop.systems._contract import DEFAULT_STEPS, Emission, Job
+from weft.interop.systems._contract import DEFAULT_STEPS, Emission, SystemJob
 from weft.interop.systems._system import System
 from weft.interop.systems.accelerate import Accelerate
 from weft.interop.systems.deepspeed import DeepSpeed
@@ -43,12 +43,12 @@ def job_of(
     *,
     optimizer: OptimizerRecipe | None = None,
     steps: int | None = None,
-) -> Job:
+) -> SystemJob:
     """Return what a system is given of a candidate of a search."""
     plan, layout = candidate.plan, candidate.layout
     shares = () if plan is None else plan.microbatch.shares(layout.data)
     cuts = () if plan is None else plan.pipeline_parallel.cuts or ()
-    return Job(
+    return SystemJob(
         sizes=sizes,
         layout=layout,
         cuts=cuts if layout.pipeline > 1 else (),
@@ -66,7 +66,7 @@ def node_size(cluster: Cluster) -> int:
     return min(node.devices.count for node in cluster.nodes)
 
 
-def emit(system: System, job: Job) -> Emission:
+def emit(system: System, job: SystemJob) -> Emission:
     """Return how a system is started on a job, checked against its recorded arguments.
 
     Raises:

@@ -14,7 +14,7 @@ Value = Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class SystemFacts:
     """The recorded facts of a system at one version."""
 
     system: str
@@ -37,11 +37,11 @@ class Facts:
 
 
 @cache
-def facts_of(system: str) -> Facts:
+def facts_of(system: str) -> SystemFacts:
     """Return the recorded facts of a system by name."""
     text = files("weft.interop.systems").joinpath("data", f"{system}.json").read_text(encoding="utf-8")
     table: Mapping[str, Any] = json.loads(text)
-    return Facts(
+    return SystemFacts(
         system=table["system"],
         version=table["version"],
         source=table["source"],
@@ -55,9 +55,9 @@ def facts_of(system: str) -> Facts:
 # ── arguments ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def read_arguments(facts: Facts, words: Sequence[str]) -> tuple[dict[str, Value], list[str]]:
+def read_arguments(facts: SystemFacts, words: Sequence[str]) -> tuple[dict[str, Value], list[str]]:
     """Read words as the system's own parser does: return values by destination, defaults included, and complaints."""
-    values = {str(each["destination"]): each.get("default") for each in facts.arguments.values()}
+    values = {str(record["destination"]): record.get("default") for record in facts.arguments.values()}
     problems: list[str] = []
     place = 0
     while place < len(words):
@@ -113,7 +113,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def section_problems(facts: Facts, section: str, table: Mapping[str, Value]) -> Iterator[str]:
+def section_problems(facts: SystemFacts, section: str, table: Mapping[str, Value]) -> Iterator[str]:
     """Yield keys of a section that the system has not got, and values that are of none of its types or choices."""
     known = facts.sections[section]
     for key, value in table.items():
@@ -137,14 +137,16 @@ def _is_of(kind: str, value: Value) -> bool:
 # ── conditions ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def broken_checks(facts: Facts, values: Mapping[str, Value]) -> Iterator[str]:
+def broken_checks(facts: SystemFacts, values: Mapping[str, Value]) -> Iterator[str]:
     """Yield what each check that does not hold says.
 
     A word of a triple that begins with `$` is a value by name; a list is a product.
     """
     for check in facts.checks:
         when, need = check.get("when", ()), check["need"]
-        if all(_holds(each, values) for each in when) and not all(_holds(each, values) for each in need):
+        if all(_holds(condition, values) for condition in when) and not all(
+            _holds(condition, values) for condition in need
+        ):
             figures = {name: values.get(name) for name in _names([*when, *need])}
             listed = ", ".join(f"{name} = {value}" for name, value in figures.items())
             yield f"{check['says']} ({listed})"
@@ -177,7 +179,7 @@ def _holds(triple: Sequence[Value], values: Mapping[str, Value]) -> bool:
 def _of(side: Value, values: Mapping[str, Value]) -> Value:
     if isinstance(side, list) and side and str(side[0]) == "*":  # pyright: ignore[reportUnknownArgumentType]
         product: Value = 1
-        for each in side[1:]:  # pyright: ignore[reportUnknownVariableType]
-            product *= _of(each, values) or 1
+        for term in side[1:]:  # pyright: ignore[reportUnknownVariableType]
+            product *= _of(term, values) or 1
         return product
     return values.get(side[1:]) if isinstance(side, str) and side.startswith("$") else side

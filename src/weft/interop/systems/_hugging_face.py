@@ -13,7 +13,7 @@ Config = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
+class _HuggingFaceFamily:
     """A family of models of transformers: what it can be, and its configuration."""
 
     model_type: str
@@ -24,8 +24,8 @@ class _Family:
     """What no question asks."""
 
     def fits(self, sizes: ModelSizes) -> bool:
-        found = _kinds_of(sizes)
-        return all(found[kind] in answers for kind, answers in self.kinds.items()) and self.also(sizes)
+        kinds = _kinds_of(sizes)
+        return all(kinds[kind] in answers for kind, answers in self.kinds.items()) and self.also(sizes)
 
 
 def hugging_face_config(sizes: ModelSizes) -> Mapping[str, Any] | None:
@@ -263,33 +263,33 @@ def _qwen(config: Callable[[ModelSizes], Config]) -> Callable[[ModelSizes], Conf
 
 
 _FAMILIES = (
-    _Family(
+    _HuggingFaceFamily(
         model_type="llama",
         config=lambda sizes: {**_llama(sizes), "mlp_bias": sizes.ffn_bias},
         kinds={**_DENSE_LLAMA, "biases": (*_NONE, *_ALL, (False, False, True), (True, True, False))},
     ),
-    _Family(
+    _HuggingFaceFamily(
         model_type="mistral",
         config=lambda sizes: {**_llama(sizes), "sliding_window": sizes.window},
         kinds={**_DENSE_LLAMA, "has_window": _YES, "full_every": (0,), "biases": _NONE},
     ),
-    _Family(
+    _HuggingFaceFamily(
         model_type="qwen2",
         config=_qwen(_llama),
         kinds={**_DENSE_LLAMA, "biases": _QKV, "fills_hidden": _YES},
     ),
-    _Family(
+    _HuggingFaceFamily(
         model_type="qwen3",
         config=_qwen(_llama),
         kinds={**_DENSE_LLAMA, "qk_norm": ("head",), "biases": (*_NONE, (True, True, False))},
     ),
-    _Family(
+    _HuggingFaceFamily(
         model_type="mixtral",
         config=_mixtral,
         kinds={**_MIXTURE, "experts": ("all",), "shares_experts": _NO, "qk_norm": ("none",), "biases": _NONE},
         also=lambda sizes: sizes.window is None or not sizes.full_attention_every,
     ),
-    _Family(
+    _HuggingFaceFamily(
         model_type="qwen3_moe",
         config=_qwen(_mixture),
         kinds={
@@ -301,7 +301,7 @@ _FAMILIES = (
             "has_window": _NO,
         },
     ),
-    _Family(
+    _HuggingFaceFamily(
         model_type="qwen2_moe",
         config=_qwen(lambda sizes: {**_mixture(sizes), "shared_expert_intermediate_size": sizes.shared_ffn_size}),
         kinds={
@@ -313,7 +313,7 @@ _FAMILIES = (
             "has_window": _NO,
         },
     ),
-    _Family(
+    _HuggingFaceFamily(
         model_type="deepseek_v3",
         config=_latent,
         kinds={**_LLAMA, "is_latent": _YES, "experts": ("all", "some"), "has_router_bias": _YES, "biases": _NONE},
@@ -321,12 +321,12 @@ _FAMILIES = (
             bool(sizes.query_rank) and sizes.shared_ffn_size % sizes.expert_ffn_size == 0 and sizes.expert_every == 1
         ),
     ),
-    _Family(
+    _HuggingFaceFamily(
         model_type="gemma",
         config=_gemma,
         kinds={**_DENSE_LLAMA, "activation": ("geglu",), "biases": _NONE},
     ),
-    _Family(
+    _HuggingFaceFamily(
         model_type="gemma2",
         config=lambda sizes: {
             **_gemma(sizes),
@@ -343,25 +343,25 @@ _FAMILIES = (
             "qk_norm": ("none",),
         },
     ),
-    _Family(model_type="gpt2", config=_gpt2, kinds={**_GPT, "positions": ("learned",)}),
-    _Family(
+    _HuggingFaceFamily(model_type="gpt2", config=_gpt2, kinds={**_GPT, "positions": ("learned",)}),
+    _HuggingFaceFamily(
         model_type="opt",
         config=_opt,
         kinds={**_GPT, "activation": ("relu",), "positions": ("learned",)},
         also=lambda sizes: sizes.learned_positions > 2,
     ),
-    _Family(
+    _HuggingFaceFamily(
         model_type="bloom",
         config=_bloom,
         kinds={**_GPT, "has_stem_norm": _YES, "positions": ("none",)},
         also=lambda sizes: sizes.ffn_size == 4 * sizes.hidden_size,
     ),
-    _Family(
+    _HuggingFaceFamily(
         model_type="gpt_neox",
         config=_neox,
         kinds={**_GPT, "norm": (("layer", 2, "parallel_two"),), "positions": _ROTARY},
     ),
-    _Family(
+    _HuggingFaceFamily(
         model_type="nemotron",
         config=_nemotron,
         kinds={

@@ -18,7 +18,7 @@ _KEPT: tuple[tuple[str, ...], ...] = (_AXES, ("pipeline", "tensor"), ("tensor",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Nearest:
+class NearestPlans:
     """What was found within a system."""
 
     result: SearchResult
@@ -34,7 +34,7 @@ def search_within(
     search: Callable[[Space], SearchResult],
     *,
     near: Layout | None = None,
-) -> Nearest:
+) -> NearestPlans:
     """Return the best plans that a system can run, or those nearest to a layout: as many axes kept as can be.
 
     Args:
@@ -51,9 +51,9 @@ def search_within(
             f"{system.facts.title} has no words for {sizes.name}:\n{listed}\nUse another system, or --eject."
         )
     for kept in _KEPT if near is not None else ((),):
-        found = list(_results(system, sizes, space, search, near, kept))
-        if any(result.best for result in found):
-            return Nearest(result=_joined(found), kept=kept)
+        results = list(_results(system, sizes, space, search, near, kept))
+        if any(result.best for result in results):
+            return NearestPlans(result=_joined(results), kept=kept)
     raise PlanError(
         f"{system.facts.title} has no plan for {sizes.name} on this cluster that fits into memory and keeps the"
         " settings that were given. Use more devices, another global batch, or fewer --set."
@@ -75,9 +75,9 @@ def _results(
         result = search(narrowed)
         size = node_size(result.cluster)
         runs = [
-            each
-            for each in result.best
-            if not any(system.refusals(job_of(result, each, sizes))) and _fills_nodes(each, size)
+            candidate
+            for candidate in result.best
+            if not any(system.refusals(job_of(result, candidate, sizes))) and _fills_nodes(candidate, size)
         ]
         yield replace(result, best=tuple(runs))
 
@@ -99,25 +99,25 @@ def _keeping(space: Space, near: Layout | None, kept: Sequence[str]) -> Space | 
     return space
 
 
-def _joined(found: Sequence[SearchResult]) -> SearchResult:
+def _joined(results: Sequence[SearchResult]) -> SearchResult:
     best: dict[Layout, Candidate] = {}
-    for candidate in sorted((each for result in found for each in result.best), key=lambda each: each.score):
+    for candidate in sorted((option for result in results for option in result.best), key=lambda option: option.score):
         best.setdefault(candidate.layout, candidate)
-    return replace(found[0], best=tuple(best.values()), counts=_summed([result.counts for result in found]))
+    return replace(results[0], best=tuple(best.values()), counts=_summed([result.counts for result in results]))
 
 
 def _summed(counts: Sequence[Counts]) -> Counts:
     names = [field.name for field in fields(Counts) if field.name not in ("invalid", "refused")]
     return Counts(
-        invalid=_by_cause(each.invalid for each in counts),
-        refused=_by_cause(each.refused for each in counts),
-        **{name: sum(getattr(each, name) for each in counts) for name in names},
+        invalid=_by_cause(count.invalid for count in counts),
+        refused=_by_cause(count.refused for count in counts),
+        **{name: sum(getattr(count, name) for count in counts) for name in names},
     )
 
 
 def _by_cause(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for each in counts:
-        for cause, count in each.items():
-            found[cause] = found.get(cause, 0) + count
-    return found
+    sums: dict[str, int] = {}
+    for table in counts:
+        for cause, count in table.items():
+            sums[cause] = sums.get(cause, 0) + count
+    return sums

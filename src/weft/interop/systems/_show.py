@@ -7,7 +7,7 @@ from pathlib import Path
 
 from weft.errors import PlanError
 from weft.interop.systems._contract import Emission
-from weft.interop.systems._facts import Facts
+from weft.interop.systems._facts import SystemFacts
 
 _SHORT_LINES = 60
 _WIDTH = 110
@@ -32,7 +32,7 @@ def _quoted(word: str) -> str:
     return f'"{word}"' if word.startswith("$") else shlex.quote(word)
 
 
-def emission_lines(emission: Emission, facts: Facts) -> list[str]:
+def emission_lines(emission: Emission, facts: SystemFacts) -> list[str]:
     """Return the command, short files, and what is different there."""
     lines = [f"for       {facts.title} ({facts.source})"]
     lines += [f"note      {note}" for note in emission.notes]

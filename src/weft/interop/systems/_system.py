@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from weft.config.plan import AXES
-from weft.interop.systems._contract import Emission, Job
-from weft.interop.systems._facts import Facts, facts_of
+from weft.interop.systems._contract import Emission, SystemJob
+from weft.interop.systems._facts import SystemFacts, facts_of
 from weft.model.profile import ModelSizes
 from weft.planning.search import Space
 from weft.techniques.registry import elsewhere
@@ -24,7 +24,7 @@ class System:
     """Those that are emitted."""
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> SystemFacts:
         """The recorded version, arguments and checks."""
         return facts_of(self.name)
 
@@ -44,7 +44,7 @@ class System:
         """Yield what the system has no words for in a model."""
         raise NotImplementedError
 
-    def refusals(self, job: Job) -> Iterator[str]:
+    def refusals(self, job: SystemJob) -> Iterator[str]:
         """Yield why the system cannot train a model under a layout."""
         yield from self.lacks(job.sizes)
         yield from layout_refusals(job)
@@ -54,15 +54,15 @@ class System:
             yield f"{job.layout.precision}: emitted are {', '.join(others)} and {last}"
         yield from self.layout_lacks(job)
 
-    def layout_lacks(self, job: Job) -> Iterator[str]:
+    def layout_lacks(self, job: SystemJob) -> Iterator[str]:
         """Yield the reasons that are its own, beside those of its model and those of all systems."""
         raise NotImplementedError
 
-    def emission(self, job: Job) -> Emission:
+    def emission(self, job: SystemJob) -> Emission:
         """Return the command of a job without refusals."""
         raise NotImplementedError
 
-    def check(self, emission: Emission, job: Job) -> Iterator[str]:
+    def check(self, emission: Emission, job: SystemJob) -> Iterator[str]:
         """Yield what the recorded arguments and checks of the system say against a command."""
         raise NotImplementedError
 
@@ -91,7 +91,7 @@ def narrowed(space: Space, **changes: Any) -> Space | None:
     return replace(space, even_shares=True, per_block_recompute=False)
 
 
-def layout_refusals(job: Job) -> Iterator[str]:
+def layout_refusals(job: SystemJob) -> Iterator[str]:
     """What none of the systems can do."""
     layout = job.layout
     if layout.tensor_scheme != "1d":
@@ -107,7 +107,7 @@ def layout_refusals(job: Job) -> Iterator[str]:
         yield f"axes on the hardware in the order {', '.join(layout.order)}: its order is {', '.join(AXES)}"
 
 
-def _reorders(job: Job) -> bool:
+def _reorders(job: SystemJob) -> bool:
     """Whether the order of the axes that are used differs from the usual one."""
     layout = job.layout
     used = [axis for axis in layout.order if getattr(layout, axis) > 1]
@@ -122,7 +122,7 @@ def model_lacks(sizes: ModelSizes) -> Iterator[str]:
         yield "patches, class tokens or segments"
 
 
-def optimizer_refusals(job: Job) -> Iterator[str]:
+def optimizer_refusals(job: SystemJob) -> Iterator[str]:
     if job.optimizer.name != "adamw":
         yield f"the optimizer {job.optimizer.name}: AdamW alone is emitted"
     if job.optimizer.average_decay is not None:
@@ -131,7 +131,7 @@ def optimizer_refusals(job: Job) -> Iterator[str]:
         yield "settings for groups of parameters"
 
 
-def torchrun(job: Job) -> tuple[str, ...]:
+def torchrun(job: SystemJob) -> tuple[str, ...]:
     """Words that start the ranks of every node."""
     words = ["torchrun", "--nnodes", str(job.nodes), "--nproc-per-node", str(job.per_node)]
     if job.nodes > 1:
@@ -140,11 +140,11 @@ def torchrun(job: Job) -> tuple[str, ...]:
     return tuple(words)
 
 
-def place_notes(job: Job) -> Iterator[str]:
+def place_notes(job: SystemJob) -> Iterator[str]:
     if job.nodes > 1:
         yield f"$HEAD_NODE: the first of the {job.nodes} nodes; $NODE_RANK: 0 to {job.nodes - 1}, another on every node"
 
 
-def rate_notes(job: Job) -> Iterator[str]:
+def rate_notes(job: SystemJob) -> Iterator[str]:
     if not job.optimizer.is_constant_rate:
         yield f"the learning rate is constant here; yours: {job.optimizer.schedule_line}"

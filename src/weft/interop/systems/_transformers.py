@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from weft.interop.systems._contract import Emission, Job
+from weft.interop.systems._contract import Emission, SystemJob
 from weft.interop.systems._hugging_face import hugging_face_config, hugging_face_lacks
 from weft.interop.systems._system import System, rate_notes
 from weft.interop.systems._template import filled
@@ -33,13 +33,13 @@ class TransformersSystem(System):
     def lacks(self, sizes: ModelSizes) -> Iterator[str]:
         yield from hugging_face_lacks(sizes)
 
-    def layout_lacks(self, job: Job) -> Iterator[str]:
+    def layout_lacks(self, job: SystemJob) -> Iterator[str]:
         if job.layout.recomputes_selectively:
             yield "selective recomputation: transformers recomputes whole blocks"
         if job.layout.fuses_loss:
             yield "a loss fused with the head: transformers writes out all logits"
 
-    def files(self, job: Job, config: Mapping[str, Any], words: Mapping[str, object]) -> dict[str, str]:
+    def files(self, job: SystemJob, config: Mapping[str, Any], words: Mapping[str, object]) -> dict[str, str]:
         """Return the files of a command: configuration, model, and the script with its `words` filled in."""
         every: dict[str, object] = {
             "TITLE": f"{job.sizes.name} for {self.facts.title}",
@@ -67,7 +67,7 @@ class TransformersSystem(System):
             yield f"{key} is no key of {self.facts.title}"
 
 
-def transformers_notes(job: Job) -> Iterator[str]:
+def transformers_notes(job: SystemJob) -> Iterator[str]:
     """Yield what is different there."""
     yield "tokens.bin stands for your data: 32-bit tokens, one after another, samples in their order"
     yield "initial weights are those of transformers: other losses than Weft's, alike"
@@ -83,7 +83,7 @@ def transformers_notes(job: Job) -> Iterator[str]:
     yield from rate_notes(job)
 
 
-def _model_text(job: Job) -> str:
+def _model_text(job: SystemJob) -> str:
     """`config.json` of a job's model, long enough for its samples."""
     config = dict(hugging_face_config(job.sizes) or {})
     if "max_position_embeddings" in config and not job.sizes.learned_positions:

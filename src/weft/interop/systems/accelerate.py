@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from weft.interop.systems._contract import Emission, Job
+from weft.interop.systems._contract import Emission, SystemJob
 from weft.interop.systems._facts import broken_checks, read_arguments
 from weft.interop.systems._system import place_notes
 from weft.interop.systems._transformers import COMMON, SCRIPT, TOKENS, TransformersSystem, transformers_notes
@@ -24,7 +24,7 @@ class Accelerate(TransformersSystem):
         """Its tensor axis takes models that are loaded, not built; its ZeRO-1 and 2 are DeepSpeed's."""
         yield {**COMMON, "tensors": (1,), "offloads": ("none",), "zeros": (0, 3)}
 
-    def layout_lacks(self, job: Job) -> Iterator[str]:
+    def layout_lacks(self, job: SystemJob) -> Iterator[str]:
         layout = job.layout
         yield from super().layout_lacks(job)
         if layout.pipeline > 1 or layout.context > 1 or layout.expert > 1 or layout.tensor > 1:
@@ -36,7 +36,7 @@ class Accelerate(TransformersSystem):
         if layout.gradient_bytes != 4 and not layout.shards_weights:
             yield "gradients reduced in bf16 between replicas"
 
-    def emission(self, job: Job) -> Emission:
+    def emission(self, job: SystemJob) -> Emission:
         launcher = ["--config_file", self.configuration]
         if job.nodes > 1:
             launcher += ["--machine_rank", "$NODE_RANK", "--main_process_ip", "$HEAD_NODE"]
@@ -48,7 +48,7 @@ class Accelerate(TransformersSystem):
             notes=(*transformers_notes(job), *place_notes(job)),
         )
 
-    def check(self, emission: Emission, job: Job) -> Iterator[str]:
+    def check(self, emission: Emission, job: SystemJob) -> Iterator[str]:
         command = emission.command
         words = [word.replace("$NODE_RANK", "0") for word in command[2 : command.index(SCRIPT)]]
         _, problems = read_arguments(self.facts, words)
@@ -63,7 +63,7 @@ class Accelerate(TransformersSystem):
         yield from broken_checks(self.facts, values)
 
 
-def _config(job: Job) -> dict[str, Any]:
+def _config(job: SystemJob) -> dict[str, Any]:
     layout = job.layout
     sharded = layout.shards_weights and layout.data > 1
     kind = "FSDP" if sharded else ("MULTI_GPU" if layout.world_size > 1 else "NO")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from weft.interop.systems._contract import Emission, Job
+from weft.interop.systems._contract import Emission, SystemJob
 from weft.interop.systems._facts import broken_checks, read_arguments, section_problems
 from weft.interop.systems._transformers import COMMON, SCRIPT, TOKENS, TransformersSystem, transformers_notes
 from weft.model.profile import ModelSizes
@@ -27,7 +27,7 @@ class DeepSpeed(TransformersSystem):
         yield {**common, **host, "tensors": (1,), "zeros": (1, 2, 3)}
         yield {**common, **host, "tensors": split, "zeros": (1, 2)}
 
-    def layout_lacks(self, job: Job) -> Iterator[str]:
+    def layout_lacks(self, job: SystemJob) -> Iterator[str]:
         layout, sizes = job.layout, job.sizes
         yield from super().layout_lacks(job)
         if layout.pipeline > 1:
@@ -45,7 +45,7 @@ class DeepSpeed(TransformersSystem):
         if layout.sequence_parallel and layout.tensor > 1:
             yield "sequence parallelism beside its tensor axis"
 
-    def emission(self, job: Job) -> Emission:
+    def emission(self, job: SystemJob) -> Emission:
         layout = job.layout
         dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(layout.precision, "float32")
         words = {"TENSOR": layout.tensor, "SHARDED": layout.shards_weights, "DTYPE": dtype}
@@ -62,7 +62,7 @@ class DeepSpeed(TransformersSystem):
             notes=tuple(_notes(job)),
         )
 
-    def check(self, emission: Emission, job: Job) -> Iterator[str]:
+    def check(self, emission: Emission, job: SystemJob) -> Iterator[str]:
         command = emission.command
         launcher, problems = read_arguments(self.facts, command[1 : command.index(SCRIPT)])
         yield from problems
@@ -83,7 +83,7 @@ def _splits(sizes: ModelSizes, tensor: int) -> bool:
     return not sizes.num_experts and sizes.kv_heads % tensor == 0
 
 
-def _config(job: Job) -> dict[str, Any]:
+def _config(job: SystemJob) -> dict[str, Any]:
     layout = job.layout
     sharding: dict[str, Any] = {"stage": layout.stage}
     if layout.shards_states:
@@ -107,7 +107,7 @@ def _config(job: Job) -> dict[str, Any]:
     return config
 
 
-def _notes(job: Job) -> Iterator[str]:
+def _notes(job: SystemJob) -> Iterator[str]:
     yield from transformers_notes(job)
     if job.layout.tensor > 1:
         yield "AutoTP leaves the embedding and the head whole on every rank"

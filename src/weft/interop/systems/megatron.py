@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from weft.interop.systems._contract import Emission, Job
+from weft.interop.systems._contract import Emission, SystemJob
 from weft.interop.systems._facts import broken_checks, read_arguments
 from weft.interop.systems._system import System, model_lacks, narrowed, place_notes, rate_notes, torchrun
 from weft.model.profile import ModelSizes
@@ -70,7 +70,7 @@ class Megatron(System):
         if sizes.router_bias and not sizes.kv_rank:
             yield "a bias on the router's linear layer"
 
-    def layout_lacks(self, job: Job) -> Iterator[str]:
+    def layout_lacks(self, job: SystemJob) -> Iterator[str]:
         layout, sizes = job.layout, job.sizes
         if layout.shards_gradients:
             yield f"{layout.stage_name}: its distributed optimizer is ZeRO-1"
@@ -91,7 +91,7 @@ class Megatron(System):
         ):
             yield f"{sizes.kv_heads} groups of queries over {layout.context} context ranks by all-to-all"
 
-    def emission(self, job: Job) -> Emission:
+    def emission(self, job: SystemJob) -> Emission:
         words = [*_model(job), *_positions(job), *_experts(job), *_layout(job), *_training(job)]
         return Emission(
             system=self.name,
@@ -101,7 +101,7 @@ class Megatron(System):
             notes=tuple(_notes(job)),
         )
 
-    def check(self, emission: Emission, job: Job) -> Iterator[str]:
+    def check(self, emission: Emission, job: SystemJob) -> Iterator[str]:
         command = emission.command
         values, problems = read_arguments(self.facts, command[command.index(_SCRIPT) + 1 :])
         if problems:
@@ -137,7 +137,7 @@ def _biases(sizes: ModelSizes) -> tuple[str, ...] | None:
     return every.get(has)
 
 
-def _model(job: Job) -> Iterator[str]:
+def _model(job: SystemJob) -> Iterator[str]:
     sizes = job.sizes
     yield from ("--num-layers", str(sizes.num_layers), "--hidden-size", str(sizes.hidden_size))
     yield from ("--num-attention-heads", str(sizes.num_heads))
@@ -175,7 +175,7 @@ def _latent(sizes: ModelSizes) -> Iterator[str]:
     yield from ("--rope-type", "rope", "--no-rope-fusion", "--qk-layernorm")
 
 
-def _positions(job: Job) -> Iterator[str]:
+def _positions(job: SystemJob) -> Iterator[str]:
     sizes = job.sizes
     length = sizes.learned_positions or job.sequence_length
     yield from ("--max-position-embeddings", str(length))
@@ -186,7 +186,7 @@ def _positions(job: Job) -> Iterator[str]:
         yield from ("--position-embedding-type", "learned_absolute")
 
 
-def _experts(job: Job) -> Iterator[str]:
+def _experts(job: SystemJob) -> Iterator[str]:
     sizes, layout = job.sizes, job.layout
     if not sizes.num_experts:
         return
@@ -206,7 +206,7 @@ def _experts(job: Job) -> Iterator[str]:
     yield from ("--expert-tensor-parallel-size", str(layout.tensor))
 
 
-def _layout(job: Job) -> Iterator[str]:
+def _layout(job: SystemJob) -> Iterator[str]:
     layout = job.layout
     yield from ("--tensor-model-parallel-size", str(layout.tensor))
     yield from ("--pipeline-model-parallel-size", str(layout.pipeline))
@@ -233,14 +233,14 @@ def _layout(job: Job) -> Iterator[str]:
         yield from ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 
 
-def stage_layout(job: Job) -> str:
+def stage_layout(job: SystemJob) -> str:
     """Stages in the order of the model: `E` the embedding, `t` a block, `L` head and loss."""
     texts = ["t" * len(blocks) for blocks in job.stages]
     texts[0], texts[-1] = "E" + texts[0], texts[-1] + "L"
     return "|".join(texts)
 
 
-def _training(job: Job) -> Iterator[str]:
+def _training(job: SystemJob) -> Iterator[str]:
     layout, optimizer = job.layout, job.optimizer
     yield from ("--seq-length", str(job.sequence_length), "--micro-batch-size", str(layout.microbatch_size))
     yield from ("--global-batch-size", str(job.global_batch_size), "--train-iters", str(job.steps))
@@ -254,7 +254,7 @@ def _training(job: Job) -> Iterator[str]:
     yield "--mock-data"
 
 
-def _notes(job: Job) -> Iterator[str]:
+def _notes(job: SystemJob) -> Iterator[str]:
     sizes, optimizer = job.sizes, job.optimizer
     yield "--mock-data and NullTokenizer stand for yours: --data-path, --split, --tokenizer-type, --tokenizer-model"
     yield "initial weights, the order of samples and dropout are drawn by Megatron-LM: other losses, alike"

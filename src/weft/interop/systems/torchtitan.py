@@ -6,7 +6,7 @@ import pprint
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from weft.interop.systems._contract import Emission, Job
+from weft.interop.systems._contract import Emission, SystemJob
 from weft.interop.systems._facts import broken_checks, section_problems
 from weft.interop.systems._system import System, model_lacks, place_notes, rate_notes, torchrun
 from weft.interop.systems._template import filled
@@ -94,7 +94,7 @@ class Torchtitan(System):
         if sizes.qk_norm == "full" or sizes.value_size != sizes.query_size:
             yield "norms over all features of queries and keys, or value heads of another size"
 
-    def layout_lacks(self, job: Job) -> Iterator[str]:
+    def layout_lacks(self, job: SystemJob) -> Iterator[str]:
         layout, sizes = job.layout, job.sizes
         if layout.gathers_after_step and layout.data > 1:
             yield f"{layout.stage_name}: it has ZeRO-3 (FSDP) and replicas"
@@ -118,7 +118,7 @@ class Torchtitan(System):
         if layout.context > 1 and layout.context_scheme != "all_gather":
             yield f"context by {layout.context_scheme}: it gathers keys and values"
 
-    def emission(self, job: Job) -> Emission:
+    def emission(self, job: SystemJob) -> Emission:
         module = FILE.removesuffix(".py")
         words = ("-m", "torchtitan.train", "--module", module, "--config", "plan")
         return Emission(
@@ -130,7 +130,7 @@ class Torchtitan(System):
             notes=tuple(_notes(job)),
         )
 
-    def check(self, emission: Emission, job: Job) -> Iterator[str]:
+    def check(self, emission: Emission, job: SystemJob) -> Iterator[str]:
         tables = {"training": _training(job), "parallelism": _parallelism(job)}
         for name, table in tables.items():
             yield from section_problems(self.facts, name, table)
@@ -142,11 +142,11 @@ class Torchtitan(System):
         yield from broken_checks(self.facts, {**values, **derived})
 
 
-def _shard(job: Job) -> int:
+def _shard(job: SystemJob) -> int:
     return job.layout.shard if job.layout.shards_weights else 1
 
 
-def _training(job: Job) -> dict[str, Any]:
+def _training(job: SystemJob) -> dict[str, Any]:
     layout = job.layout
     in_flight = layout.microbatches if layout.pipeline > 1 else 1
     return {
@@ -162,7 +162,7 @@ def _training(job: Job) -> dict[str, Any]:
     }
 
 
-def _parallelism(job: Job) -> dict[str, Any]:
+def _parallelism(job: SystemJob) -> dict[str, Any]:
     layout = job.layout
     table: dict[str, Any] = {
         "data_parallel_replicate_degree": layout.data // _shard(job),
@@ -203,7 +203,7 @@ def _sizes(sizes: ModelSizes) -> dict[str, Any]:
     }
 
 
-def _module(job: Job, title: str) -> str:
+def _module(job: SystemJob, title: str) -> str:
     flavor = _FLAVORS.get(job.sizes.name)
     words = {
         "TITLE": f"{job.sizes.name} for {title}",
@@ -222,7 +222,7 @@ def _shown(table: Mapping[str, Any]) -> str:
     return pprint.pformat(dict(table), width=110, sort_dicts=False)
 
 
-def _notes(job: Job) -> Iterator[str]:
+def _notes(job: SystemJob) -> Iterator[str]:
     yield 'dataset "c4" and ./tokenizer stand for yours: HuggingFaceTextDataLoader and hf_assets_path in the file'
     yield "documents are isolated: attention does not reach over their ends, whatever the recipe says"
     yield "initial weights and the order of samples are torchtitan's: other losses than Weft's, alike"

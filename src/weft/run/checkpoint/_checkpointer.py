@@ -25,11 +25,11 @@ from weft.techniques.core import CheckpointShard
 
 logger = logging.getLogger(__name__)
 
-Which = Literal["latest"] | Path
-Check = Callable[[JsonObject, int], object]
+CheckpointChoice = Literal["latest"] | Path
+StateCheck = Callable[[JsonObject, int], object]
 """Takes what a checkpoint's manifest holds beside the tensors, and its step; raises `CheckpointError`."""
 
-Wanted = Callable[[StoredCheckpoint], Sequence[CheckpointShard]]
+ShardSelector = Callable[[StoredCheckpoint], Sequence[CheckpointShard]]
 """Takes a verified checkpoint, and returns what is to be filled from it."""
 
 
@@ -131,7 +131,11 @@ class Checkpointer:
         return self.folder / _folder.step_name(step)
 
     def load(
-        self, which: Which, shards: Sequence[CheckpointShard] | Wanted, *, check: Check | None = None
+        self,
+        which: CheckpointChoice,
+        shards: Sequence[CheckpointShard] | ShardSelector,
+        *,
+        check: StateCheck | None = None,
     ) -> dict[str, Json]:
         """Verify a checkpoint, fill the shards from it and return the state saved with it.  Call on every rank.
 
@@ -151,7 +155,7 @@ class Checkpointer:
         self._goes_on = self._goes_on or stored.folder.resolve().parent == self.folder.resolve()
         return dict(stored.manifest.state)
 
-    def open(self, which: Which, check: Check | None = None) -> StoredCheckpoint:
+    def open(self, which: CheckpointChoice, check: StateCheck | None = None) -> StoredCheckpoint:
         """Verify a checkpoint and return it; see `load`."""
         return self._open_path(which, check) if isinstance(which, Path) else self._open_newest(check)
 
@@ -161,18 +165,18 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank.
         """
-        from weft.run.checkpoint._carry import carry_over  # loaded where a checkpoint is
         from weft.run.checkpoint._match import match
+        from weft.run.checkpoint._plan_state import fill_plan_state  # loaded where a checkpoint is
 
-        wanted = [match(stored, shards, self.peers) for stored, shards in parts]
+        matched = [match(stored, shards, self.peers) for stored, shards in parts]
         with torch.no_grad():
-            for (stored, shards), by_name in zip(parts, wanted, strict=True):
+            for (stored, shards), by_name in zip(parts, matched, strict=True):
                 for name, group in by_name.items():
                     stored.fill(name, group)
                     for shard in group:
                         if shard.let_go is not None:
                             shard.let_go()
-                carry_over(stored, shards, self.peers)
+                fill_plan_state(stored, shards, self.peers)
 
     def _check_owned(self) -> None:
         """Refuse a folder that is another's, or holds what this run neither saved nor loaded."""
@@ -233,20 +237,20 @@ class Checkpointer:
             f"Make room, give another folder, or keep fewer than {self.keep} checkpoints."
         )
 
-    def _open_path(self, path: Path, check: Check | None) -> StoredCheckpoint:
+    def _open_path(self, path: Path, check: StateCheck | None) -> StoredCheckpoint:
         stored, problem = self._open_verified(path, check)
         if stored is None:
             raise CheckpointError(problem)
         return stored
 
-    def _open_newest(self, check: Check | None) -> StoredCheckpoint:
+    def _open_newest(self, check: StateCheck | None) -> StoredCheckpoint:
         """Open what rank 0 names, from the newest on, until all ranks find their share of it sound."""
-        found = _folder.complete_checkpoints(self.folder)
+        complete = _folder.complete_checkpoints(self.folder)
         problems = list[str]()
-        for number in range(self.peers.share(len(found))[0]):
-            mine = found[number].manifest if self.peers.rank == 0 else None
+        for number in range(self.peers.share(len(complete))[0]):
+            mine = complete[number].manifest if self.peers.rank == 0 else None
             token, step = self.peers.share(*((int(mine.token, 16), mine.step) if mine is not None else (0, 0)))
-            same = [one.path for one in found if (int(one.manifest.token, 16), one.manifest.step) == (token, step)]
+            same = [one.path for one in complete if (int(one.manifest.token, 16), one.manifest.step) == (token, step)]
             stored, problem = self._open_verified(same[0] if same else None, check)
             if stored is not None:
                 if problems and self.peers.rank == 0:
@@ -256,7 +260,7 @@ class Checkpointer:
         reason = " ".join(problems) or '"latest" was asked for and no save has finished there.'
         raise CheckpointError(f"{self.folder} holds no checkpoint that can be loaded: {reason}")
 
-    def _open_verified(self, path: Path | None, check: Check | None) -> tuple[StoredCheckpoint | None, str]:
+    def _open_verified(self, path: Path | None, check: StateCheck | None) -> tuple[StoredCheckpoint | None, str]:
         """Open on every rank, each verifying its share of the files.  Else returns None and the first problem."""
         stored, problem = None, None
         try:
@@ -272,7 +276,7 @@ class Checkpointer:
         return (None, problem) if problem is not None else (cast(StoredCheckpoint, stored), "")
 
 
-def _check_state(stored: StoredCheckpoint, check: Check) -> None:
+def _check_state(stored: StoredCheckpoint, check: StateCheck) -> None:
     """Let the state's owner look at it, and say the file in what it raises."""
     path = stored.folder / MANIFEST
     state = dict(stored.manifest.state)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.errors import CheckpointError
 from weft.files import digest_of_file
-from weft.run.checkpoint._format import DTYPE_NAMES, StoredFile, StoredRun, digest_of
+from weft.run.checkpoint._format import DTYPE_NAMES, StoredFile, StoredRange, digest_of
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor to be written under `key`, fetched when its turn comes."""
 
     key: str
@@ -55,7 +55,7 @@ def grouped(items: Iterable[T], size_bytes: Callable[[T], int], file_bytes: int)
         yield group
 
 
-def write_tensors(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> StoredFile:
+def write_tensors(path: Path, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> StoredFile:
     """Write a new safetensors file and return its size and digest.
 
     The format is an eight-byte header length, a JSON header and the raw tensors.  It is written here, and not by the
@@ -139,7 +139,7 @@ def verify_file(folder: Path, stored: StoredFile) -> None:
         raise CheckpointError(f"{path} does not match its digest: its content changed after it was written.")
 
 
-def verify_header(folder: Path, name: str, expected: Sequence[StoredRun]) -> None:
+def verify_header(folder: Path, name: str, expected: Sequence[StoredRange]) -> None:
     """Check that a safetensors file holds the expected runs and nothing else.
 
     Raises:

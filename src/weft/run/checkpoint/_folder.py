@@ -32,7 +32,7 @@ _LEFTOVER = re.compile(r"step-\d{6,}\.(partial|removing|replaced)-[0-9a-f]+", re
 
 
 @dataclass(frozen=True, slots=True)
-class Complete:
+class CompleteCheckpoint:
     path: Path
     manifest: Manifest
 
@@ -41,17 +41,17 @@ def step_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def complete_checkpoints(folder: Path) -> list[Complete]:
+def complete_checkpoints(folder: Path) -> list[CompleteCheckpoint]:
     """Return the folders with a sound manifest, newest first.  Damaged manifests are warned about and left out."""
-    found = list[Complete]()
+    complete = list[CompleteCheckpoint]()
     for path in _folders(folder, _COMPLETE):
         if not (path / MANIFEST).exists():
             continue
         try:
-            found.append(Complete(path, _manifest_of(path)))
+            complete.append(CompleteCheckpoint(path, _manifest_of(path)))
         except CheckpointError as error:
             logger.warning("checkpoint %s is passed over: %s", path.name, error)
-    return sorted(found, key=lambda one: (one.manifest.sequence, one.manifest.step), reverse=True)
+    return sorted(complete, key=lambda one: (one.manifest.sequence, one.manifest.step), reverse=True)
 
 
 def _manifest_of(path: Path) -> Manifest:
@@ -74,8 +74,8 @@ def find_checkpoint(path: Path) -> Path:
     if (path / MANIFEST).exists():
         return path
     for folder in (path, path / "checkpoints"):
-        if found := complete_checkpoints(folder):
-            return found[0].path
+        if complete := complete_checkpoints(folder):
+            return complete[0].path
     what = "holds no complete checkpoint" if path.is_dir() else "does not exist"
     what = "is a file" if path.is_file() else what
     raise CheckpointError(f"{path} {what}. Give the folder of a run, or of one checkpoint (step-000120) in it.")

@@ -70,7 +70,7 @@ class StoredFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredRun:
+class StoredRange:
     """A stored run of a tensor: elements [start, start + length) of the flattened part that `split` cuts out."""
 
     name: str
@@ -106,7 +106,7 @@ class RankIndex:
     """What one rank wrote."""
 
     files: tuple[StoredFile, ...]
-    runs: tuple[StoredRun, ...]
+    runs: tuple[StoredRange, ...]
 
     def to_text(self) -> str:
         runs = [run.to_json() for run in self.runs]
@@ -203,7 +203,7 @@ def parse_index(path: Path, content: bytes) -> RankIndex:
     sizes = {file.name: file.size_bytes for file in files}
     if len(sizes) < len(files) or not all(name.startswith(f"{path.stem}-") for name in sizes):
         raise fields.fail("files", f"files of this rank ({path.stem}-….safetensors), each once")
-    runs: list[StoredRun] = []
+    runs: list[StoredRange] = []
     taken: set[tuple[str, str]] = set()
     for item in fields.objects("runs"):
         run = _run_from_json(item)
@@ -238,7 +238,7 @@ def _file_from_json(fields: JsonObject, pattern: str) -> StoredFile:
     return StoredFile(name=name, size_bytes=fields.count("size_bytes"), digest=digest)
 
 
-def _run_from_json(fields: JsonObject) -> StoredRun:
+def _run_from_json(fields: JsonObject) -> StoredRange:
     fields.only(_RUN_FIELDS)
     name, dtype, key = fields.text("name"), fields.text("dtype"), fields.text("key")
     if dtype not in DTYPES:
@@ -249,7 +249,7 @@ def _run_from_json(fields: JsonObject) -> StoredRun:
     if math.prod(sizes) > LARGEST_COUNT or math.prod(size or 1 for size in sizes) > LARGEST_COUNT:
         raise fields.fail("shape", f"the shape of a tensor of at most {LARGEST_COUNT:,} elements")
     shape = torch.Size(sizes)
-    run = StoredRun(
+    run = StoredRange(
         name=name,
         shape=shape,
         dtype=DTYPES[dtype],

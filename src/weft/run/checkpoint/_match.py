@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from weft.errors import CheckpointError, did_you_mean
-from weft.run.checkpoint._carry import is_of_plan
 from weft.run.checkpoint._peers import Peers
+from weft.run.checkpoint._plan_state import is_of_plan
 from weft.run.checkpoint._read import StoredCheckpoint
 from weft.techniques.core import CheckpointShard
 
@@ -28,39 +28,39 @@ def match(
         CheckpointError: on every rank, when a tensor is missing, has another shape, would lose precision, or is in the
             checkpoint but nowhere in the model.
     """
-    wanted: dict[str, list[CheckpointShard]] = {}
+    by_name: dict[str, list[CheckpointShard]] = {}
     for shard in shards:
         if not is_of_plan(shard.name):
-            wanted.setdefault(shard.name, []).append(shard)
-    problem = peers.first_problem(_problem_of(stored, wanted))
+            by_name.setdefault(shard.name, []).append(shard)
+    problem = peers.first_problem(_problem_of(stored, by_name))
     if problem is None:
-        problem = _unexpected(stored, wanted, peers)
+        problem = _unexpected(stored, by_name, peers)
     if problem is not None:
         raise CheckpointError(f"{stored.folder} does not fit: {problem}")
-    converted = [name for name in sorted(wanted) if wanted[name][0].tensor.dtype != stored.dtype(name)]
+    converted = [name for name in sorted(by_name) if by_name[name][0].tensor.dtype != stored.dtype(name)]
     if converted:
         logger.warning("%d tensors change precision while loading (%s)", len(converted), _listed(converted))
-    return dict(sorted(wanted.items()))
+    return dict(sorted(by_name.items()))
 
 
-def _problem_of(stored: StoredCheckpoint, wanted: dict[str, list[CheckpointShard]]) -> str | None:
-    missing = [name for name in wanted if name not in stored.runs]
+def _problem_of(stored: StoredCheckpoint, by_name: dict[str, list[CheckpointShard]]) -> str | None:
+    missing = [name for name in by_name if name not in stored.runs]
     if missing:
-        hint = did_you_mean(missing[0], stored.runs) if len(missing) < len(wanted) else ""
+        hint = did_you_mean(missing[0], stored.runs) if len(missing) < len(by_name) else ""
         return (
-            f"it lacks {len(missing)} of the {len(wanted)} tensors wanted: {_listed(missing)}.{hint} "
+            f"it lacks {len(missing)} of the {len(by_name)} tensors wanted: {_listed(missing)}.{hint} "
             "Load it with the recipe that saved it (same model, optimizer and average_decay)."
         )
     shapes = [
         f"{name} is {list(stored.shape(name))} there and {list(group[0].shape)} here"
-        for name, group in wanted.items()
+        for name, group in by_name.items()
         if stored.shape(name) != group[0].shape
     ]
     if shapes:
         return f"{len(shapes)} shapes differ: {_listed(shapes)}. Load it with the sizes of the recipe that saved it."
     narrowed = [
         f"{name} is {_word(stored.dtype(name))} there and {_word(shard.tensor.dtype)} here"
-        for name, group in wanted.items()
+        for name, group in by_name.items()
         for shard in group[:1]
         if not _is_permitted(stored.dtype(name), shard.tensor.dtype)
     ]
@@ -69,10 +69,10 @@ def _problem_of(stored: StoredCheckpoint, wanted: dict[str, list[CheckpointShard
     return None
 
 
-def _unexpected(stored: StoredCheckpoint, wanted: dict[str, list[CheckpointShard]], peers: Peers) -> str | None:
+def _unexpected(stored: StoredCheckpoint, by_name: dict[str, list[CheckpointShard]], peers: Peers) -> str | None:
     """Name the checkpoint's tensors that no rank wants; each rank alone may want only its stage's."""
     names = [name for name in sorted(stored.runs) if not is_of_plan(name)]
-    unwanted = peers.minimum([0 if name in wanted else 1 for name in names]) if names else []
+    unwanted = peers.minimum([0 if name in by_name else 1 for name in names]) if names else []
     extra = [name for name, flag in zip(names, unwanted, strict=True) if flag]
     if not extra:
         return None

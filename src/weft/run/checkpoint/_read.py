@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.config.document import Json
 from weft.errors import CheckpointError
 from weft.run.checkpoint._files import verify_file, verify_header
-from weft.run.checkpoint._format import Manifest, StoredFile, StoredRun, read_index, read_manifest
+from weft.run.checkpoint._format import Manifest, StoredFile, StoredRange, read_index, read_manifest
 from weft.run.checkpoint._tensor_file import TensorFile
 from weft.run.checkpoint._write import runs_by_name
 from weft.techniques.core import CheckpointShard
@@ -46,7 +46,7 @@ class StoredCheckpoint:
         Raises:
             CheckpointError: a file is missing or differs.
         """
-        expected: dict[str, list[StoredRun]] = {}
+        expected: dict[str, list[StoredRange]] = {}
         for run in (run for group in self.runs.values() for run in group):
             expected.setdefault(run.file, []).append(run)
         for file in self.files[share::shares]:
@@ -55,12 +55,12 @@ class StoredCheckpoint:
 
     def part(self, names: Mapping[str, str], state: Mapping[str, Json]) -> StoredCheckpoint:
         """Return what it holds under some `names`, each with the name that it has in the part, beside a `state`."""
-        found = copy(self)
-        found.runs = {
+        part = copy(self)
+        part.runs = {
             name: [replace(run, name=name) for run in self.runs[stored]] for stored, name in sorted(names.items())
         }
-        found.manifest = replace(self.manifest, state=state)
-        return found
+        part.manifest = replace(self.manifest, state=state)
+        return part
 
     def shape(self, name: str) -> torch.Size:
         return self.runs[name][0].shape
@@ -93,13 +93,13 @@ class StoredCheckpoint:
             local = shard.split.slice(whole)
             shard.tensor.copy_(local.reshape(-1)[shard.start : shard.start + shard.tensor.numel()])
 
-    def _local(self, runs: list[StoredRun], shape: torch.Size) -> Tensor:
+    def _local(self, runs: list[StoredRange], shape: torch.Size) -> Tensor:
         flat = torch.empty(shape.numel(), dtype=runs[0].dtype)
         for run in runs:
             self._open(run).read(run.key, 0, flat[run.start : run.start + run.length])
         return flat.view(shape)
 
-    def _copy_overlaps(self, runs: list[StoredRun], shard: CheckpointShard) -> None:
+    def _copy_overlaps(self, runs: list[StoredRange], shard: CheckpointShard) -> None:
         stop = shard.start + shard.tensor.numel()
         for run in runs:
             first, last = max(run.start, shard.start), min(run.start + run.length, stop)
@@ -107,7 +107,7 @@ class StoredCheckpoint:
                 into = shard.tensor[first - shard.start : last - shard.start]
                 self._open(run).read(run.key, first - run.start, into)
 
-    def _open(self, run: StoredRun) -> TensorFile:
+    def _open(self, run: StoredRange) -> TensorFile:
         if run.file not in self._handles:
             while len(self._handles) >= _OPEN_FILES:
                 self._handles.pop(next(iter(self._handles))).close()

@@ -12,12 +12,12 @@ from pathlib import Path
 from torch import Tensor
 
 from weft.errors import CheckpointError
-from weft.run.checkpoint._files import Entry, grouped, write_tensors, write_text
+from weft.run.checkpoint._files import TensorEntry, grouped, write_tensors, write_text
 from weft.run.checkpoint._format import (
     DTYPE_NAMES,
     RankIndex,
     StoredFile,
-    StoredRun,
+    StoredRange,
     digest_of,
     index_name,
     parse_index,
@@ -32,14 +32,14 @@ def write_rank(folder: Path, rank: int, shards: Sequence[CheckpointShard], file_
         OSError: the disk is full or not writable.
     """
     files: list[StoredFile] = []
-    runs: list[StoredRun] = []
+    runs: list[StoredRange] = []
     for number, group in enumerate(grouped(_cut(shards, file_bytes), lambda shard: shard.tensor.nbytes, file_bytes)):
         name = f"rank-{rank:05d}-{number:04d}.safetensors"
-        entries = list[Entry]()
+        entries = list[TensorEntry]()
         for shard in group:
             run = _run_of(shard, name, {entry.key for entry in entries})
             shape = run.local_shape if run.length == run.local_shape.numel() else (run.length,)
-            entries.append(Entry(run.key, shape, run.dtype, partial(_tensor_of, shard), shard.let_go))
+            entries.append(TensorEntry(run.key, shape, run.dtype, partial(_tensor_of, shard), shard.let_go))
             runs.append(run)
         files.append(write_tensors(folder / name, entries, {"format": "pt", "written_by": "weft"}))
     write_text(folder / index_name(rank), RankIndex(files=tuple(files), runs=tuple(runs)).to_text())
@@ -52,7 +52,7 @@ def check_ranks(folder: Path, world: int) -> tuple[StoredFile, ...]:
         CheckpointError: a file is missing or short, or the runs overlap or leave a gap.
     """
     stored = list[StoredFile]()
-    runs = list[StoredRun]()
+    runs = list[StoredRange]()
     for rank in range(world):
         path = folder / index_name(rank)
         content = path.read_bytes()
@@ -66,13 +66,13 @@ def check_ranks(folder: Path, world: int) -> tuple[StoredFile, ...]:
     return tuple(stored)
 
 
-def runs_by_name(runs: Iterable[StoredRun]) -> dict[str, list[StoredRun]]:
+def runs_by_name(runs: Iterable[StoredRange]) -> dict[str, list[StoredRange]]:
     """Group runs by tensor, checking that they hold every element once.
 
     Raises:
         CheckpointError: runs of one tensor disagree, overlap or leave a gap.
     """
-    by_name: dict[str, list[StoredRun]] = {}
+    by_name: dict[str, list[StoredRange]] = {}
     for run in runs:
         by_name.setdefault(run.name, []).append(run)
     for name, group in by_name.items():
@@ -80,7 +80,7 @@ def runs_by_name(runs: Iterable[StoredRun]) -> dict[str, list[StoredRun]]:
     return by_name
 
 
-def _check_cover(name: str, runs: list[StoredRun]) -> None:
+def _check_cover(name: str, runs: list[StoredRange]) -> None:
     where = f"{_index_of(runs[0])}: {name}"
     forms = {(run.shape, run.dtype, run.split.form) for run in runs}
     if len(forms) > 1:
@@ -107,7 +107,7 @@ def _check_cover(name: str, runs: list[StoredRun]) -> None:
             raise CheckpointError(f"{where} lacks {missing}: they count nowhere.")
 
 
-def _index_of(run: StoredRun) -> str:
+def _index_of(run: StoredRange) -> str:
     """Name of the index that a run stands in."""
     return f"{run.file[: len(index_name(0)) - len('.json')]}.json"
 
@@ -131,12 +131,12 @@ def _tensor_of(shard: CheckpointShard) -> Tensor:
     return shard.tensor
 
 
-def _run_of(shard: CheckpointShard, file: str, taken: set[str]) -> StoredRun:
+def _run_of(shard: CheckpointShard, file: str, taken: set[str]) -> StoredRange:
     key, number = shard.stored_name, 1
     while key in taken:
         number += 1
         key = f"{shard.stored_name}#{number}"
-    return StoredRun(
+    return StoredRange(
         name=shard.stored_name,
         shape=shard.shape,
         dtype=shard.tensor.dtype,

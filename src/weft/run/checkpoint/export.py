@@ -15,10 +15,10 @@ from torch import Tensor
 from weft.config.recipe.hf_folder import TOKENIZER_CONFIG
 from weft.errors import CheckpointError
 from weft.model.blueprint import Blueprint
-from weft.run.checkpoint._files import Entry, grouped, sync_folder, write_tensors, write_text
+from weft.run.checkpoint._exported_weights import ExportedWeights as ExportedWeights
+from weft.run.checkpoint._files import TensorEntry, grouped, sync_folder, write_tensors, write_text
 from weft.run.checkpoint._folder import find_checkpoint
 from weft.run.checkpoint._read import StoredCheckpoint
-from weft.run.checkpoint._renamed import Renamed as Renamed
 
 
 def read_tensors(path: Path, prefix: str = "model/") -> Iterator[tuple[str, Tensor]]:
@@ -115,7 +115,9 @@ def export_checkpoint(
     if blueprint is not None:
         _check_names(weights, blueprint, checkpoint)
     with new_export(folder) as partial:
-        mapped = weights if blueprint is None or blueprint.export is None else Renamed(weights, blueprint.export)
+        mapped = (
+            weights if blueprint is None or blueprint.export is None else ExportedWeights(weights, blueprint.export)
+        )
         file = "model.safetensors" if blueprint is None else blueprint.export_files[1]
         _write_weights(partial, file, mapped, dtype, file_bytes)
         _write_companions(partial, blueprint, tokenizer, processors, dtype)
@@ -149,17 +151,17 @@ def new_export(folder: Path) -> Generator[Path]:
 
 
 def _check_names(weights: StoredWeights, blueprint: Blueprint, checkpoint: Path) -> None:
-    wanted = {name for name, _ in blueprint.module.named_parameters()}
-    missing = sorted(wanted - set(weights))
+    names = {name for name, _ in blueprint.module.named_parameters()}
+    missing = sorted(names - set(weights))
     if missing:
         raise CheckpointError(
-            f"{checkpoint} lacks {len(missing)} of the model's {len(wanted)} parameters ({', '.join(missing[:3])}). "
+            f"{checkpoint} lacks {len(missing)} of the model's {len(names)} parameters ({', '.join(missing[:3])}). "
             "Export it with the recipe of its run."
         )
 
 
 def _write_weights(
-    folder: Path, file: str, weights: StoredWeights | Renamed, dtype: torch.dtype | None, file_bytes: int
+    folder: Path, file: str, weights: StoredWeights | ExportedWeights, dtype: torch.dtype | None, file_bytes: int
 ) -> None:
     entries = [_entry(weights, name, dtype) for name in weights]
     groups = list(grouped(entries, lambda entry: entry.size_bytes, file_bytes)) or [[]]
@@ -173,14 +175,14 @@ def _write_weights(
         write_text(folder / f"{file}.index.json", json.dumps(index, indent=2))
 
 
-def _entry(weights: StoredWeights | Renamed, name: str, wanted: torch.dtype | None) -> Entry:
+def _entry(weights: StoredWeights | ExportedWeights, name: str, float_dtype: torch.dtype | None) -> TensorEntry:
     shape, dtype = weights.shape(name), weights.dtype(name)
-    dtype = wanted if wanted is not None and dtype.is_floating_point else dtype
+    dtype = float_dtype if float_dtype is not None and dtype.is_floating_point else dtype
 
     def fetch() -> Tensor:
         return weights[name].detach().to(dtype)
 
-    return Entry(name, shape, dtype, fetch)
+    return TensorEntry(name, shape, dtype, fetch)
 
 
 def _shard_name(file: str, number: int, count: int) -> str:

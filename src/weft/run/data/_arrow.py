@@ -166,10 +166,10 @@ def _state(folder: Path) -> Mapping[str, Any]:
 def _features(folder: Path) -> Mapping[str, Mapping[str, Any]]:
     """What each column is, by its name."""
     file = folder / "dataset_info.json"
-    found = _read(file).values.get("features") if file.is_file() else None
-    if not isinstance(found, dict):
+    features = _read(file).values.get("features") if file.is_file() else None
+    if not isinstance(features, dict):
         raise DataError(f"{file} does not say what the columns are (`features`). {_ADVICE}")
-    return {str(name): feature if isinstance(feature, dict) else {} for name, feature in found.items()}
+    return {str(name): feature if isinstance(feature, dict) else {} for name, feature in features.items()}
 
 
 def _element(feature: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -232,7 +232,7 @@ def _indices(folder: Path, state: Mapping[str, Any], size: int) -> NDArray[np.in
     tables = [_table(file) for file in files]
     if any(table.schema.names != ["indices"] for table in tables):
         raise DataError(f"{files[0]} has other columns than `indices`. {_ADVICE}")
-    found = np.concatenate([table.column(0).to_numpy() for table in tables]).astype(np.int64)
-    if found.size and (found.min() < 0 or found.max() >= size):
-        raise DataError(f"{files[0]} points at row {found.max()}, and there are {size:,}. {_ADVICE}")
-    return found
+    rows = np.concatenate([table.column(0).to_numpy() for table in tables]).astype(np.int64)
+    if rows.size and (rows.min() < 0 or rows.max() >= size):
+        raise DataError(f"{files[0]} points at row {rows.max()}, and there are {size:,}. {_ADVICE}")
+    return rows

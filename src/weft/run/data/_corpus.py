@@ -75,8 +75,8 @@ def read_manifest(folder: Path) -> CorpusManifest:
         raise DataError(f"{folder} holds no prepared data (no {MANIFEST}). Run: weft data prepare.")
     advice = f"It is damaged. Delete {folder} and prepare the data again."
     fields = JsonObject.parse(path, read_plain_file(path, DataError, advice), DataError, advice)
-    if (found := fields.text("format")) != FORMAT:
-        raise DataError(f"{path} has format {found!r:.80}; this Weft reads {FORMAT!r}. Prepare the data again.")
+    if (version := fields.text("format")) != FORMAT:
+        raise DataError(f"{path} has format {version!r:.80}; this Weft reads {FORMAT!r}. Prepare the data again.")
     fields.only([field.name for field in dataclasses.fields(CorpusManifest)])
     vocabulary = fields.count("vocabulary_size", least=1, most=1 << 32)
     dtype = fields.text("dtype", "<u2|<u4", '"<u2" or "<u4"')
@@ -118,9 +118,9 @@ def check_shard(folder: Path, index: int, shard: ShardRecord, dtype: str, *, dig
     digests = {"tokens": shard.tokens_digest, "documents": shard.documents_digest}
     for part in ("tokens", "documents"):
         path = shard_path(folder, index, part)
-        found = path.stat().st_size if path.is_file() else None
-        if found != sizes[part]:
-            has = "is missing" if found is None else f"has {found:,} bytes"
+        size = path.stat().st_size if path.is_file() else None
+        if size != sizes[part]:
+            has = "is missing" if size is None else f"has {size:,} bytes"
             raise DataError(
                 f"{path} {has}, but the manifest says {sizes[part]:,}: the prepared data were cut short. "
                 f"Delete {folder} and prepare the data again."
@@ -292,10 +292,10 @@ def open_corpus(folder: str | Path, *, verify: bool = True) -> PreparedCorpus:
 def _check_tokenizer(corpus: PreparedCorpus) -> None:
     """Compare what the manifest says of the tokenizer with the one beside it."""
     tokenizer, manifest = corpus.tokenizer(), corpus.manifest
-    found = (digest_tokenizer(tokenizer), span_of(tokenizer), separator_of(tokenizer), mask_of(tokenizer))
+    own = (digest_tokenizer(tokenizer), span_of(tokenizer), separator_of(tokenizer), mask_of(tokenizer))
     said = (manifest.tokenizer_digest, manifest.vocabulary_size, manifest.separator, manifest.mask)
-    if found != said:
+    if own != said:
         raise DataError(
             f"{corpus.folder / MANIFEST} says tokenizer_digest, vocabulary_size, separator, mask = {said}, but"
-            f" {corpus.tokenizer_path} has {found}. Delete {corpus.folder} and prepare the data again."
+            f" {corpus.tokenizer_path} has {own}. Delete {corpus.folder} and prepare the data again."
         )

@@ -144,8 +144,8 @@ class FieldSources:
             return ()
         columns = self._data.columns
         is_tags = label.dtype == "int64" and bool(label.shape)
-        found = (rows.classes_of(columns.get(one, one), declared=is_tags) for one in ("labels", "label", "tags"))
-        names = next((names for names in found if names), ())
+        candidates = (rows.classes_of(columns.get(one, one), declared=is_tags) for one in ("labels", "label", "tags"))
+        names = next((names for names in candidates if names), ())
         is_of_files = label.dtype == "float32" and all(name.endswith(".npy") for name in names)
         return () if is_of_files else tuple(names)
 
@@ -178,9 +178,9 @@ class FieldSources:
         names = sorted(self._names["train", name], key=lambda one: self._classes.get(one, 0))
         classes = ", ".join(f"{one} = {self._classes[one]}" for one in names[:_SHOWN] if one in self._classes)
         more = ", …" if len(names) > _SHOWN else ""
-        found = [f"{len(names)} classes: {classes}{more}"] if classes else []
+        parts = [f"{len(names)} classes: {classes}{more}"] if classes else []
         line = f"{name}: {samples.size:,} samples of {words}"
-        return "; ".join([line, *found, *self._makers(samples), *rows.notes, *self._other_splits(name, path)])
+        return "; ".join([line, *parts, *self._makers(samples), *rows.notes, *self._other_splits(name, path)])
 
     def _makers(self, samples: FileFields) -> list[str]:
         """What makes which field, and what is lost by it."""

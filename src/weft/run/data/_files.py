@@ -36,15 +36,15 @@ def locked(folder: Path, waiting: Callable[[], None]) -> Generator[int, None, No
     enters while the helpers of a killed process still write.
     """
     with (folder / ".lock").open("a") as stream:
-        told = False
+        is_reported = False
         while True:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if not told:
+                if not is_reported:
                     waiting()
-                    told = True
+                    is_reported = True
                 time.sleep(_POLL_SECONDS)
         yield stream.fileno()
 

@@ -33,10 +33,10 @@ class ImageFolder:
         self._files: list[str] = []
         starts = [0]
         for name in self._names:
-            found = [file for file in _walk(folder / name, name) if not self._is_hidden(file)]
-            if not found:
+            files = [file for file in _walk(folder / name, name) if not self._is_hidden(file)]
+            if not files:
                 raise DataError(f"{folder / name}, a folder of a class, has no images or sounds. Fill or remove it.")
-            self._files.extend(found)
+            self._files.extend(files)
             starts.append(len(self._files))
         self._starts = np.array(starts)
 

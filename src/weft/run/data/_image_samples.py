@@ -102,10 +102,10 @@ def digits(split: str, shape: tuple[int, ...]) -> tuple[NDArray[np.float32], NDA
 
 def _read_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return the values (1797, 64), 0 to 16, and the labels."""
-    found = importlib.util.find_spec("sklearn")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or not spec.submodule_search_locations:
         raise DataError("The source digits needs scikit-learn. Install it: pip install 'weft[images]'.")
-    table = Path(found.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+    table = Path(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
     if table.is_file():
         # Every rank and helper reads this: the table takes 0.1 s, importing scikit-learn and scipy for it takes 1 s.
         rows = np.loadtxt(table, delimiter=",")

@@ -22,17 +22,17 @@ def image_specs(source: str, shape: DataShape) -> tuple[ImageSpec, ImageSpec]:
         DataError: The source's images do not fit the model.
     """
     kind: Literal["digits", "synthetic"] = "digits" if source == "digits" else "synthetic"
-    wanted = shape.image_shape or _DIGITS_SHAPE
+    image_shape = shape.image_shape or _DIGITS_SHAPE
     classes = None if shape.task == "regression" else shape.num_classes
     if kind == "digits":
-        _check_digits(wanted, classes)
+        _check_digits(image_shape, classes)
     label = shape.label_shape if classes is None else ()
 
     def make(split: Literal["train", "validation"], num_samples: int) -> ImageSpec:
         return ImageSpec(
             source=kind,
             split=split,
-            shape=wanted,
+            shape=image_shape,
             num_classes=classes,
             label_shape=label,
             num_samples=num_samples if kind == "synthetic" else 0,
@@ -41,10 +41,10 @@ def image_specs(source: str, shape: DataShape) -> tuple[ImageSpec, ImageSpec]:
     return make("train", SYNTHETIC_SAMPLES), make("validation", SYNTHETIC_VALIDATION)
 
 
-def _check_digits(wanted: tuple[int, ...], classes: int | None) -> None:
-    if math.prod(wanted) != math.prod(_DIGITS_SHAPE) or wanted not in ((1, 8, 8), (8, 8), (64,)):
+def _check_digits(image_shape: tuple[int, ...], classes: int | None) -> None:
+    if math.prod(image_shape) != math.prod(_DIGITS_SHAPE) or image_shape not in ((1, 8, 8), (8, 8), (64,)):
         raise DataError(
-            f"The source digits has images of 1 × 8 × 8 (64 values), but the model takes {wanted}. Set "
+            f"The source digits has images of 1 × 8 × 8 (64 values), but the model takes {image_shape}. Set "
             f"image_size = 8 and image_channels = 1 (input_size = 64 for an mlp), or use synthetic."
         )
     if classes is None:

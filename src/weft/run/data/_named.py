@@ -158,10 +158,10 @@ class FileFields:
         return sum(self._is_cut(self._rows.row(at)) for at in chosen), len(chosen)
 
     def _is_cut(self, row: Row) -> bool:
-        found = ((name, self._found(row, name, field)) for name, field in self._named.items())
+        texts = ((name, self._found(row, name, field)) for name, field in self._named.items())
         processors = self._processors
         return processors is not None and any(
-            column is not None and processors.is_cut(name, row.values[column]) for name, column in found
+            column is not None and processors.is_cut(name, row.values[column]) for name, column in texts
         )
 
     def _made(self, row: Row) -> Fields:

@@ -40,14 +40,14 @@ class Prefetcher:
         for ahead in coming:
             if ahead not in self._ahead:
                 self._ahead[ahead] = self._threads.submit(self._reader.read, ahead)
-        wanted = self._ahead.pop(step)
-        if not wait([wanted], self._stuck_seconds).done:
+        future = self._ahead.pop(step)
+        if not wait([future], self._stuck_seconds).done:
             self._is_stuck = True
             raise DataError(
                 f"The samples of step {step} have been read for {self._stuck_seconds:g} s and are not there: the"
                 " storage of data.train does not answer. See that its files can be read, and resume the run."
             )
-        return wanted.result()
+        return future.result()
 
     def close(self) -> None:
         """End the threads; one that is stuck in its storage is left to it.  Harmless when repeated."""

@@ -19,9 +19,9 @@ from weft.run.data._corpus import FORMAT, MANIFEST, CorpusManifest, PreparedCorp
 from weft.run.data._files import locked, make_folder, remove_strays
 from weft.run.data._progress import Progress, silent
 from weft.run.data._shards import ShardTask
-from weft.run.data._sources import FileSegment, Listing, SourceFile, cut, list_sources
+from weft.run.data._sources import FileListing, FileSegment, SourceFile, cut, list_sources
 from weft.run.data._tokenizer import digest_tokenizer, load_tokenizer, mask_of, separator_of, span_of, train_tokenizer
-from weft.run.data._workforce import Workforce
+from weft.run.data._workforce import WorkerProcesses
 
 _SMALLEST_SHARD_BYTES = 4 << 20
 _MOST_SHARDS = 256
@@ -113,7 +113,7 @@ def _refuse_arguments(
         )
 
 
-def _fingerprint(listing: Listing, text_field: str, tokenizer: str) -> str:
+def _fingerprint(listing: FileListing, text_field: str, tokenizer: str) -> str:
     """Digest the content of all files in order, never their paths, with every setting that decides the result."""
     digest = xxhash.xxh3_128(json.dumps([FORMAT, text_field, tokenizer]).encode())
     for file in listing.files:
@@ -133,10 +133,10 @@ def _digest(file: SourceFile) -> str:
 
 
 def _reuse(folder: Path, fingerprint: str) -> PreparedCorpus:
-    found = read_manifest(folder).fingerprint
-    if found != fingerprint:
+    stored = read_manifest(folder).fingerprint
+    if stored != fingerprint:
         raise DataError(
-            f"{folder} already holds other prepared data (fingerprint {found}, now {fingerprint}: the sources, the "
+            f"{folder} already holds other prepared data (fingerprint {stored}, now {fingerprint}: the sources, the "
             f"tokenizer or the vocabulary changed). Name another folder, or delete this one."
         )
     return open_corpus(folder)
@@ -169,7 +169,7 @@ def shared_tokenizer(
 
 def _write(
     folder: Path,
-    listing: Listing,
+    listing: FileListing,
     fingerprint: str,
     text_field: str,
     workers: int | None,
@@ -192,7 +192,7 @@ def _write(
         )
         for index, segments in enumerate(_share_out(listing))
     ]
-    records = Workforce(tasks, folder / "tokenizer.json", progress, lock).run(workers)
+    records = WorkerProcesses(tasks, folder / "tokenizer.json", progress, lock).run(workers)
     if not sum(record.num_tokens for record in records):
         raise DataError(f"The corpus has {listing.num_bytes} bytes but no text. Name files that hold text.")
     manifest = CorpusManifest(
@@ -225,7 +225,7 @@ def check_vocabulary(span: int, vocabulary_size: int, tokenizer: str) -> None:
         )
 
 
-def _share_out(listing: Listing) -> list[list[FileSegment]]:
+def _share_out(listing: FileListing) -> list[list[FileSegment]]:
     """Group segments into shards of similar size.  Depends on the files alone, so that restarts agree."""
     shard_bytes = max(_SMALLEST_SHARD_BYTES, -(-listing.num_bytes // _MOST_SHARDS))
     shards: list[list[FileSegment]] = [[]]

@@ -176,8 +176,8 @@ class FolderProcessors:
         names = (self._columns.get(one, one) for one in ("labels", "tags"))
         tags = next((row.values[name] for name in names if name in row.values), None)
         if not isinstance(tags, list) or len(tags) != num_words:
-            found = f"{len(tags)} tags" if isinstance(tags, list) else "no tags"
-            raise ValueError(f"{num_words} words, and {found} (in the columns labels or tags)")
+            description = f"{len(tags)} tags" if isinstance(tags, list) else "no tags"
+            raise ValueError(f"{num_words} words, and {description} (in the columns labels or tags)")
         labels = np.full(self._named["labels"].shape, IGNORED, np.int64)
         for place, word in reversed(list(enumerate(words))):
             if word is not None:

@@ -63,9 +63,9 @@ class ValidationReader:
         ids = np.arange(start, stop, dtype=np.int64)
         real = ids[ids < self.size]
         corpora = np.searchsorted(self._bases, real, side="right").astype(np.int64) - 1
-        found = gather(self._sets, corpora, real - self._bases[corpora], real, self.fields)
+        samples = gather(self._sets, corpora, real - self._bases[corpora], real, self.fields)
         batch = {name: self._ignored(name, field, len(ids)) for name, field in self.fields.items()}
-        for name, values in found.items():
+        for name, values in samples.items():
             batch[name][: len(real)] = values
         batch["sample_ids"] = ids
         return batch

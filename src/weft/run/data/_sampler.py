@@ -103,12 +103,12 @@ class Sampler:
     def order(self, epoch: int, corpus: int = 0) -> Permutation:
         """Return the order in which an epoch of a corpus is read."""
         key = (epoch, corpus)
-        found = self._orders.get(key)  # threads that read ahead may ask, and clear, at the same time
-        if found is None:
+        permutation = self._orders.get(key)  # threads that read ahead may ask, and clear, at the same time
+        if permutation is None:
             if len(self._orders) > 4 * len(self.sizes):
                 self._orders.clear()
-            found = self._orders[key] = Permutation(self.sizes[corpus], self.seed, corpus, epoch)
-        return found
+            permutation = self._orders[key] = Permutation(self.sizes[corpus], self.seed, corpus, epoch)
+        return permutation
 
     def sample_ids(self, step: int) -> NDArray[np.int64]:
         """Return the ids of the global batch of a step, int64 `(global_batch_size,)`; steps count from 0."""

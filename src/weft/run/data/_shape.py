@@ -84,16 +84,16 @@ def _processors(recipe: Recipe) -> str | None:
         return None
     from weft.config.recipe.hf_folder import read_hf_processors  # other models do without
 
-    found = read_hf_processors(recipe.model.hf)
-    return None if found.is_empty else str(found.folder.resolve())
+    processors = read_hf_processors(recipe.model.hf)
+    return None if processors.is_empty else str(processors.folder.resolve())
 
 
 def _named_classes(blueprint: Blueprint) -> Mapping[str, int]:
     """`label2id` of the model's configuration; empty where it only counts (`LABEL_0`)."""
-    found = (blueprint.export_config or {}).get("label2id")
-    if not isinstance(found, Mapping) or all(_COUNTED.fullmatch(str(name)) for name in found):
+    labels = (blueprint.export_config or {}).get("label2id")
+    if not isinstance(labels, Mapping) or all(_COUNTED.fullmatch(str(name)) for name in labels):
         return {}
-    return {str(name): int(number) for name, number in found.items()}
+    return {str(name): int(number) for name, number in labels.items()}
 
 
 def _named_fields(blueprint: Blueprint, example: Mapping[str, Tensor]) -> Mapping[str, SampleField]:

@@ -28,13 +28,13 @@ _WITHOUT_A_PATH = ("stdlib", "digits", "synthetic")
 _NOT_SOURCE = {"__pycache__", "site-packages", "dist-packages"}
 _READ_BYTES = 1 << 20
 
-Kind = Literal["text", "jsonl", "parquet", "arrow"]
+FileFormat = Literal["text", "jsonl", "parquet", "arrow"]
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
     path: str
-    kind: Kind
+    kind: FileFormat
     num_bytes: int
 
 
@@ -43,7 +43,7 @@ class FileSegment:
     """Part of a file: bytes [start, stop); row groups of Parquet, or rows of a data set on disk."""
 
     path: str
-    kind: Kind
+    kind: FileFormat
     start: int
     stop: int
     num_bytes: int
@@ -51,7 +51,7 @@ class FileSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class FileListing:
     """The files of some sources, in the order in which their documents are stored."""
 
     files: tuple[SourceFile, ...]
@@ -63,7 +63,7 @@ class Listing:
         return sum(file.num_bytes for file in self.files)
 
 
-def list_sources(sources: Sequence[str | Path]) -> Listing:
+def list_sources(sources: Sequence[str | Path]) -> FileListing:
     """Find the files of all sources: `stdlib`, a file, or a folder (searched recursively, names sorted).
 
     Raises:
@@ -80,15 +80,15 @@ def list_sources(sources: Sequence[str | Path]) -> Listing:
             f"The corpus {', '.join(map(str, sources))} is empty: {len(files)} files with 0 bytes. "
             f"Name files or folders that hold text."
         )
-    return Listing(tuple(files), tuple(notes))
+    return FileListing(tuple(files), tuple(notes))
 
 
-def _list_path(path: Path) -> Listing:
+def _list_path(path: Path) -> FileListing:
     if is_dataset(path):
         from weft.run.data._arrow import data_bytes, split_folder  # files do without
 
         folder = split_folder(path, "train")
-        return Listing((SourceFile(str(folder), "arrow", data_bytes(folder)),))
+        return FileListing((SourceFile(str(folder), "arrow", data_bytes(folder)),))
     if path.is_dir():
         return _list_folder(path)
     check_source(path)
@@ -98,7 +98,7 @@ def _list_path(path: Path) -> Listing:
             f"{path} is not text: it contains NUL bytes. Weft reads plain text, .jsonl and .parquet; "
             f"unpack or convert it."
         )
-    return Listing((file,))
+    return FileListing((file,))
 
 
 def _leads_back(path: Path) -> bool:
@@ -128,8 +128,8 @@ def check_source(source: str | Path) -> None:
         )
 
 
-def _list_folder(folder: Path) -> Listing:
-    found: list[SourceFile] = []
+def _list_folder(folder: Path) -> FileListing:
+    files: list[SourceFile] = []
     skipped = 0
     for path in _walk(folder):
         # Opening a named pipe would wait for ever, so only regular files are looked into.
@@ -137,13 +137,13 @@ def _list_folder(folder: Path) -> Listing:
         if file is None:
             skipped += 1
         else:
-            found.append(file)
-    if not found:
+            files.append(file)
+    if not files:
         raise DataError(
             f"The folder {folder} has no text, .jsonl or .parquet files ({skipped} others were left out; hidden "
             f"ones are never read). Name a folder that holds text."
         )
-    return Listing(tuple(found), (f"{skipped} files left out that are not text",) if skipped else ())
+    return FileListing(tuple(files), (f"{skipped} files left out that are not text",) if skipped else ())
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -162,7 +162,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def _classify(path: Path) -> SourceFile | None:
     """Return the file with its kind, or None when it is neither text nor a known format."""
-    kinds: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+    kinds: dict[str, FileFormat] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
     try:
         with path.open("rb") as stream:
             head = stream.read(8192)
@@ -179,7 +179,7 @@ def _classify(path: Path) -> SourceFile | None:
     return SourceFile(str(path), kind, num_bytes)
 
 
-def _standard_library() -> Listing:
+def _standard_library() -> FileListing:
     """Every `.py` file of the running Python's standard library, its tests included, installed packages excluded.
 
     The few files that are not UTF-8 exist to test codecs; they are left out and counted.
@@ -199,7 +199,7 @@ def _standard_library() -> Listing:
         files.append(SourceFile(str(path), "text", len(data)))
     if not files:
         raise DataError(f"The standard library at {root} has no source files. Name files or folders of your own.")
-    return Listing(tuple(files), (f"{skipped} files left out that are not UTF-8",) if skipped else ())
+    return FileListing(tuple(files), (f"{skipped} files left out that are not UTF-8",) if skipped else ())
 
 
 def cut(files: Sequence[SourceFile], segment_bytes: int) -> list[FileSegment]:

@@ -104,8 +104,8 @@ def separator_of(tokenizer: Tokenizer) -> int:
 
 def mask_of(tokenizer: Tokenizer) -> int | None:
     """Return the mask token of masked-language models, if there is one."""
-    found = (tokenizer.token_to_id(name) for name in _MASKS)
-    return next((token for token in found if token is not None), None)
+    token_ids = (tokenizer.token_to_id(name) for name in _MASKS)
+    return next((token for token in token_ids if token is not None), None)
 
 
 def span_of(tokenizer: Tokenizer) -> int:

@@ -81,9 +81,9 @@ class StreamWindows:
         tokens = np.full((len(index), self._task.window), self._task.separator, np.int64)
         real = np.zeros(len(index), np.int64)
         for row, start in enumerate((index * self._task.sequence_length).tolist()):
-            found = self._stream.read(start, start + self._task.window)
-            tokens[row, : len(found)] = found
-            real[row] = len(found)
+            window = self._stream.read(start, start + self._task.window)
+            tokens[row, : len(window)] = window
+            real[row] = len(window)
         return tokens, real
 
 
@@ -140,7 +140,7 @@ class TokenSamples:
 
     def _check(self, windows: NDArray[np.int64], index: NDArray[np.int64]) -> None:
         if len(windows) and int(windows.max()) >= self._task.vocabulary_size:
-            row, column = (int(found[0]) for found in np.nonzero(windows >= self._task.vocabulary_size))
+            row, column = (int(indices[0]) for indices in np.nonzero(windows >= self._task.vocabulary_size))
             largest = int(windows.max())
             raise DataError(
                 f"Sample {int(index[row])} of {self._name} has token {int(windows[row, column])} at position {column}, "

@@ -35,7 +35,7 @@ _BOOT = (
 )
 
 
-class Workforce:
+class WorkerProcesses:
     """The shards of one preparation, done and to do.
 
     One thread waits for each helper process.  They share `_advance` and the list of processes.

@@ -63,7 +63,9 @@ class TrainingState:
         state: dict[str, Json] = {
             "loss_scale": None if self.loss_scale is None else dict[str, Json](self.loss_scale.state())
         }
-        state.update({each.saved_as: each.state() for each in self.model.techniques if each.saved_as})
+        state.update(
+            {technique.saved_as: technique.state() for technique in self.model.techniques if technique.saved_as}
+        )
         return state
 
     def check_state(self, state: JsonObject) -> None:
@@ -167,11 +169,11 @@ def begin_training(
 
 def changing_buffers(model: ParallelModel) -> list[Tensor]:
     """Return the buffers that are part of the model's state, which a forward in training may change."""
-    found: list[Tensor] = []
+    buffers: list[Tensor] = []
     for part in model.parts:
         saved = part.module.state_dict(keep_vars=True)
-        found += [buffer for name, buffer in part.module.named_buffers() if name in saved]
-    return found
+        buffers += [buffer for name, buffer in part.module.named_buffers() if name in saved]
+    return buffers
 
 
 def create_training(
@@ -193,7 +195,7 @@ def create_training(
 
     def group(shapes: Mapping[str, torch.Size]) -> dict[str, int]:
         groups.extend(group_parameters(recipe.optimizer, shapes))
-        return {name: index for index, held in enumerate(groups) for name in held.names}
+        return {name: index for index, group_members in enumerate(groups) for name in group_members.names}
 
     model = parallelize(
         blueprint,

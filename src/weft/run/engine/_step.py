@@ -38,7 +38,7 @@ _MEMORY_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class _Agreed:
+class _AgreedSums:
     """Sums over the world; where replicas step by themselves, the first three by replica, else of all ranks as one."""
 
     loss_sums: Sequence[float]
@@ -54,10 +54,10 @@ class _Agreed:
 
 
 @dataclass(slots=True)
-class Reduced:
+class ReducedGradients:
     """Gradients that are reduced, on the shards, and not applied yet: times `factor`, that of the mean loss."""
 
-    agreed: _Agreed
+    agreed: _AgreedSums
     factors: list[float]
     norms: list[float]
     """Norm of the gradient of the mean loss, before clipping; where replicas step by themselves, by replica."""
@@ -208,7 +208,7 @@ class Stepper:
         stop: float = 0.0,
         fingerprint: float | None = None,
         on_difference: Callable[[], None] = lambda: None,
-    ) -> Reduced:
+    ) -> ReducedGradients:
         """Reduce the gradients and agree.  Call on every rank; `apply` follows."""
         scale = self._scale
         with self._recorder.span("reduce_wait"):
@@ -222,9 +222,9 @@ class Stepper:
             math.sqrt(squares) * factor if squares >= 0 else math.nan
             for squares, factor in zip(agreed.squares, factors, strict=True)
         ]
-        return Reduced(agreed, factors, norms, self._replica, scale, totals.auxiliary)
+        return ReducedGradients(agreed, factors, norms, self._replica, scale, totals.auxiliary)
 
-    def apply(self, reduced: Reduced, *, step: int, learning_rate: float) -> StepEvent:
+    def apply(self, reduced: ReducedGradients, *, step: int, learning_rate: float) -> StepEvent:
         """Update by what `reduce` has returned, or leave out a step whose gradients are not finite."""
         agreed, norms = reduced.agreed, reduced.norms
         loss_sum, count = sum(agreed.loss_sums), sum(agreed.counts)
@@ -270,7 +270,7 @@ class Stepper:
             return 1.0
         return min(1.0, self._max_gradient_norm / (norm + 1e-6))
 
-    def _agree(self, totals: LossTotals, stop: float, fingerprint: float | None) -> _Agreed:
+    def _agree(self, totals: LossTotals, stop: float, fingerprint: float | None) -> _AgreedSums:
         """The step's one world-wide all-reduce.  Memory goes in one slot per rank, so that a sum can give its maximum,
         and so do fingerprints; what each replica needs for itself in one slot per replica."""
         replicas, size = self._num_replicas, self._world.size
@@ -286,10 +286,10 @@ class Stepper:
             mine[3 * replicas + 2 + size + self._world.index] = fingerprint
         if self._world.group is not None:
             dist.all_reduce(mine, group=self._world.group)
-        found = mine.tolist()
-        unused, stop, *by_rank = found[3 * replicas :]
-        loss_sums, counts, squares = (found[kind * replicas : (kind + 1) * replicas] for kind in range(3))
-        return _Agreed(loss_sums, counts, squares, unused, stop, int(max(by_rank[:size])), by_rank[size:])
+        sums = mine.tolist()
+        unused, stop, *by_rank = sums[3 * replicas :]
+        loss_sums, counts, squares = (sums[kind * replicas : (kind + 1) * replicas] for kind in range(3))
+        return _AgreedSums(loss_sums, counts, squares, unused, stop, int(max(by_rank[:size])), by_rank[size:])
 
     def _peak_memory(self) -> int:
         """The most memory that this rank ever held, as of at most a tenth of a second ago: to ask a process on the CPU
@@ -334,7 +334,7 @@ def squared_norm(shards: Sequence[Shard]) -> Tensor:
         if shard.rest is not None:
             shard.rest()
     return (
-        torch.stack([each.to(squares[0].device) for each in squares]).sum()
+        torch.stack([square.to(squares[0].device) for square in squares]).sum()
         if squares
         else torch.zeros((), dtype=torch.float64)
     )

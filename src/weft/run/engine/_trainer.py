@@ -51,7 +51,7 @@ class TrainingData(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingOutcome:
+class TrainingResult:
     """How a run ended."""
 
     steps: int
@@ -143,7 +143,7 @@ class Trainer:
         ):
             raise data.fail("cursor", f"the samples of {step} steps, equally many in each")
 
-    def run(self, until: int | None = None, *, peak_flops: float | None = None) -> TrainingOutcome:
+    def run(self, until: int | None = None, *, peak_flops: float | None = None) -> TrainingResult:
         """Train to the recipe's last step, or until a signal.  Call on every rank.
 
         Args:
@@ -185,7 +185,7 @@ class Trainer:
             reporter.report(recipe.run.steps - step)
             self._advise()
         self._run.emit(EndEvent(step=step, stopped=stopped))
-        return TrainingOutcome(
+        return TrainingResult(
             steps=step,
             validation_loss=validation,
             seconds=time.perf_counter() - started,
@@ -264,8 +264,8 @@ class Trainer:
         training, totals = self._training, torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
         with training.evaluated():
             for microbatches in self._data.evaluation(self._recipe.run.evaluate_batches):
-                found = training.model.runner.evaluate(microbatches, step=0, seed=self._recipe.run.seed)
-                totals += found.addend(self._mesh)
+                batch_totals = training.model.runner.evaluate(microbatches, step=0, seed=self._recipe.run.seed)
+                totals += batch_totals.addend(self._mesh)
         world = self._mesh["world"]
         if world.group is not None:
             dist.all_reduce(totals, group=world.group)
@@ -298,7 +298,7 @@ class Trainer:
         from weft.techniques.buckets.advice import advise_bucket  # loaded when a run ends, by one rank
 
         model = self._training.model
-        outermost = next((each for each in model.module.parameters() if each.requires_grad), None)
+        outermost = next((parameter for parameter in model.module.parameters() if parameter.requires_grad), None)
         tail = outermost.numel() * model.dtypes.gradient.itemsize if outermost is not None else 0
         advice = advise_bucket(self._recorder, model.plan, tail_bytes=tail)
         if advice is not None:

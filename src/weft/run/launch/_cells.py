@@ -118,7 +118,7 @@ def _assignment_line(name: str, value: Any, user: str) -> str:
 def _is_plain(value: Any) -> bool:
     # Exactly these: what is written for their relatives (a Counter, an infinite number) names what a rank has not.
     if type(value) is dict:
-        return all(_is_plain(each) for pair in cast(dict[Any, Any], value).items() for each in pair)
+        return all(_is_plain(item) for pair in cast(dict[Any, Any], value).items() for item in pair)
     if type(value) in (list, tuple, set, frozenset):
         return all(map(_is_plain, cast(Sequence[Any], value)))
     if type(value) in (float, complex):
@@ -129,10 +129,10 @@ def _is_plain(value: Any) -> bool:
 def _source_of(value: type | FunctionType) -> CellSource:
     """Where a function or class is written."""
     for file, lines in _candidate_texts(value):
-        found = _definition(value.__name__, "".join(lines))
-        if found is not None:
-            first = min((found.lineno, *(each.lineno for each in found.decorator_list)))
-            return CellSource(file, first, "".join(lines[first - 1 : found.end_lineno]))
+        definition = _definition(value.__name__, "".join(lines))
+        if definition is not None:
+            first = min((definition.lineno, *(decorator.lineno for decorator in definition.decorator_list)))
+            return CellSource(file, first, "".join(lines[first - 1 : definition.end_lineno]))
     raise LaunchError(
         f"the source of {value.__name__} is not known, so no rank can have it. Write it in a cell, or import it from a"
         " file."
@@ -142,8 +142,8 @@ def _source_of(value: type | FunctionType) -> CellSource:
 def _candidate_texts(value: type | FunctionType) -> Iterator[tuple[str, list[str]]]:
     """Texts in which a definition may stand, the likeliest first."""
     functions = [value] if isinstance(value, FunctionType) else [*vars(value).values()]
-    for each in functions:
-        code = getattr(each, "__code__", None)
+    for member in functions:
+        code = getattr(member, "__code__", None)
         if code is not None and (lines := linecache.getlines(code.co_filename)):
             yield _name_of_cell(code.co_filename, lines), lines
     cells = _cells()
@@ -180,17 +180,17 @@ def _definition(name: str, text: str) -> ast.FunctionDef | ast.AsyncFunctionDef 
 
 def _names_in(source: str) -> list[str]:
     """Names that a definition looks up outside itself, in its decorators and bases, too."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
 
     def look(table: symtable.SymbolTable) -> None:
         for symbol in table.get_symbols():
             if symbol.is_global() or (table.get_type() == "module" and symbol.is_referenced()):
-                found[symbol.get_name()] = None
+                names[symbol.get_name()] = None
         for child in table.get_children():
             look(child)
 
     look(symtable.symtable(source, "cell", "exec"))
-    return list(found)
+    return list(names)
 
 
 def run_sources(job: LaunchJob, folder: Path) -> Any:

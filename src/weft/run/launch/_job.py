@@ -40,7 +40,7 @@ class LaunchJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankOutcome:
+class RankExit:
     """How a rank ended, as it says itself."""
 
     rank: int
@@ -64,7 +64,7 @@ class RankOutcome:
         write_whole(outcome_path(folder, self.rank), json.dumps(dataclasses.asdict(self)))
 
     @classmethod
-    def read(cls, folder: Path, rank: int) -> RankOutcome | None:
+    def read(cls, folder: Path, rank: int) -> RankExit | None:
         """Return what a rank left, or None when it ended without a word."""
         try:
             return cls(**json.loads(outcome_path(folder, rank).read_text()))

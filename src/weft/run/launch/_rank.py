@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from weft.errors import WeftError
 from weft.run.launch._failure_notice import RankFailure, failure_pipe_path, notify_other_ranks
-from weft.run.launch._job import LaunchJob, RankOutcome
+from weft.run.launch._job import LaunchJob, RankExit
 from weft.run.launch._rank_info import FAILURE_PIPE_VARIABLE, RankInfo, stacks_path
 from weft.run.launch._secondary_errors import is_secondary_error
 from weft.run.launch._threads import set_threads_of_job
@@ -157,12 +157,12 @@ def _run_script(job: LaunchJob, rank: int, folder: Path, port: int | None) -> No
         runpy.run_path(job.target, run_name="__main__")
 
 
-def _outcome(rank: int, value: Any, error: BaseException | None, status: int) -> RankOutcome:
+def _outcome(rank: int, value: Any, error: BaseException | None, status: int) -> RankExit:
     if error is None:
-        return RankOutcome(rank=rank, host=socket.gethostname(), when=time.monotonic(), value=value, status=status)
+        return RankExit(rank=rank, host=socket.gethostname(), when=time.monotonic(), value=value, status=status)
     message = f"exit status {status}" if isinstance(error, SystemExit) else str(error)
     is_weft_error = isinstance(error, WeftError)
-    return RankOutcome(
+    return RankExit(
         rank=rank,
         host=socket.gethostname(),
         when=time.monotonic(),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import weft.errors
-from weft.run.launch._job import RankOutcome
+from weft.run.launch._job import RankExit
 from weft.run.launch._secondary_errors import is_secondary_error
 
 MAX_LINES = 15
@@ -21,8 +21,8 @@ _TIMEOUT_TEXTS = ("timed out", "Timed out", "timeout", "Timeout")
 
 
 def first_cause(
-    codes: Mapping[int, int], ended_at: Mapping[int, float], outcomes: Mapping[int, RankOutcome | None]
-) -> RankOutcome | None:
+    codes: Mapping[int, int], ended_at: Mapping[int, float], outcomes: Mapping[int, RankExit | None]
+) -> RankExit | None:
     """Return how the rank ended that failed first, or None when all ended well.
 
     A rank that only lost a peer is passed over when there is another; so is one that the launcher ended by SIGTERM.
@@ -31,7 +31,7 @@ def first_cause(
     return min(failed, key=lambda outcome: (_is_secondary(outcome), outcome.when), default=None)
 
 
-def report(cause: RankOutcome, world_size: int, logs: Path | None) -> str:
+def report(cause: RankExit, world_size: int, logs: Path | None) -> str:
     """Tell the cause: the rank, its host, the error, and where it was raised.  In at most 15 lines, unless an error of
     Weft's has more."""
     raised = cause.error is not None and not cause.message.startswith(("killed by", "exit status"))
@@ -46,7 +46,7 @@ def report(cause: RankOutcome, world_size: int, logs: Path | None) -> str:
     return "\n".join([*(head if _is_own(cause) else map(_shortened, head)), *trace, *foot])
 
 
-def _is_own(cause: RankOutcome) -> bool:
+def _is_own(cause: RankExit) -> bool:
     """Whether the error is one of Weft's: each is as long as it must be, and ends with what to do."""
     kind = getattr(weft.errors, cause.error or "", None)
     return isinstance(kind, type) and issubclass(kind, weft.errors.WeftError)
@@ -58,26 +58,26 @@ def _shortened(line: str) -> str:
     return line if len(line) <= _MOST_LETTERS else f"{line[:half]} … {line[-half:]}"
 
 
-def _ended(rank: int, code: int, when: float, outcome: RankOutcome | None) -> RankOutcome:
+def _ended(rank: int, code: int, when: float, outcome: RankExit | None) -> RankExit:
     """What a failed rank said itself, or what its exit code says of it."""
     if outcome is not None and outcome.error is not None:
         return outcome
     if code > 0:
         how = "without an error" if outcome is None else "while it was closing down"
         text = f"exit code {code} {how}"
-        return RankOutcome(rank=rank, host=socket.gethostname(), when=when, message=text, status=code)
+        return RankExit(rank=rank, host=socket.gethostname(), when=when, message=text, status=code)
     name = signal.Signals(-code).name
     text = f"killed by {name}"
     if -code == signal.SIGKILL:
         text += ". When nobody did that, the machine ran out of memory: see `dmesg`."
-    return RankOutcome(rank=rank, host=socket.gethostname(), when=when, error=name, message=text, status=128 - code)
+    return RankExit(rank=rank, host=socket.gethostname(), when=when, error=name, message=text, status=128 - code)
 
 
-def _is_secondary(outcome: RankOutcome) -> bool:
+def _is_secondary(outcome: RankExit) -> bool:
     return outcome.error == "SIGTERM" or is_secondary_error(outcome.message)
 
 
-def is_secondary_or_timeout(outcome: RankOutcome) -> bool:
+def is_secondary_or_timeout(outcome: RankExit) -> bool:
     """Whether an error says no more than that another rank did not come in time, or is gone."""
     if _is_secondary(outcome) or outcome.error == "CollectiveError":
         return True

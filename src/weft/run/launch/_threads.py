@@ -15,9 +15,9 @@ def threads_of_user(environment: Mapping[str, str] = os.environ) -> int | None:
 
     torchrun sets it to 1 where it is not set, and does not say so: its 1 is taken for nobody's wish.
     """
-    given = environment.get(_THREADS, "").partition(",")[0].strip()
-    from_launcher = environment.get(_OWN) == given or (given == "1" and "TORCHELASTIC_RUN_ID" in environment)
-    return int(given) if given.isdecimal() and int(given) > 0 and not from_launcher else None
+    number = environment.get(_THREADS, "").partition(",")[0].strip()
+    from_launcher = environment.get(_OWN) == number or (number == "1" and "TORCHELASTIC_RUN_ID" in environment)
+    return int(number) if number.isdecimal() and int(number) > 0 and not from_launcher else None
 
 
 def set_threads_of_job(threads: int) -> None:

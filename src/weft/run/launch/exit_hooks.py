@@ -26,7 +26,7 @@ def add_exit_hook(hook: ExitHook) -> Callable[[], None]:
 
     def remove() -> None:
         atexit.unregister(call)
-        _HOOKS.set(tuple(each for each in _HOOKS.get() if each != hook))
+        _HOOKS.set(tuple(other for other in _HOOKS.get() if other != hook))
 
     atexit.register(call)
     _HOOKS.set((*_HOOKS.get(), hook))

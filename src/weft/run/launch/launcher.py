@@ -23,7 +23,7 @@ from weft.run.launch._fork_server import ForkServer as ForkServer
 from weft.run.launch._fork_server import open_fork_server as open_fork_server
 from weft.run.launch._hang import HangLimits as HangLimits
 from weft.run.launch._hang import HangWatch
-from weft.run.launch._job import LaunchJob, RankOutcome
+from weft.run.launch._job import LaunchJob, RankExit
 from weft.run.launch._rank import STACKS_SIGNAL
 from weft.run.launch._rank_info import progress_path, run_folder_note
 from weft.run.launch._report import first_cause, is_secondary_or_timeout
@@ -308,7 +308,7 @@ def _run(
 
 def _end_of(running: RunningJob, folder: Path) -> JobEnd:
     """What is known of a job whose ranks have all ended."""
-    outcomes = {rank: RankOutcome.read(folder, rank) for rank in range(running.num_processes)}
+    outcomes = {rank: RankExit.read(folder, rank) for rank in range(running.num_processes)}
     return JobEnd(
         num_processes=running.num_processes,
         outcomes=outcomes,
@@ -319,7 +319,7 @@ def _end_of(running: RunningJob, folder: Path) -> JobEnd:
     )
 
 
-def _cause(running: RunningJob, outcomes: Mapping[int, RankOutcome | None]) -> RankOutcome | None:
+def _cause(running: RunningJob, outcomes: Mapping[int, RankExit | None]) -> RankExit | None:
     """Why the job has failed: the rank that did first or hung, or what was stopped while the others waited for it."""
     if running.hanging is not None and not running.signals:
         return running.hanging
@@ -328,7 +328,7 @@ def _cause(running: RunningJob, outcomes: Mapping[int, RankOutcome | None]) -> R
     cause = first_cause(running.codes, running.ended_at, outcomes)
     if running.stopped_cause is None or running.signals or not (cause is None or is_secondary_or_timeout(cause)):
         return cause
-    return RankOutcome(
+    return RankExit(
         rank=running.stopped_rank,
         host=socket.gethostname(),
         when=time.monotonic(),
@@ -338,9 +338,9 @@ def _cause(running: RunningJob, outcomes: Mapping[int, RankOutcome | None]) -> R
     )
 
 
-def _lost_parent(running: RunningJob) -> RankOutcome:
+def _lost_parent(running: RunningJob) -> RankExit:
     """The process that started the ranks was killed, and they ended with it."""
-    return RankOutcome(
+    return RankExit(
         rank=next(rank for rank in range(running.num_processes) if rank not in running.codes),
         host=socket.gethostname(),
         when=time.monotonic(),

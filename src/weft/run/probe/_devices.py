@@ -19,7 +19,7 @@ from weft.run.probe._timing import Timing, slowest, time_runs
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class _Sizes(NamedTuple):
+class _BenchSizes(NamedTuple):
     """What is measured of a kind of device."""
 
     shapes: tuple[tuple[int, int, int], ...]
@@ -34,7 +34,7 @@ class _Sizes(NamedTuple):
     """Samples, tokens, hidden size, heads.  The smallest shows what a block costs whatever its size."""
 
 
-_CPU_FIGURES = _Sizes(
+_CPU_FIGURES = _BenchSizes(
     shapes=(
         (64, 64, 64),
         (128, 128, 128),
@@ -57,7 +57,7 @@ _CPU_FIGURES = _Sizes(
     updates=(1 << 18, 1 << 22),
     blocks=((1, 16, 64, 2), (4, 128, 128, 4), (8, 128, 256, 4), (4, 256, 512, 8)),
 )
-_GPU_FIGURES = _Sizes(
+_GPU_FIGURES = _BenchSizes(
     shapes=(
         (1024, 1024, 1024),
         (4096, 4096, 4096),
@@ -86,7 +86,7 @@ class Concurrency(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
+class DeviceBench:
     """Where one rank measures: its device, its peers, and how long each figure may take."""
 
     device: torch.device
@@ -106,7 +106,7 @@ class Bench:
 
 
 @dataclass(frozen=True, slots=True)
-class _Figure:
+class _DeviceFigure:
     """One thing to measure: how to prepare it, and how to write it down."""
 
     prepare: Callable[[], Sequence[Callable[[], object]]]
@@ -116,7 +116,7 @@ class _Figure:
     """Pieces of work."""
 
 
-def measure_devices(bench: Bench, precisions: Sequence[str]) -> Measured:
+def measure_devices(bench: DeviceBench, precisions: Sequence[str]) -> Measured:
     """Measure one setting.  Call on all ranks of the job; every rank gets the slowest one's figures."""
     torch.set_num_threads(bench.setting.threads)
     figures = _figures(bench.device, precisions)
@@ -142,7 +142,7 @@ def number_of_figures(device: torch.device, precisions: Sequence[str]) -> int:
     return sum(figure.parts for figure in _figures(device, precisions))
 
 
-def _figures(device: torch.device, precisions: Sequence[str]) -> list[_Figure]:
+def _figures(device: torch.device, precisions: Sequence[str]) -> list[_DeviceFigure]:
     """Everything that is measured of one setting; nothing of it is prepared yet."""
     sizes = _CPU_FIGURES if device.type == "cpu" else _GPU_FIGURES
     return [
@@ -169,18 +169,18 @@ def _row(kind: Callable[..., object], **fields: object) -> Callable[[Sequence[Ti
     return write
 
 
-def _matrix(device: torch.device, precision: str, m: int, n: int, k: int) -> _Figure:
+def _matrix(device: torch.device, precision: str, m: int, n: int, k: int) -> _DeviceFigure:
     def prepare() -> Sequence[Callable[[], object]]:
         left = torch.randn(m, k, device=device, dtype=DTYPES[precision])
         right = torch.randn(n, k, device=device, dtype=DTYPES[precision])  # as a linear layer keeps it
         return [lambda: F.linear(left, right)]
 
-    return _Figure(prepare, _row(MatrixSpeed, precision=precision, m=m, n=n, k=k))
+    return _DeviceFigure(prepare, _row(MatrixSpeed, precision=precision, m=m, n=n, k=k))
 
 
 def _attention(
     device: torch.device, precision: str, samples: int, heads: int, tokens: int, head_size: int, *, backward: bool
-) -> _Figure:
+) -> _DeviceFigure:
     def prepare() -> Sequence[Callable[[], object]]:
         shape = (samples, heads, tokens, head_size)
         made = [torch.randn(shape, device=device, dtype=DTYPES[precision]) for _ in range(4)]
@@ -201,27 +201,27 @@ def _attention(
         head_size=head_size,
         backward=backward,
     )
-    return _Figure(prepare, row)
+    return _DeviceFigure(prepare, row)
 
 
-def _addition(device: torch.device, elements: int) -> _Figure:
+def _addition(device: torch.device, elements: int) -> _DeviceFigure:
     def prepare() -> Sequence[Callable[[], object]]:
         left, right = (torch.randn(elements, device=device) for _ in range(2))
         return [lambda: left + right]
 
-    return _Figure(prepare, _row(MemorySpeed, work="add", elements=elements))
+    return _DeviceFigure(prepare, _row(MemorySpeed, work="add", elements=elements))
 
 
-def _update(device: torch.device, elements: int) -> _Figure:
+def _update(device: torch.device, elements: int) -> _DeviceFigure:
     def prepare() -> Sequence[Callable[[], object]]:
         weight = nn.Parameter(torch.randn(elements, device=device))
         weight.grad = torch.randn_like(weight)
         return [torch.optim.AdamW([weight], fused=True).step]
 
-    return _Figure(prepare, _row(MemorySpeed, work="adamw", elements=elements))
+    return _DeviceFigure(prepare, _row(MemorySpeed, work="adamw", elements=elements))
 
 
-def _smallest(device: torch.device) -> _Figure:
+def _smallest(device: torch.device) -> _DeviceFigure:
     """What an operator costs whatever its size: seconds."""
 
     def prepare() -> Sequence[Callable[[], object]]:
@@ -235,10 +235,10 @@ def _smallest(device: torch.device) -> _Figure:
 
         return [hundred]
 
-    return _Figure(prepare, lambda timings, setting: _three_digits(timings[0].seconds / 100))
+    return _DeviceFigure(prepare, lambda timings, setting: _three_digits(timings[0].seconds / 100))
 
 
-def _block(device: torch.device, precision: str, samples: int, tokens: int, hidden: int, heads: int) -> _Figure:
+def _block(device: torch.device, precision: str, samples: int, tokens: int, hidden: int, heads: int) -> _DeviceFigure:
     shape = DecoderShape(
         num_layers=1,
         hidden_size=hidden,
@@ -264,7 +264,7 @@ def _block(device: torch.device, precision: str, samples: int, tokens: int, hidd
             spread=max(forward_spread, both_spread),
         )
 
-    return _Figure(lambda: _block_works(device, shape, samples, DTYPES[precision]), write, parts=2)
+    return _DeviceFigure(lambda: _block_works(device, shape, samples, DTYPES[precision]), write, parts=2)
 
 
 def _block_works(

@@ -14,7 +14,7 @@ from weft.config.cluster import CollectiveTime, Measured
 from weft.errors import ClusterError
 from weft.run.launch import RankInfo, initialise_distributed
 from weft.run.probe._choices import measure_tables
-from weft.run.probe._devices import DTYPES, Bench, Concurrency, measure_devices, number_of_figures
+from weft.run.probe._devices import DTYPES, Concurrency, DeviceBench, measure_devices, number_of_figures
 from weft.run.probe._links import Reach, measure_links, number_of_times
 
 
@@ -65,20 +65,20 @@ def probe_rank(
         settings = settings_of(device, rank_info.local_world_size, cores)
         planned = len(settings) * number_of_figures(device, chosen)
         planned += number_of_times(rank_info, device) if rank_info.world_size > 1 else 0
-        each = max(0.02, min(0.3, 0.6 * budget_seconds / planned))
+        seconds_each = max(0.02, min(0.3, 0.6 * budget_seconds / planned))
         parts: list[Measured] = []
         links: dict[Reach, list[CollectiveTime]] = {}
         for index, setting in enumerate(settings):
             if index == _BEFORE_LINKS and rank_info.world_size > 1:
                 torch.set_num_threads(max(1, cores // rank_info.local_world_size))
-                links = measure_links(rank_info, device, each, log)
+                links = measure_links(rank_info, device, seconds_each, log)
             if index >= _BEFORE_LINKS and _elapsed(start) > budget_seconds:
                 log(f"left out, for {budget_seconds:.0f} s are over: {', '.join(map(_name, settings[index:]))}")
                 break
-            parts.append(measure_devices(_bench(rank_info, device, setting, each), chosen))
+            parts.append(measure_devices(_bench(rank_info, device, setting, seconds_each), chosen))
             log(f"{_line(parts[-1], setting)} ({time.perf_counter() - start:.0f} s)")
         if len(settings) <= _BEFORE_LINKS and rank_info.world_size > 1:
-            links = measure_links(rank_info, device, each, log)
+            links = measure_links(rank_info, device, seconds_each, log)
         tables = _choices(rank_info, device, cores, _CHOICES_SHARE * budget_seconds, log)
         torch.set_num_threads(before)
         measured = _joined(parts)
@@ -157,12 +157,12 @@ def _doublings(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
-def _bench(rank_info: RankInfo, device: torch.device, setting: Concurrency, seconds: float) -> Bench:
+def _bench(rank_info: RankInfo, device: torch.device, setting: Concurrency, seconds: float) -> DeviceBench:
     """Groups are created by all ranks alike."""
     working = [rank for rank in range(rank_info.world_size) if rank % rank_info.local_world_size < setting.ranks]
     group = dist.new_group(working, backend="gloo") if len(working) > 1 else None
     takes_part = rank_info.rank in working
-    return Bench(
+    return DeviceBench(
         device=device,
         setting=setting,
         takes_part=takes_part,

@@ -4,5 +4,5 @@ from weft.run.worker._facts import facts_of_blueprint as facts_of_blueprint
 from weft.run.worker._run import run_rank as run_rank
 from weft.run.worker._run import train_rank as train_rank
 from weft.run.worker._run import training_of as training_of
-from weft.run.worker._teams import Team as Team
-from weft.run.worker._teams import teams_of as teams_of
+from weft.run.worker._trial_teams import Team as Team
+from weft.run.worker._trial_teams import teams_of as teams_of

@@ -22,9 +22,9 @@ from weft.model.blueprint import Batch, Blueprint
 from weft.run.data import PreparedData, data_shape, open_data
 from weft.run.engine import create_training
 from weft.run.engine.proof import (
-    Outcome,
+    PlainResult,
     PlainSteps,
-    Prove,
+    ProveMode,
     StepsOfRank,
     compare_ranks,
     difference_of,
@@ -61,7 +61,7 @@ class RecipeProof:
     plan: Plan
     mesh: Mesh
     prepared: PreparedData
-    prove: Prove
+    prove: ProveMode
     folder: Path
     """Folder of the run."""
 
@@ -98,7 +98,7 @@ class RecipeProof:
         samples = self._small.global_batch_size
         return replace(self.recipe, batch=replace(self.recipe.batch, global_batch_size=samples))
 
-    def _by_rank_0(self) -> tuple[Outcome | None, str, str]:
+    def _by_rank_0(self) -> tuple[PlainResult | None, str, str]:
         """What plain PyTorch computes, the digest under which the proof is kept, and the line that is said instead."""
         blueprint = build_blueprint(self._part(), Plan())
         if reason := self._unproven(blueprint):
@@ -108,8 +108,10 @@ class RecipeProof:
         kept = read_kept(digest) if self.prove == "auto" else None
         if kept is not None:
             return None, digest, kept.line
-        found = self._plain(blueprint).run(self._budget)
-        return (found, digest, "") if isinstance(found, Outcome) else (None, "", f"proof     not proven: {found}")
+        result = self._plain(blueprint).run(self._budget)
+        return (
+            (result, digest, "") if isinstance(result, PlainResult) else (None, "", f"proof     not proven: {result}")
+        )
 
     def _unproven(self, blueprint: Blueprint) -> str:
         """Why the plan cannot be compared with plain PyTorch; empty: it can."""

@@ -33,13 +33,13 @@ from weft.events import (
 from weft.events.loss_board import LossSink
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.data import PreparedData, data_shape, open_data
-from weft.run.engine import Trainer, TrainingOutcome, create_training
+from weft.run.engine import Trainer, TrainingResult, create_training
 from weft.run.launch import Distributed, RankInfo, initialise_distributed
 from weft.run.worker._facts import facts_of_blueprint
 from weft.techniques.check import check_plan
 
 if TYPE_CHECKING:
-    from weft.run.engine.proof import Prove
+    from weft.run.engine.proof import ProveMode
 
 
 def run_rank(
@@ -49,12 +49,12 @@ def run_rank(
     owner: dict[str, Any],
     prepared: str,
     resume: str | None,
-    prove: Prove,
+    prove: ProveMode,
     quiet: bool,
     losses: str,
     peak_flops: float | None,
 ) -> dict[str, Any] | None:
-    """Train on one rank and return rank 0's `TrainingOutcome`, as JSON.  `owner` is that of the folder, and `prepared`
+    """Train on one rank and return rank 0's `TrainingResult`, as JSON.  `owner` is that of the folder, and `prepared`
     is `PreparedData`, as JSON; `resume` names a checkpoint or a run, or is `latest` for this run's own newest;
     `losses` is the file of the launcher's `LossBoard`, and `peak_flops` what an earlier generation has measured."""
     run = RunFolder.open(Path(folder))
@@ -115,11 +115,11 @@ def train_rank(
     *,
     token: FolderToken | None,
     resume: str | None,
-    prove: Prove = "never",
+    prove: ProveMode = "never",
     quiet: bool,
     sinks: Sequence[Sink] = (),
     peak_flops: float | None = None,
-) -> TrainingOutcome:
+) -> TrainingResult:
     """Train on this rank.  Call on every rank of the plan's world; rank 0 has the token of the folder's owner.
 
     Args:
@@ -156,7 +156,7 @@ def training_of(
     prepared: PreparedData,
     events: Run,
     *,
-    prove: Prove = "never",
+    prove: ProveMode = "never",
     token: FolderToken | None = None,
 ) -> Generator[Trainer]:
     """Build this rank's share of a training under a plan; at the end leave its groups and let go of the model.
@@ -192,7 +192,7 @@ def training_of(
 
 
 def _prove(
-    recipe: Recipe, plan: Plan, mesh: Mesh, folder: RunFolder, prepared: PreparedData, events: Run, prove: Prove
+    recipe: Recipe, plan: Plan, mesh: Mesh, folder: RunFolder, prepared: PreparedData, events: Run, prove: ProveMode
 ) -> None:
     from weft.run.worker._proof import RecipeProof  # loaded where a run proves itself
 

@@ -27,8 +27,8 @@ from weft.config.recipe import Recipe, learning_rate, parse_recipe
 from weft.errors import WeftError
 from weft.run.engine import create_training
 from weft.run.launch import RankInfo, initialise_distributed
-from weft.run.worker._teams import team_of, teams_of
 from weft.run.worker._trial_data import TrialData
+from weft.run.worker._trial_teams import team_of, teams_of
 
 _EARLY_STEPS = 3
 _EARLY_SECONDS = 1.0
@@ -38,7 +38,7 @@ _TURN_SECONDS = 0.05
 _MOST_STEPS = 20
 
 
-class _Running:
+class _BuiltTrial:
     """A plan that has been built on this rank, and runs step by step."""
 
     def __init__(self, recipe: Recipe, plan: Plan, device: torch.device) -> None:
@@ -143,14 +143,14 @@ def run_rank(
     timeout_seconds = max(plan.compute.timeout_seconds for plan in known)
     device, backend = known[0].compute.device, every[team][1]
     with initialise_distributed(device, own, backend=backend, timeout_seconds=timeout_seconds) as distributed:
-        bench = _Bench(what, known, turns, distributed.device, {}, {})
+        bench = _TimedTrials(what, known, turns, distributed.device, {}, {})
         teams = [every.index(team_of(plan)) for plan in known]
         bench.begin(teams)
         going = _going_on(bench.early(), most, always)
         bench.go_on(teams, going, rounds)
         for running in bench.running.values():
             running.close()
-        return {str(at): found for at, found in bench.found.items()}
+        return {str(at): timing for at, timing in bench.found.items()}
 
 
 def _going_on(early: dict[int, float], most: int, always: int) -> list[int]:
@@ -160,14 +160,14 @@ def _going_on(early: dict[int, float], most: int, always: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bench:
+class _TimedTrials:
     """What a rank has built and measured, by the index of the plan."""
 
     recipe: Recipe
     plans: Sequence[Plan]
     turns: _Turns
     device: torch.device
-    running: dict[int, _Running]
+    running: dict[int, _BuiltTrial]
     found: dict[int, dict[str, Any]]
 
     def begin(self, teams: Sequence[int]) -> None:
@@ -190,7 +190,7 @@ class _Bench:
 
     def _start(self, at: int) -> None:
         try:
-            running = _Running(self.recipe, self.plans[at], self.device)
+            running = _BuiltTrial(self.recipe, self.plans[at], self.device)
             first = running.steps(1)
             early = [running.steps(1)]
             while len(early) < _EARLY_STEPS and sum(early) < _EARLY_SECONDS:

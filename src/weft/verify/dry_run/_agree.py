@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import zip_longest
 
 from weft.config.plan import AXES, Axis, MeshPlan, axis_coordinates
-from weft.verify.dry_run._rehearse import RankReport
+from weft.verify.dry_run._dry_run import RankReport
 from weft.verify.dry_run._witness import Issued
 
 _MESSAGES = ("send", "receive")
@@ -14,13 +14,13 @@ _MESSAGES = ("send", "receive")
 
 def peers_to_ask(mesh: MeshPlan, rank: int) -> tuple[int, ...]:
     """Return the rank's next neighbour on every axis that has one: enough to see each of its groups from two sides."""
-    found: list[int] = []
+    neighbours: list[int] = []
     place = axis_coordinates(mesh, rank)
     for axis in AXES:
         size = int(getattr(mesh, axis)) if axis != "expert" else 1
         if size > 1:
-            found.append(rank_at(mesh, {**place, axis: (place[axis] + 1) % size}))
-    return tuple(dict.fromkeys(found))
+            neighbours.append(rank_at(mesh, {**place, axis: (place[axis] + 1) % size}))
+    return tuple(dict.fromkeys(neighbours))
 
 
 def disagreements(one: RankReport, other: RankReport) -> list[str]:
@@ -42,11 +42,11 @@ def disagreements(one: RankReport, other: RankReport) -> list[str]:
 
 def _by_group(issued: tuple[Issued, ...]) -> dict[tuple[int, ...], list[Issued]]:
     """Collectives by group.  Messages are no part of this: their two ends differ by nature."""
-    found: dict[tuple[int, ...], list[Issued]] = {}
+    by_group: dict[tuple[int, ...], list[Issued]] = {}
     for one in issued:
         if one.op not in _MESSAGES:
-            found.setdefault(one.ranks, []).append(one)
-    return found
+            by_group.setdefault(one.ranks, []).append(one)
+    return by_group
 
 
 def _signature(one: Issued | None) -> tuple[object, ...] | None:

@@ -21,12 +21,12 @@ from weft.model.blueprint import Blueprint
 from weft.run.engine import create_training
 from weft.techniques.pipeline.runner import PipelineRunner
 from weft.verify.dry_run._agree import rank_at
-from weft.verify.dry_run._rehearse import (
+from weft.verify.dry_run._dry_run import (
     ActivationShape,
+    dry_run_rank,
     example_batch,
     microbatch_counts,
     prepare_device_mesh,
-    rehearse,
 )
 
 _CPU_RESERVE_BYTES, _ACCELERATOR_RESERVE_BYTES = 2**28, 2**30
@@ -62,7 +62,7 @@ def measure_peak_memory(
     Raises:
         PlanError: what building the plan's rank refuses.
     """
-    _be_the_first_to_die()
+    _prefer_this_process_when_memory_ends()
     plan = replace(plan, compute=replace(plan.compute, compile=False))
     activation = _activation(recipe, plan, build, rank)
     try:
@@ -100,14 +100,14 @@ def _step(
 
 
 def _activation(recipe: Recipe, plan: Plan, build: Callable[[], Blueprint], rank: int) -> ActivationShape | None:
-    """What the stages pass on, which later ones cannot know by themselves: a rehearsal of the first stage tells."""
+    """Return the shape that stages pass on, by a dry run of the first stage: a later one cannot know it by itself."""
     if plan.mesh.pipeline == 1:
         return None
     first = rank_at(plan.mesh, {**axis_coordinates(plan.mesh, rank), "pipeline": 0})
-    return rehearse(recipe, plan, build, first).activation
+    return dry_run_rank(recipe, plan, build, first).activation
 
 
-def _be_the_first_to_die() -> None:
+def _prefer_this_process_when_memory_ends() -> None:
     """Where the host runs out of memory, Linux should end this attempt and nobody's work."""
     with suppress(OSError):
         Path(f"/proc/{os.getpid()}/oom_score_adj").write_text("1000")

@@ -11,7 +11,7 @@ from weft.config.recipe import Recipe
 from weft.formatting import format_bytes
 from weft.model.blueprint import Blueprint
 from weft.techniques.send_trace import Outline
-from weft.verify.dry_run.outline_of import outline_or_reason
+from weft.verify.dry_run.trace_sends import trace_sends_or_reason
 from weft.verify.program import Traffic, differences, occasions_of, program_of
 
 _LISTED = 20
@@ -38,7 +38,7 @@ def plan_and_measured(recipe: Recipe, plan: Plan, blueprint: Blueprint, steps: S
     size = sum(size_bytes * count for (_, _, size_bytes), count in total.items()) / len(steps)
     count = sum(total.values()) / len(steps)
     sent = f"{count:,.0f} collectives and messages of rank 0, {format_bytes(size)} per step"
-    outline = outline_or_reason(blueprint)
+    outline = trace_sends_or_reason(blueprint)
     if isinstance(outline, str):
         return f"{sent}; not compared with the plan: nothing tells {outline}"
     lines = [f"step {one.step + 1}: {line}" for one in steps for line in unlike_plan(recipe, plan, outline, 0, one)]

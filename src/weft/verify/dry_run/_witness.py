@@ -1,4 +1,4 @@
-"""Stands between a rehearsed step and torch: writes every collective down, and answers what only real numbers could."""
+"""Stands between the step of a dry run and torch: records every collective, and answers questions that need values."""
 
 from __future__ import annotations
 

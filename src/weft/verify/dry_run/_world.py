@@ -1,4 +1,4 @@
-"""Rehearse the ranks of a plan that differ: one of every few stages, and the neighbours that share groups with them."""
+"""Dry runs of the ranks of a plan that differ: one of every few stages, and the neighbours that share groups."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from weft.config.plan import Axis, Plan, axis_coordinates
 from weft.config.recipe import Recipe
 from weft.model.blueprint import Blueprint
 from weft.verify.dry_run._agree import disagreements, peers_to_ask, rank_at
-from weft.verify.dry_run._rehearse import ActivationShape, RankReport, find_draws, rehearse
+from weft.verify.dry_run._dry_run import ActivationShape, RankReport, dry_run_rank, find_draws
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldReport:
-    """Several ranks' rehearsals."""
+    """The dry runs of several ranks."""
 
     asked: tuple[RankReport, ...]
     """The groups that were asked for, by rank."""
@@ -31,7 +31,7 @@ def representative_ranks(plan: Plan) -> tuple[int, ...]:
     return tuple(rank_at(plan.mesh, {**origin, "pipeline": stage}) for stage in stages)
 
 
-def rehearse_world(
+def dry_run_world(
     recipe: Recipe,
     plan: Plan,
     build: Callable[[], Blueprint],
@@ -39,7 +39,7 @@ def rehearse_world(
     *,
     progress: Callable[[str], None] = lambda text: None,
 ) -> WorldReport:
-    """Rehearse `ranks` (by default `representative_ranks`) and compare the first of them with its neighbours.
+    """Run a step of `ranks` (by default `representative_ranks`) and compare the first of them with its neighbours.
 
     Activations between stages are taken to have the shape that leaves the first stage.  Not collective.
 
@@ -62,7 +62,7 @@ def rehearse_world(
         if rank not in known:
             activation = activation_of(rank)
             progress(f"rank {rank:,} of {plan.mesh.world_size:,}")
-            known[rank] = rehearse(recipe, plan, build, rank, activation=activation, draws=draws)
+            known[rank] = dry_run_rank(recipe, plan, build, rank, activation=activation, draws=draws)
         return known[rank]
 
     reports = tuple(of(rank) for rank in asked)

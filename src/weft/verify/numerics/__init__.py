@@ -16,9 +16,10 @@ from weft.verify.numerics._differences import Difference as Difference
 from weft.verify.numerics._differences import assemble as assemble
 from weft.verify.numerics._differences import compare as compare
 from weft.verify.numerics._isolate import REMOVABLE as REMOVABLE
-from weft.verify.numerics._isolate import without as without
-from weft.verify.numerics._outputs import Outputs as Outputs
-from weft.verify.numerics._outputs import first_different as first_different
+from weft.verify.numerics._isolate import without_technique as without_technique
+from weft.verify.numerics._keep_fp64 import KeepFp64 as KeepFp64
+from weft.verify.numerics._module_outputs import ModuleOutputs as ModuleOutputs
+from weft.verify.numerics._module_outputs import first_different_output as first_different_output
 from weft.verify.numerics._perturb import nudge_weights as nudge_weights
 from weft.verify.numerics._perturb import perturb_constants as perturb_constants
 from weft.verify.numerics._plain import PlainLoop as PlainLoop
@@ -33,10 +34,9 @@ from weft.verify.numerics._scale_down import scale_down_plan as scale_down_plan
 from weft.verify.numerics._shrink import STEPS as STEPS
 from weft.verify.numerics._shrink import SmallCase as SmallCase
 from weft.verify.numerics._shrink import shrink_case as shrink_case
-from weft.verify.numerics._stored import read_trial as read_trial
-from weft.verify.numerics._stored import write_trial as write_trial
-from weft.verify.numerics._trial import Inside as Inside
+from weft.verify.numerics._trial import InnerCasts as InnerCasts
 from weft.verify.numerics._trial import Trial as Trial
 from weft.verify.numerics._trial import one_process as one_process
 from weft.verify.numerics._trial import run_trial as run_trial
-from weft.verify.numerics._wide import KeptWide as KeptWide
+from weft.verify.numerics._trial_file import read_trial as read_trial
+from weft.verify.numerics._trial_file import write_trial as write_trial

@@ -14,8 +14,8 @@ from weft.run.launch import RankInfo, initialise_distributed
 from weft.verify.numerics import (
     STEPS,
     CheckCase,
-    Inside,
-    Outputs,
+    InnerCasts,
+    ModuleOutputs,
     outputs_file,
     perturb_constants,
     run_trial,
@@ -37,7 +37,7 @@ def run_rank(
     label_range: int | None,
     folder: str,
     watch: bool,
-    inside: Inside,
+    inside: InnerCasts,
 ) -> None:
     """Run the cases (precision, whether to compile) of a plan; `recipe` and `plan` are TOML.
 
@@ -50,7 +50,7 @@ def run_rank(
         "cpu", rank_info, backend=how.compute.backend, timeout_seconds=timeout_seconds
     ) as distributed:
         mesh = Mesh(how.mesh, distributed.device, timeout_seconds=timeout_seconds)
-        outputs = Outputs()
+        outputs = ModuleOutputs()
         for case in (CheckCase(precision, compiled) for precision, compiled in cases):
             trial = run_trial(
                 what,

@@ -114,7 +114,7 @@ def compare_results(
 
     `order` lists parameters as the forward meets them.
     """
-    limits = _Limits(reference, exact, nudged, precision)
+    limits = _CheckLimits(reference, exact, nudged, precision)
     differences = _distances(reference, candidate, lambda name: name not in limits.unjudged)
     if exact is None:
         differences["initial weight"] = _tensors(reference.initial, candidate.initial, lambda name: True)
@@ -199,7 +199,7 @@ def _state_distances(one: TrialResult, other: TrialResult) -> dict[Quantity, dic
     }
 
 
-class _Limits:
+class _CheckLimits:
     """How far a plan may be from one process."""
 
     def __init__(

@@ -24,7 +24,7 @@ _REMOVALS: Mapping[str, Removal] = {
 REMOVABLE = (*_REMOVALS, "dropout")
 
 
-def without(technique: str, recipe: Recipe, plan: Plan, folder: Path) -> tuple[Recipe, Plan] | None:
+def without_technique(technique: str, recipe: Recipe, plan: Plan, folder: Path) -> tuple[Recipe, Plan] | None:
     """Return recipe and plan without one of `REMOVABLE`; None when they do not have it.
 
     The global batch stays.  A Hugging Face configuration without dropout is written into `folder`.

@@ -23,7 +23,7 @@ _LAST_DIGIT: Mapping[Precision, float] = {"fp64": 2.0**-52, "fp32": 2.0**-23, "b
 
 def perturb_constants(blueprint: Blueprint) -> Blueprint:
     """Return the blueprint with noise on every parameter that would start constant, the same under every plan."""
-    return _after_drawing(blueprint, _stir)
+    return _after_drawing(blueprint, _add_noise_if_constant)
 
 
 def nudge_weights(blueprint: Blueprint, precision: Precision, *, draw: int = 0) -> Blueprint:
@@ -70,7 +70,7 @@ def _after_drawing(blueprint: Blueprint, change: _Change) -> Blueprint:
 
 
 @torch.no_grad()
-def _stir(name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
+def _add_noise_if_constant(name: str, parameter: Tensor, generator: torch.Generator | None) -> None:
     del name
     if parameter.numel() < 2 or not parameter.is_floating_point():
         return

@@ -19,8 +19,8 @@ from weft.run.engine.proof import optimizer_of, set_rates, whole_module
 from weft.run.worker._trial_data import TrialData
 from weft.techniques.randomness.draws import keyed_alone
 from weft.verify.numerics._comparison import TrialResult
-from weft.verify.numerics._trial import Inside, one_process
-from weft.verify.numerics._wide import KeptWide
+from weft.verify.numerics._keep_fp64 import KeepFp64
+from weft.verify.numerics._trial import InnerCasts, one_process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class PlainLoop:
     recipe: Recipe
     plan: Plan
     label_range: int | None
-    inside: Inside = "wide"
+    inside: InnerCasts = "wide"
 
     @property
     def steps(self) -> int:
@@ -56,7 +56,7 @@ class PlainLoop:
         for step in range(self.steps):
             (batch,) = data.microbatches(step)
             module.zero_grad()
-            with KeptWide(watches_only=self.inside != "wide"):
+            with KeepFp64(watches_only=self.inside != "wide"):
                 total, count = run(_inputs(blueprint, batch), batch, step)
                 (total / count).backward()
             if step == 0:

@@ -17,8 +17,8 @@ from weft.model.blueprint import Blueprint
 from weft.run.engine import create_training
 from weft.run.worker._trial_data import TrialData
 from weft.verify.numerics._differences import assemble
+from weft.verify.numerics._keep_fp64 import KeepFp64
 from weft.verify.numerics._trial import first_gradients, one_process
-from weft.verify.numerics._wide import KeptWide
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,7 +48,7 @@ def contributions(
         parts.append({})
         totals.append([])
         for microbatch in data.microbatches(0):
-            with KeptWide():
+            with KeepFp64():
                 shards, total = first_gradients(training, recipe, [microbatch])
             totals[-1].append((float(total.sum), float(total.count)))
             gradients = {name.partition("/")[2]: tensor for name, tensor in assemble([shards]).items()}

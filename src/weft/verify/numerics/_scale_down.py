@@ -51,7 +51,7 @@ def scale_down_plan(plan: Plan, *, processes: int | None, num_blocks: int | None
     pipeline = plan.pipeline_parallel
     if 1 < mesh.pipeline < plan.mesh.pipeline:
         pipeline = pipeline.with_few_chunks()
-    blocks = _Blocks(plan, pipeline.num_stages(mesh.pipeline), num_blocks or 0, may_shrink)
+    blocks = _ScaledBlocks(plan, pipeline.num_stages(mesh.pipeline), num_blocks or 0, may_shrink)
     buckets = plan.data_parallel.with_small_buckets(_SMALL_BUCKET_BYTES) if may_shrink else plan.data_parallel
     scaled = replace(
         plan,
@@ -163,7 +163,7 @@ def _spread(whole: int, count: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Blocks:
+class _ScaledBlocks:
     """How many blocks a plan needs that is scaled down, how they fall into stages, and which are computed again."""
 
     plan: Plan

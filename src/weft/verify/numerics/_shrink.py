@@ -66,7 +66,7 @@ def shrink_case(
         notes.append(f"{model.factory} is no model that Weft can shrink: it runs as it is")
     small = replace(
         recipe,
-        model=_shrink_model(model, scaled.num_blocks, _Parts.of(plan, scaled.plan, facts), folder),
+        model=_shrink_model(model, scaled.num_blocks, _SplitSizes.of(plan, scaled.plan, facts), folder),
         data=DataRecipe(train=(DataSource(source="synthetic"),), documents=recipe.data.documents),
         batch=BatchRecipe(global_batch_size=scaled.plan.global_batch_size),
         optimizer=_shrink_optimizer(recipe),
@@ -82,7 +82,7 @@ def shrink_case(
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _SplitSizes:
     """Into how many parts ranks divide the sizes of a model."""
 
     whole: int
@@ -95,7 +95,7 @@ class _Parts:
     """Ranks that share experts out, under the plan scaled down."""
 
     @staticmethod
-    def of(plan: Plan, scaled: Plan, facts: ModelFacts) -> _Parts:
+    def of(plan: Plan, scaled: Plan, facts: ModelFacts) -> _SplitSizes:
         whole, small = ((ranks_alike(one), one.mesh.context) for one in (plan, scaled))
         swaps = plan.context_parallel.scheme in (
             "ulysses",
@@ -103,7 +103,7 @@ class _Parts:
         )  # tensor ranks have heads, of which context ranks have some
         runs = 2 * small[1] * (small[0] if scaled.tensor_parallel.sequence else 1) if small[1] > 1 else 0
         length = max(SMALL_SEQUENCE_LENGTH, runs + 1)
-        return _Parts(
+        return _SplitSizes(
             whole=whole[0] * (whole[1] if swaps else 1),
             scaled=small[0] * (small[1] if swaps else 1),
             length=min(facts.sequence_length or length, length),
@@ -111,7 +111,7 @@ class _Parts:
         )
 
 
-def _shrink_model(model: ModelRecipe, num_blocks: int | None, parts: _Parts, folder: Path) -> ModelRecipe:
+def _shrink_model(model: ModelRecipe, num_blocks: int | None, parts: _SplitSizes, folder: Path) -> ModelRecipe:
     if model.shape is not None:
         blocks = num_blocks or model.shape.num_layers
         sizes = (parts.whole, parts.scaled, parts.length)

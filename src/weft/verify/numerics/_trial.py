@@ -20,7 +20,7 @@ from weft.run.engine import TrainingState, create_training
 from weft.run.worker._trial_data import TrialData
 from weft.techniques.core import CheckpointShard, LossTotals, checkpoint_shards_of
 from weft.techniques.registry import TECHNIQUES
-from weft.verify.numerics._wide import KeptWide
+from weft.verify.numerics._keep_fp64 import KeepFp64
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Trial:
     """Operators that rounded to less although the trial is in fp64, and to what."""
 
 
-Inside = Literal["wide", "as written"]
+InnerCasts = Literal["wide", "as written"]
 """What becomes of casts inside a model in fp64: `wide` ignores those that would narrow, because rounding inside would
 hide whether two plans agree."""
 
@@ -76,7 +76,7 @@ def run_trial(
     label_range: int | None = None,
     mesh: Mesh | None = None,
     inspect: Callable[[TrainingState], None] | None = None,
-    inside: Inside = "wide",
+    inside: InnerCasts = "wide",
 ) -> Trial:
     """Train `steps` steps on trial data and return what this rank saw.  Call on every rank of the plan's world.
 
@@ -94,7 +94,7 @@ def run_trial(
     initial = _model_state(training)
     # Before casts are left out: the samples round, like everybody's.
     batches = [data.microbatches(step) for step in range(max(steps, 1))]
-    kept = KeptWide(watches_only=inside != "wide")
+    kept = KeepFp64(watches_only=inside != "wide")
     results: list[StepEvent] = []
     with kept if plan.compute.precision == "fp64" and not plan.compute.compile else nullcontext():
         gradients = _first_gradients(training, recipe, batches[0])

@@ -28,9 +28,9 @@ def sends(
     axes = sorted(cut, key=lambda axis: cut[axis])
     if share.recipe.optimizer.name == "adafactor":
         kinds += share.recipe.optimizer.relative_step
-        matrices = [(held, shape) for held, shape in here if len(shape) >= 2]
+        matrices = [(parameter, shape) for parameter, shape in here if len(shape) >= 2]
         yield from _statistics(share, matrices, rows_cut)
-    if any(held.is_split for held in share.held):
+    if any(parameter.is_split for parameter in share.held):
         axes.append("tensor")
     for axis in axes:
         yield _sum(share, axis, kinds * len(share.held) * _SUM_BYTES, "of whole parameters")
@@ -41,10 +41,14 @@ def _statistics(
 ) -> Iterator[RankSend]:
     """Adafactor's sums over rows and columns that other ranks hold parts of, and the levels of the rows' sums."""
     size = share.master_bytes
-    widths = [held.shape[-1] for held in share.held if len(held.shape) == 2 and held.shape[0] > 1 and rows_cut]
+    widths = [
+        parameter.shape[-1]
+        for parameter in share.held
+        if len(parameter.shape) == 2 and parameter.shape[0] > 1 and rows_cut
+    ]
     over_rows, over_columns, levels = 0, 0, 0
-    for held, shape in matrices:
-        split = held.parameter.split if held.is_split else None
+    for parameter, shape in matrices:
+        split = parameter.parameter.split if parameter.is_split else None
         if split is not None and split.dim == len(shape) - 1:
             over_rows += math.prod(shape[:-1])
         if split is not None and split.dim == len(shape) - 2:

@@ -38,14 +38,14 @@ class RankProgram:
         `rows` are how many there are, by table or mixture and number of the exchange (`RankSend.rows_of`); where it
         does not say so, no rows of a table are sent but their number, and to each expert equally many.
         """
-        found: Traffic = Counter()
+        traffic: Traffic = Counter()
         for send in self.sends:
             if send.phase not in phases or (send.when != "always" and send.when not in occasions):
                 continue
             times = 1 if send.rows_of is None else (rows or {}).get(send.rows_of, send.assumed_rows)
             if times or (times is not None and send.assumed_rows is not None):  # an exchange without rows is one
-                found[send.axis, send.operation, times * send.size_bytes] += send.count
-        return found
+                traffic[send.axis, send.operation, times * send.size_bytes] += send.count
+        return traffic
 
 
 def occasions_of(recipe: Recipe, plan: Plan, step: int, *, is_first: bool, some_unused: bool) -> tuple[When, ...]:
@@ -53,16 +53,16 @@ def occasions_of(recipe: Recipe, plan: Plan, step: int, *, is_first: bool, some_
 
     `is_first`: its process has taken none before.  `some_unused`: some parameter took no part on some rank.
     """
-    chosen, found = plan.data_parallel, list[When]()
+    chosen, occasions = plan.data_parallel, list[When]()
     if is_first:
-        found.append("first")
+        occasions.append("first")
     if some_unused:
-        found.append("unused")
+        occasions.append("unused")
     if chosen.replicas_step_alone and chosen.ends_round(step, recipe.run.steps):
-        found.append("round")
+        occasions.append("round")
     if chosen.frozen_after is not None:
-        found.append("warm_up" if step < chosen.frozen_after else "after_warm_up")
-    return tuple(found)
+        occasions.append("warm_up" if step < chosen.frozen_after else "after_warm_up")
+    return tuple(occasions)
 
 
 def program_of(
@@ -111,17 +111,19 @@ def _sends(share: ModelShare, is_fingerprinted: bool) -> Iterator[RankSend]:
     yield from data.auxiliary(share)
     yield from fused_loss.sends(share)
     yield from pipeline.sends(share)
-    tables = [held for held in share.held if held.parameter.is_sparse]
-    kept_out = {held.name for held in tables}
-    members = [held for held in share.held if held.name not in kept_out]
+    tables = [parameter for parameter in share.held if parameter.parameter.is_sparse]
+    kept_out = {parameter.name for parameter in tables}
+    members = [parameter for parameter in share.held if parameter.name not in kept_out]
     cut: list[tuple[HeldParameter, Shape]] = []
     if share.plan.data_parallel.shards_weights and share.shards > 1:
         from weft.techniques.zero import program as zero  # as above
 
         yield from zero.sends(share)
         kept_out = zero.kept_out(share)
-        cut = [(held, zero.shard_shape(share, held)) for held in members if held.name not in kept_out]
-        members = [held for held in members if held.name in kept_out]
+        cut = [
+            (parameter, zero.shard_shape(share, parameter)) for parameter in members if parameter.name not in kept_out
+        ]
+        members = [parameter for parameter in members if parameter.name in kept_out]
     yield from data.rows(share, tables)
     yield from buckets.sends(share, members)
     yield from data.agreement(share, is_fingerprinted=is_fingerprinted)
@@ -137,17 +139,17 @@ def _update(
     tables: Sequence[HeldParameter],
 ) -> Iterator[RankSend]:
     """What whoever works on masters sends: of parameters that ZeRO-3 has cut, of buckets, and of tables."""
-    masters = [(held.name, math.prod(shape)) for held, shape in cut]
-    masters += [(held.name, held.num_elements) for held in tables]
-    here: list[tuple[HeldParameter, Shape]] = [(held, shape) for held, shape in cut if math.prod(shape)]
+    masters = [(parameter.name, math.prod(shape)) for parameter, shape in cut]
+    masters += [(parameter.name, parameter.num_elements) for parameter in tables]
+    here: list[tuple[HeldParameter, Shape]] = [(parameter, shape) for parameter, shape in cut if math.prod(shape)]
     axes = {"shard": share.shards} if cut else {}
     for bucket in buckets.buckets_of(share, members):
         axis, ranks, index = share.summing_of(is_expert=bucket.key.is_expert)
         start, stop = bucket.regions[index if len(bucket.regions) > 1 else 0]
-        held = [members[place] for place in bucket.places]
-        masters.append((held[0].name, stop - start))
-        offsets = zip(held, bucket.offsets, strict=True)
-        here += [(each, each.shape) for each, offset in offsets if start <= offset < stop]
+        bucket_members = [members[place] for place in bucket.places]
+        masters.append((bucket_members[0].name, stop - start))
+        offsets = zip(bucket_members, bucket.offsets, strict=True)
+        here += [(member, member.shape) for member, offset in offsets if start <= offset < stop]
         if share.plan.data_parallel.bucket_stage > 0 and ranks > 1 and ranks not in axes.values():
             axes[axis] = ranks
     yield from averages(share, masters)

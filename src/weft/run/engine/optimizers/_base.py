@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from weft.config.recipe import GroupSettings, OptimizerGroup
-from weft.run.engine.optimizers._runs import StepCounts
+from weft.run.engine.optimizers._ranges import StepCounts
 from weft.techniques.core import CheckpointShard, Shard, checkpoint_shards_of
 
 
@@ -67,10 +67,10 @@ class ShardOptimizer(ABC):
 
     def _gradient(self, shard: int) -> Tensor:
         """The gradient of a shard in the dtype of its master."""
-        held = self._shards[shard]
-        assert held.gradient is not None, "the gradient reducer has not finished this step"
-        assert held.gradient.numel() == held.size, "a gradient as long as its master"
-        return held.gradient.to(held.master.dtype)
+        own_shard = self._shards[shard]
+        assert own_shard.gradient is not None, "the gradient reducer has not finished this step"
+        assert own_shard.gradient.numel() == own_shard.size, "a gradient as long as its master"
+        return own_shard.gradient.to(own_shard.master.dtype)
 
 
 def whole_names(groups: Sequence[OptimizerGroup]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.run.engine.optimizers._runs import ShardRun
+from weft.run.engine.optimizers._ranges import ShardRange
 from weft.techniques.core import Shard
 
 
@@ -22,10 +22,10 @@ class FusedKind:
 
 
 def gather_runs(
-    runs: Iterable[ShardRun], shards: tuple[Shard, ...], here: Collection[int]
-) -> dict[FusedKind, list[ShardRun]]:
+    runs: Iterable[ShardRange], shards: tuple[Shard, ...], here: Collection[int]
+) -> dict[FusedKind, list[ShardRange]]:
     """Sort the runs of the shards that are `here` into as few kernel calls as can be."""
-    calls: dict[FusedKind, list[ShardRun]] = {}
+    calls: dict[FusedKind, list[ShardRange]] = {}
     for run in runs:
         if run.shard not in here:
             continue

@@ -17,7 +17,7 @@ from weft.techniques.core import CheckpointShard, Segment, Shard
 
 
 @dataclass(frozen=True, slots=True)
-class MatrixRun:
+class MatrixRange:
     """A segment of a parameter (..., R, C) with two or more dimensions, cut at most between indices of its first
     one."""
 
@@ -71,7 +71,7 @@ class MatrixRun:
         )
 
 
-def matrix_run(position: int, shard: int, segment: Segment) -> MatrixRun:
+def matrix_run(position: int, shard: int, segment: Segment) -> MatrixRange:
     """Describe a segment of a parameter with two or more dimensions.
 
     Raises:
@@ -85,13 +85,13 @@ def matrix_run(position: int, shard: int, segment: Segment) -> MatrixRun:
             f"{tuple(shape)} on this rank, inside a row of {step}. Adafactor keeps statistics by row and column and "
             f"needs whole rows. Cut the buckets at parameter borders, as its `cuts` asks, or set data_parallel.zero = 0"
         )
-    return MatrixRun(position, shard, segment, torch.Size((segment.length // step, *shape[1:])))
+    return MatrixRange(position, shard, segment, torch.Size((segment.length // step, *shape[1:])))
 
 
 class MatrixSums:
     """Adds up row, column and total sums over the ranks that share matrices.  Calling it is collective."""
 
-    def __init__(self, shards: Sequence[Shard], runs: Sequence[MatrixRun], names: Sequence[str], mesh: Mesh) -> None:
+    def __init__(self, shards: Sequence[Shard], runs: Sequence[MatrixRange], names: Sequence[str], mesh: Mesh) -> None:
         self._device = mesh.device
         axes: set[Axis] = {axis for run in runs for axis in run.segment.layout.split_axes}
         self._views = {axis: mesh.group_over([axis]) for axis in AXES if axis in axes}
@@ -105,7 +105,7 @@ class MatrixSums:
             cut.update(shard.cut_matrices if is_cut_over(shard, view) else {})
         return {name: cut[name] for name in names if name in cut}
 
-    def _cut_over(self, runs: Iterable[MatrixRun], view: GroupView) -> list[MatrixRun]:
+    def _cut_over(self, runs: Iterable[MatrixRange], view: GroupView) -> list[MatrixRange]:
         return [run for run in runs if run.rows_cut and is_cut_over(self._shards[run.shard], view)]
 
     def over_splits(self, sums: Sequence[tuple[Tensor, frozenset[Axis]]]) -> None:
@@ -116,19 +116,19 @@ class MatrixSums:
             if view.group is not None and chosen:
                 _spread(all_reduce(torch.cat([part.reshape(-1).to(self._device) for part in chosen]), view), chosen)
 
-    def columns_over_cut(self, runs: Sequence[MatrixRun], sums: Mapping[int, Tensor], dtype: torch.dtype) -> None:
+    def columns_over_cut(self, runs: Sequence[MatrixRange], sums: Mapping[int, Tensor], dtype: torch.dtype) -> None:
         """Add up one number per column (`sums`, by position) of every matrix whose rows are cut over data ranks."""
         for view, widths in self._cuts:
             self._over_cut(self._cut_over(runs, view), sums, view, widths, dtype)
 
-    def scalars_over_cut(self, runs: Sequence[MatrixRun], sums: Mapping[int, Tensor], dtype: torch.dtype) -> None:
+    def scalars_over_cut(self, runs: Sequence[MatrixRange], sums: Mapping[int, Tensor], dtype: torch.dtype) -> None:
         """Add up one number (`sums`, by position) per matrix cut between rows over data ranks."""
         for view, widths in self._cuts:
             self._over_cut(self._cut_over(runs, view), sums, view, dict.fromkeys(widths, 1), dtype)
 
     def _over_cut(
         self,
-        runs: Sequence[MatrixRun],
+        runs: Sequence[MatrixRange],
         sums: Mapping[int, Tensor],
         view: GroupView,
         widths: Mapping[str, int],
@@ -137,14 +137,14 @@ class MatrixSums:
         if not widths:
             return
         # Two parts of this rank may hold the same rows of a tied parameter: they count once, and both learn the sum.
-        held: dict[str, list[Tensor]] = {}
+        by_name: dict[str, list[Tensor]] = {}
         for run in runs:
-            held.setdefault(run.segment.layout.name, []).append(sums[run.position])
+            by_name.setdefault(run.segment.layout.name, []).append(sums[run.position])
         zeros = {name: torch.zeros(width, dtype=dtype, device=self._device) for name, width in widths.items()}
-        parts = [held[name][0].reshape(-1).to(self._device) if name in held else zeros[name] for name in widths]
+        parts = [by_name[name][0].reshape(-1).to(self._device) if name in by_name else zeros[name] for name in widths]
         flat = all_reduce(torch.cat(parts), view)
         for name, total in zip(widths, flat.split(list(widths.values())), strict=True):
-            for part in held.get(name, ()):
+            for part in by_name.get(name, ()):
                 part.copy_(total.view_as(part))
 
 

@@ -33,11 +33,11 @@ def cutting_groups(shards: Sequence[Shard]) -> list[GroupView]:
     There may be several: parameters are cut over those who reduce their gradients, and what ZeRO-3 leaves out (ties) is
     cut as in ZeRO-1.
     """
-    found: dict[tuple[int, ...], GroupView] = {}
+    groups: dict[tuple[int, ...], GroupView] = {}
     for shard in shards:
         if shard.cut_group is not None and shard.cut_group.group is not None:
-            found.setdefault(shard.cut_group.ranks, shard.cut_group)
-    return sorted(found.values(), key=lambda view: (view.size, [rank - view.ranks[0] for rank in view.ranks]))
+            groups.setdefault(shard.cut_group.ranks, shard.cut_group)
+    return sorted(groups.values(), key=lambda view: (view.size, [rank - view.ranks[0] for rank in view.ranks]))
 
 
 def is_cut_over(shard: Shard, view: GroupView) -> bool:
@@ -67,8 +67,10 @@ class ParameterSums:
             mine = [is_cut_over(shard, view) for shard, _ in places]
             partial = self._gather([int(m and not s.is_whole) for m, (_, s) in zip(mine, places, strict=True)])
             self._everywhere(partial)
-            held = all_reduce(self._gather([s.length * m for m, (_, s) in zip(mine, places, strict=True)]), view)
-            covered = torch.where(partial > 0, held, covered)
+            total_lengths = all_reduce(
+                self._gather([s.length * m for m, (_, s) in zip(mine, places, strict=True)]), view
+            )
+            covered = torch.where(partial > 0, total_lengths, covered)
             self._cuts.append((view, partial > 0))
         sizes = torch.ones(self._num_names, dtype=torch.int64, device=self._device)
         for index, (_, segment) in zip(owners, places, strict=True):
@@ -80,10 +82,10 @@ class ParameterSums:
         """The axes that cut parameters, and which: also those of which this rank holds nothing."""
         whole: tuple[Axis, ...] = ("pipeline", *BATCH_AXES)  # ranks of the latter see other samples
         axes: list[Axis] = [axis for axis in AXES if axis not in whole and getattr(mesh.plan, axis) > 1]
-        found = [self._gather([int(axis in s.layout.split_axes) for s in segments]) for axis in axes]
-        if not found:
+        flags = [self._gather([int(axis in s.layout.split_axes) for s in segments]) for axis in axes]
+        if not flags:
             return []
-        cut = self._everywhere(torch.stack(found)) > 0
+        cut = self._everywhere(torch.stack(flags)) > 0
         return [(mesh.group_over((axis,)), names) for axis, names in zip(axes, cut, strict=True) if names.any()]
 
     def _everywhere(self, counts: Tensor) -> Tensor:

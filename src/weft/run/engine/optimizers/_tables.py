@@ -10,7 +10,7 @@ import torch
 from weft.config.recipe import OptimizerGroup
 from weft.errors import PlanError
 from weft.run.engine.optimizers._base import ShardOptimizer
-from weft.run.engine.optimizers._runs import ShardRun
+from weft.run.engine.optimizers._ranges import ShardRange
 from weft.run.engine.optimizers._sparse import SparseRule, SparseState, sparse_step
 from weft.techniques.core import CheckpointShard, Shard
 
@@ -56,11 +56,11 @@ class TableOptimizer(ShardOptimizer):
         for run in self._counts.advance(skipped):
             self._update(run, learning_rate, gradient_scale)
 
-    def _update(self, run: ShardRun, learning_rate: float, gradient_scale: float) -> None:
+    def _update(self, run: ShardRange, learning_rate: float, gradient_scale: float) -> None:
         shard = self._shards[run.shard]
         assert shard.rows is not None, "the gradient reducer has not finished this step"
         shape = shard.segments[0].local_shape
-        states = {name: held[run.shard].view(shape) for name, held in self._states.items()}
+        states = {name: tensors[run.shard].view(shape) for name, tensors in self._states.items()}
         sparse_step(
             self._rule,
             shard.master.view(shape),

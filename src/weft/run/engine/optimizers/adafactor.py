@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.comm.mesh import Mesh
 from weft.config.recipe import OptimizerGroup
 from weft.run.engine.optimizers._base import ShardOptimizer, whole_names
-from weft.run.engine.optimizers._matrix import MatrixRun, MatrixSums, matrix_run
+from weft.run.engine.optimizers._matrix import MatrixRange, MatrixSums, matrix_run
 from weft.run.engine.optimizers._sums import ParameterSums, squared_sum
 from weft.techniques.core import CheckpointShard, Segment, Shard, present
 
@@ -56,7 +56,7 @@ class Adafactor(ShardOptimizer):
             if p not in self._runs
         }
 
-    def _zeros(self, run: MatrixRun, shape: Sequence[int]) -> Tensor:
+    def _zeros(self, run: MatrixRange, shape: Sequence[int]) -> Tensor:
         return torch.zeros(
             tuple(shape), dtype=self._shards[run.shard].master.dtype, device=self._shards[run.shard].master.device
         )
@@ -104,7 +104,7 @@ class Adafactor(ShardOptimizer):
             self._columns[run.position].lerp_(columns[run.position].div_(whole[-2]), weight)
         self._turn_matrices(gradients, live)
 
-    def _turn_matrices(self, gradients: Sequence[Tensor], live: Sequence[MatrixRun]) -> None:
+    def _turn_matrices(self, gradients: Sequence[Tensor], live: Sequence[MatrixRange]) -> None:
         levels = {run.position: self._rows[run.position].sum(-1, keepdim=True) for run in live}
         self._matrices.over_splits([(levels[run.position], run.axes_along(-2)) for run in live])
         self._matrices.scalars_over_cut(live, levels, self._dtype(gradients))

@@ -11,7 +11,7 @@ import torch
 from weft.config.recipe import OptimizerGroup
 from weft.run.engine.optimizers._base import ShardOptimizer
 from weft.run.engine.optimizers._fused import FusedKind, fold_scale, gather_runs
-from weft.run.engine.optimizers._runs import ShardRun
+from weft.run.engine.optimizers._ranges import ShardRange
 from weft.techniques.core import Shard, present
 
 
@@ -54,7 +54,7 @@ class AdamW(ShardOptimizer):
                 if len(frozen) < len(runs):
                     self._call(kind, [run for run in runs if run not in frozen], learning_rate, gradient_scale)
 
-    def _move(self, run: ShardRun, learning_rate: float, gradient_scale: float) -> None:
+    def _move(self, run: ShardRange, learning_rate: float, gradient_scale: float) -> None:
         """Update a run whose variance is frozen."""
         assert self._frozen_after is not None
         settings, here = self._settings(run.shard), slice(run.start, run.stop)
@@ -67,7 +67,7 @@ class AdamW(ShardOptimizer):
         step = rate / (1.0 - self._betas[0] ** run.step)
         master.addcdiv_(average * (variance > 0), size, value=-step)
 
-    def _call(self, kind: FusedKind, runs: list[ShardRun], learning_rate: float, gradient_scale: float) -> None:
+    def _call(self, kind: FusedKind, runs: list[ShardRange], learning_rate: float, gradient_scale: float) -> None:
         settings = self._groups[kind.group].settings
         gradients = [self._gradient(run.shard)[run.start : run.stop] for run in runs]
         steps = {run.step: torch.full((), run.step, dtype=torch.float32, device=kind.device) for run in runs}

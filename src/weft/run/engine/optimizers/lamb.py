@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.comm.mesh import Mesh
 from weft.config.recipe import OptimizerGroup
 from weft.run.engine.optimizers._base import ShardOptimizer
-from weft.run.engine.optimizers._runs import ShardRun
+from weft.run.engine.optimizers._ranges import ShardRange
 from weft.run.engine.optimizers._trust import LayerNorms
 from weft.techniques.core import Segment, Shard, present
 
@@ -67,7 +67,7 @@ class LAMB(ShardOptimizer):
         else:
             master[here].add_(direction[here], alpha=-rate)
 
-    def _turn(self, run: ShardRun, gradient: Tensor, gradient_scale: float) -> None:
+    def _turn(self, run: ShardRange, gradient: Tensor, gradient_scale: float) -> None:
         """Update the moments of a run, and put its direction where its gradient was."""
         here = slice(run.start, run.stop)
         exp_avg, exp_avg_sq = self._exp_avg[run.shard][here], self._exp_avg_sq[run.shard][here]

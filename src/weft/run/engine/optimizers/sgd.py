@@ -11,7 +11,7 @@ from torch import Tensor
 from weft.config.recipe import OptimizerGroup
 from weft.run.engine.optimizers._base import ShardOptimizer
 from weft.run.engine.optimizers._fused import FusedKind, fold_scale, gather_runs
-from weft.run.engine.optimizers._runs import ShardRun
+from weft.run.engine.optimizers._ranges import ShardRange
 from weft.techniques.core import Shard, present
 
 
@@ -45,7 +45,7 @@ class SGD(ShardOptimizer):
             for kind, runs in gather_runs(updated, self._shards, here).items():
                 self._call(kind, runs, learning_rate, gradient_scale)
 
-    def _call(self, kind: FusedKind, runs: list[ShardRun], learning_rate: float, gradient_scale: float) -> None:
+    def _call(self, kind: FusedKind, runs: list[ShardRange], learning_rate: float, gradient_scale: float) -> None:
         settings = self._groups[kind.group].settings
         gradients = [self._gradient(run.shard)[run.start : run.stop] for run in runs]
         torch._fused_sgd_(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]  no public name takes flats

@@ -14,7 +14,7 @@ from weft.run.engine.proof._of_recipe import few_microbatches as few_microbatche
 from weft.run.engine.proof._of_recipe import optimizer_of as optimizer_of
 from weft.run.engine.proof._of_recipe import set_rates as set_rates
 from weft.run.engine.proof._of_recipe import whole_module as whole_module
-from weft.run.engine.proof._plain import Outcome as Outcome
+from weft.run.engine.proof._plain import PlainResult as PlainResult
 from weft.run.engine.proof._plain import PlainSteps as PlainSteps
 from weft.run.engine.proof._plain import objective_of as objective_of
 from weft.run.engine.proof._planned import StepsOfRank as StepsOfRank
@@ -25,5 +25,5 @@ from weft.run.engine.proof._words import failure_of as failure_of
 from weft.run.engine.proof._words import is_of_plan as is_of_plan
 from weft.run.engine.proof._words import line_of as line_of
 
-Prove = Literal["auto", "always", "never"]
+ProveMode = Literal["auto", "always", "never"]
 """Whether a training proves itself: where that is cheap and has not been done, in any case, or not at all."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.mesh import Mesh
-from weft.run.engine.proof._plain import Outcome, distance_of
+from weft.run.engine.proof._plain import PlainResult, distance_of
 from weft.run.engine.proof._planned import StepsOfRank
 from weft.techniques.core import CheckpointShard
 
@@ -58,7 +58,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
+class _ReferenceTensor:
     """A tensor of plain PyTorch, as all ranks know of it."""
 
     name: str
@@ -72,7 +72,7 @@ class _Known:
         return self.name.partition("/")[0]
 
 
-def compare_ranks(outcome: Outcome | None, mine: StepsOfRank, mesh: Mesh, precision: str) -> Verdict:
+def compare_ranks(outcome: PlainResult | None, mine: StepsOfRank, mesh: Mesh, precision: str) -> Verdict:
     """Return what differs; rank 0 gives the `outcome`.  Call on every rank."""
     known, losses, noise_of_losses = _handed_round(outcome, mesh)
     shards: dict[str, list[CheckpointShard]] = {}
@@ -89,10 +89,10 @@ def compare_ranks(outcome: Outcome | None, mine: StepsOfRank, mesh: Mesh, precis
             worst[index, 1] = max(float(worst[index, 1]), float(not _is_of_dtype(shard.tensor, whole)))
             if shard.counts:
                 counted[index] += torch.tensor([distance, float(shard.tensor.numel())], dtype=torch.float64)
-    found = _loss_distances(mine.losses, losses)
-    worst, counted, found, repeats = _joined(worst, counted, found, mine.repeated, mesh)
-    limits = _Limits(known, losses, noise_of_losses, precision)
-    deviations = [*_of_draws(repeats, mine), *_of_losses(found, losses, limits)]
+    loss_distances = _loss_distances(mine.losses, losses)
+    worst, counted, loss_distances, repeats = _joined(worst, counted, loss_distances, mine.repeated, mesh)
+    limits = _ProofLimits(known, losses, noise_of_losses, precision)
+    deviations = [*_of_draws(repeats, mine), *_of_losses(loss_distances, losses, limits)]
     largest = 0.0
     for index, one in enumerate(known):
         squared = max(float(worst[index, 0]), float(counted[index, 0]))
@@ -108,16 +108,16 @@ def compare_ranks(outcome: Outcome | None, mine: StepsOfRank, mesh: Mesh, precis
     return Verdict(num_tensors=len(known), largest=largest, deviations=tuple(deviations))
 
 
-def _bare(known: _Known) -> str:
+def _bare(known: _ReferenceTensor) -> str:
     return known.name.partition("/")[2]
 
 
-class _Limits:
+class _ProofLimits:
     """How far a plan may be from plain PyTorch (as `weft.verify.numerics` judges one process in fp64 beside
     another)."""
 
     def __init__(
-        self, known: Sequence[_Known], losses: Sequence[float], noise: Sequence[float], precision: str
+        self, known: Sequence[_ReferenceTensor], losses: Sequence[float], noise: Sequence[float], precision: str
     ) -> None:
         self._law = _LAWS[precision]
         self._whole: dict[str, float] = {}
@@ -131,12 +131,12 @@ class _Limits:
         # A single tensor may by chance be moved by little, so the middle of all counts, too.
         self._typical = {kind: max(statistics.median(values), moved) for kind, values in relative.items()}
 
-    def relative(self, one: _Known, distance: float) -> float:
+    def relative(self, one: _ReferenceTensor, distance: float) -> float:
         """A distance in terms of the tensor, or of a millionth of all of its kind."""
         scale = max(one.norm, _FLOOR * self._whole[one.kind])
         return distance / scale if scale else distance
 
-    def of(self, one: _Known) -> float:
+    def of(self, one: _ReferenceTensor) -> float:
         return max(self._law, _NOISE_FACTOR * max(self.relative(one, one.noise), self._typical[one.kind]))
 
 
@@ -145,9 +145,9 @@ def _of_draws(repeats: bool, mine: StepsOfRank) -> list[Deviation]:
     return [Deviation(kind="draws", name=name, relative=math.inf, limit=0.0)] if repeats else []
 
 
-def _of_losses(found: Tensor, losses: Sequence[float], limits: _Limits) -> list[Deviation]:
+def _of_losses(distances: Tensor, losses: Sequence[float], limits: _ProofLimits) -> list[Deviation]:
     deviations: list[Deviation] = []
-    for step, (distance, loss) in enumerate(zip(found.tolist(), losses, strict=True), 1):
+    for step, (distance, loss) in enumerate(zip(distances.tolist(), losses, strict=True), 1):
         relative = distance / (abs(loss) or 1.0)
         if not relative <= limits.loss:
             deviations.append(Deviation(kind="loss", name=f"step {step}", relative=relative, limit=limits.loss))
@@ -180,7 +180,7 @@ def _is_of_dtype(own: Tensor, whole: Tensor) -> bool:
 # ── between ranks ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _handed_round(outcome: Outcome | None, mesh: Mesh) -> tuple[list[_Known], list[float], list[float]]:
+def _handed_round(outcome: PlainResult | None, mesh: Mesh) -> tuple[list[_ReferenceTensor], list[float], list[float]]:
     text = ""
     if outcome is not None:
         rows = [
@@ -190,7 +190,7 @@ def _handed_round(outcome: Outcome | None, mesh: Mesh) -> tuple[list[_Known], li
         text = json.dumps([rows, outcome.losses, outcome.noise_of_losses])
     rows, losses, noise = json.loads(text_of_rank_0(text, mesh))
     known = [
-        _Known(name=str(name), shape=tuple(shape), dtype=str(dtype), norm=float(norm), noise=float(moved))
+        _ReferenceTensor(name=str(name), shape=tuple(shape), dtype=str(dtype), norm=float(norm), noise=float(moved))
         for name, shape, dtype, norm, moved in rows
     ]
     return known, losses, noise
@@ -211,7 +211,7 @@ def text_of_rank_0(text: str, mesh: Mesh) -> str:
     return bytes(coded.tolist()).decode()
 
 
-def _tensor_of_rank_0(one: _Known, outcome: Outcome | None, mesh: Mesh) -> Tensor:
+def _tensor_of_rank_0(one: _ReferenceTensor, outcome: PlainResult | None, mesh: Mesh) -> Tensor:
     dtype: Any = getattr(torch, one.dtype.removeprefix("torch."))
     group = mesh["world"].group
     if group is None:
@@ -226,7 +226,7 @@ def _tensor_of_rank_0(one: _Known, outcome: Outcome | None, mesh: Mesh) -> Tenso
     return made
 
 
-def _without_blurred(outcome: Outcome, name: str) -> Tensor:
+def _without_blurred(outcome: PlainResult, name: str) -> Tensor:
     """A tensor of plain PyTorch with NaN where it says nothing."""
     tensor, blurred = outcome.tensors[name], outcome.blurred.get(name)
     return tensor if blurred is None else tensor.masked_fill(blurred, math.nan)
@@ -241,5 +241,5 @@ def _joined(
     if (group := mesh["world"].group) is not None:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         dist.all_reduce(sums, group=group)
-    found, size = largest.cpu(), worst.numel()
-    return found[:size].view_as(worst), sums.cpu(), found[size : size + len(losses)], bool(found[-1])
+    maxima, size = largest.cpu(), worst.numel()
+    return maxima[:size].view_as(worst), sums.cpu(), maxima[size : size + len(losses)], bool(maxima[-1])

@@ -54,20 +54,20 @@ def digest_of(
 ) -> str:
     """Return what two starts share only if one proof holds for both: the code and settings of model, loss and
     optimizer, the plan, shapes and dtypes, and versions."""
-    found = hashlib.sha256(json.dumps([_FORMAT, torch.__version__, plan.digest, *map(repr, facts)]).encode())
-    found.update(_code_in_use().encode())
+    digest = hashlib.sha256(json.dumps([_FORMAT, torch.__version__, plan.digest, *map(repr, facts)]).encode())
+    digest.update(_code_in_use().encode())
     for name, module in model.named_modules():
         kept = {key: value for key, value in vars(module).items() if isinstance(value, _SETTINGS)}
-        found.update(f"{name} {type(module).__module__}.{type(module).__qualname__} {kept!r}\n".encode())
+        digest.update(f"{name} {type(module).__module__}.{type(module).__qualname__} {kept!r}\n".encode())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}\n".encode())
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}\n".encode())
     for name, tensor in batch.items():
-        found.update(f"{name} {tuple(tensor.shape[1:])} {tensor.dtype}\n".encode())
+        digest.update(f"{name} {tuple(tensor.shape[1:])} {tensor.dtype}\n".encode())
     kinds = dict.fromkeys(type(module) for module in model.modules())
     seen = set[int]()
     for value in (*kinds, loss, optimizer):
-        found.update(_described(value, seen).encode())
-    return found.hexdigest()
+        digest.update(_described(value, seen).encode())
+    return digest.hexdigest()
 
 
 def read_kept(digest: str) -> KeptProof | None:
@@ -106,8 +106,8 @@ def _code_in_use() -> str:
         is_weft = name.partition(".")[0] == "weft"
         if isinstance(file, str) and (is_weft or not file.startswith(installed)):
             with contextlib.suppress(OSError):
-                found = os.stat(file)
-                stats.append((name, found.st_size, found.st_mtime_ns))
+                stat = os.stat(file)
+                stats.append((name, stat.st_size, stat.st_mtime_ns))
     return hashlib.sha256(repr(stats).encode()).hexdigest()
 
 

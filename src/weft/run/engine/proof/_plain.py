@@ -46,7 +46,7 @@ Objective = Callable[[], tuple[Tensor, float]]
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class PlainResult:
     """What the steps computed, as copies on the CPU."""
 
     losses: list[float] = field(default_factory=list[float])
@@ -107,7 +107,7 @@ class PlainSteps:
     set_rates: Callable[[int], None] = lambda step: None
     """Sets the optimizer's rates for a step, where no scheduler of the user's does."""
 
-    def run(self, budget: Budget) -> Outcome | str:
+    def run(self, budget: Budget) -> PlainResult | str:
         """Return what two steps compute and how far rounding carries in them, or why that is not known.
 
         Where the first step shows that all would take longer than the budget, no more are taken.  Not collective.
@@ -131,8 +131,8 @@ class PlainSteps:
             return f"{changed[0]} is changed by a step, and is too large to be put back"
         return outcome
 
-    def _steps(self, snapshot: Snapshot, budget: Budget) -> Outcome:
-        outcome, started = Outcome(), time.perf_counter()
+    def _steps(self, snapshot: Snapshot, budget: Budget) -> PlainResult:
+        outcome, started = PlainResult(), time.perf_counter()
 
         def look() -> None:
             taken = time.perf_counter() - started
@@ -186,7 +186,7 @@ class PlainSteps:
         return weights | buffers | held_tensors(self.model, snapshot)
 
     @torch.no_grad()
-    def _blur(self, outcome: Outcome) -> None:
+    def _blur(self, outcome: PlainResult) -> None:
         """Note the weights whose gradients are too small to say where a step takes them.  One of zero is no such."""
         for name, parameter in self.model.named_parameters():
             gradient = parameter.grad
@@ -213,10 +213,10 @@ def objective_of(model: nn.Module, inputs: Mapping[str, Tensor], loss: Callable[
 
     def objective() -> tuple[Tensor, float]:
         outputs = call_model(model, inputs)
-        found = loss(outputs, batch)
-        if isinstance(found, tuple) and not float(found[1]) > 0:
-            raise ValueError(f"the loss counts {float(found[1]):g} samples")
-        mean: Tensor = found[0] / found[1] if isinstance(found, tuple) else found
+        result = loss(outputs, batch)
+        if isinstance(result, tuple) and not float(result[1]) > 0:
+            raise ValueError(f"the loss counts {float(result[1]):g} samples")
+        mean: Tensor = result[0] / result[1] if isinstance(result, tuple) else result
         total = mean
         for term in getattr(loss, "auxiliary", {}).values():
             sums, count = term.sums(outputs, batch)
@@ -249,13 +249,13 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    found = parameter.grad
-    if found is None:
+    gradient = parameter.grad
+    if gradient is None:
         return torch.zeros(parameter.shape, dtype=parameter.dtype)
-    return _copied(found.to_dense() if found.layout != torch.strided else found)
+    return _copied(gradient.to_dense() if gradient.layout != torch.strided else gradient)
 
 
-def _measure_noise(outcome: Outcome, moved: Outcome) -> None:
+def _measure_noise(outcome: PlainResult, moved: PlainResult) -> None:
     for name, tensor in outcome.tensors.items():
         other = moved.tensors.get(name)
         if other is not None and other.shape == tensor.shape:

@@ -26,7 +26,7 @@ def plain_optimizer(settings: OptimizerRecipe, groups: Groups) -> torch.optim.Op
         case "sgd":
             return torch.optim.SGD(groups, lr=1.0, momentum=settings.momentum, nesterov=settings.nesterov)
         case name:
-            return _Written(groups, settings, _RULES[name])
+            return _PaperOptimizer(groups, settings, _RULES[name])
 
 
 def _or(value: float | None, default: float) -> float:
@@ -37,7 +37,7 @@ Rule = Callable[[OptimizerRecipe, dict[str, Any], dict[str, Any], Tensor, Tensor
 """`rule(settings, group, state, parameter, gradient)`: one update of one parameter, in place."""
 
 
-class _Written(torch.optim.Optimizer):
+class _PaperOptimizer(torch.optim.Optimizer):
     """Applies a rule parameter by parameter; one without a gradient is left alone, as by torch."""
 
     def __init__(self, groups: Groups, settings: OptimizerRecipe, rule: Rule) -> None:

@@ -104,10 +104,10 @@ def _state_now(training: TrainingState, snapshot: Snapshot) -> list[CheckpointSh
         if kind in ("model", "buffer"):
             own = f"{'weight' if kind == 'model' else kind}/{name}"
             shards.append(replace(shard, name=own, tensor=shard.tensor.detach().clone(), let_go=None))
-    held: dict[str, Tensor] = {}
+    loss_tensors: dict[str, Tensor] = {}
     for part in training.model.parts:
-        held |= held_tensors(part.module, snapshot)
-    return shards + [_whole(name, value) for name, value in held.items()]
+        loss_tensors |= held_tensors(part.module, snapshot)
+    return shards + [_whole(name, value) for name, value in loss_tensors.items()]
 
 
 def _whole(name: str, tensor: Tensor) -> CheckpointShard:

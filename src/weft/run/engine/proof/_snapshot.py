@@ -149,15 +149,15 @@ class Snapshot:
         parts, has_weights = module.__dict__, id(module) not in self._left_alone
         self._restore_names(parts, skipped=_OF_TORCH if has_weights else _OF_TORCH | {"_parameters"})
         for kind in ("_parameters", "_buffers"):
-            held: dict[str, Tensor | None] = parts[kind]
+            tensors: dict[str, Tensor | None] = parts[kind]
             if kind == "_buffers" or has_weights:
-                self._restore_names(held)
-            for leaf, tensor in held.items():
+                self._restore_names(tensors)
+            for leaf, tensor in tensors.items():
                 if tensor is not None:
                     self._visit(f"{name}.{leaf}", tensor, depth)
                     if kind == "_buffers" and f"{name}.{leaf}" in self._tensors:
                         kept = self._tensors[f"{name}.{leaf}"][1]
-                        self._tensors[f"{name}.{leaf}"] = (functools.partial(held.get, leaf), kept)
+                        self._tensors[f"{name}.{leaf}"] = (functools.partial(tensors.get, leaf), kept)
         for leaf, child in module.named_children():
             self._visit(f"{name}.{leaf}", child, 0)
         for leaf, value in parts.items():
@@ -250,13 +250,13 @@ def _is_of_user(value: object) -> bool:
 
 def names_read(function: types.FunctionType) -> frozenset[str]:
     """Return the names that a function, and those written inside of it, look up outside of their own variables."""
-    found: set[str] = set()
+    names: set[str] = set()
     waiting = [function.__code__]
     while waiting:
         code = waiting.pop()
-        found.update(code.co_names)
+        names.update(code.co_names)
         waiting.extend(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(found)
+    return frozenset(names)
 
 
 def _hooks_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:

@@ -128,5 +128,5 @@ def _likely(deviations: Sequence[Deviation], plan: Plan) -> str:
 
 def _axes(plan: Plan) -> str:
     sizes = {name: getattr(plan.mesh, name) for name in ("pipeline", "data", "context", "tensor", "expert")}
-    told = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["one process"]
-    return ", ".join([*told, "weights cut over data ranks"] if plan.data_parallel.shards_weights else told)
+    parts = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["one process"]
+    return ", ".join([*parts, "weights cut over data ranks"] if plan.data_parallel.shards_weights else parts)

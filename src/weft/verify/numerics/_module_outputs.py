@@ -17,7 +17,7 @@ _CLOSE = 1e-9
 
 
 @dataclass(slots=True)
-class Outputs:
+class ModuleOutputs:
     """The first output of every module of a whole model, in the order in which they return."""
 
     by_module: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -41,11 +41,13 @@ class Outputs:
         save_file({f"{index:06}.{name}": value for index, (name, value) in enumerate(self.by_module.items())}, path)
 
     @classmethod
-    def read(cls, path: Path) -> Outputs:
+    def read(cls, path: Path) -> ModuleOutputs:
         return cls({name.partition(".")[2]: value for name, value in sorted(load_file(path).items())})
 
 
-def first_different(reference: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> tuple[str, float] | None:
+def first_different_output(
+    reference: Mapping[str, Tensor], candidate: Mapping[str, Tensor]
+) -> tuple[str, float] | None:
     """Return the first module whose output differs, and by how much, relative to its norm.
 
     `candidate` is that of the first data rank's first microbatch, which has the first samples of `reference`.  Outputs

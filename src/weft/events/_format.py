@@ -16,7 +16,7 @@ from weft.events._events import (
 )
 
 
-def words_of(event: Event) -> str | None:
+def text_of(event: Event) -> str | None:
     """Return what is worth a line of its own; None for what is only counted, such as a step that went well."""
     match event:
         case MessageEvent(text=text) | WarningEvent(text=text):

@@ -11,11 +11,11 @@ from small_families import small_model
 from weft.analysis.blueprint import build_blueprint
 from weft.config.plan import ComputePlan, MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, DataRecipe, DataSource, PermitRecipe, Precision, Recipe, RunRecipe
-from weft.verify.dry_run import rehearse
+from weft.verify.dry_run import dry_run_rank
 
 
 @pytest.mark.parametrize(("tensor", "precision"), [(1, "fp32"), (1, "bf16"), (2, "fp32")])
-def test_every_type_is_rehearsed_and_torch_complains_of_none(
+def test_every_type_has_a_dry_run_and_torch_complains_of_none(
     tensor: int, precision: Precision, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recipe = Recipe(
@@ -29,7 +29,7 @@ def test_every_type_is_rehearsed_and_torch_complains_of_none(
         mesh=MeshPlan(tensor=tensor), microbatch=MicrobatchPlan(size=2), compute=ComputePlan(precision=precision)
     )
     with caplog.at_level(logging.WARNING):
-        report = rehearse(recipe, plan, lambda: build_blueprint(recipe, plan))
+        report = dry_run_rank(recipe, plan, lambda: build_blueprint(recipe, plan))
     assert not report.unlike_predicted
     assert bool(report.issued) == (tensor > 1)
     assert caplog.records == []

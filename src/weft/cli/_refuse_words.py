@@ -35,7 +35,7 @@ def refuse_words(app: App, commands: tuple[str, ...], arguments: ArgumentCollect
 def _kinds(hint: Any) -> tuple[Any, ...]:
     """The types that a value may have: itself, of a union its members, of a tuple its elements."""
     inner = get_args(hint)
-    return (hint, *(kind for each in inner for kind in _kinds(each)))
+    return (hint, *(kind for member in inner for kind in _kinds(member)))
 
 
 def _refuse_broken(name: str, value: str) -> None:

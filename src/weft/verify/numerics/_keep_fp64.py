@@ -25,7 +25,7 @@ _CASTS = frozenset({"_to_copy", "sum", "mean", "prod", "cumsum", "cumprod", "lin
 """Operators that are told what type to compute in."""
 
 
-class KeptWide(TorchDispatchMode):
+class KeepFp64(TorchDispatchMode):
     """Within it, what is fp64 stays fp64: enter it around forwards, losses and backwards of a model in fp64.
 
     Values that were narrow from the start (tables computed at construction, positions made floating) stay as they are:
@@ -42,19 +42,19 @@ class KeptWide(TorchDispatchMode):
         self._watches_only = watches_only
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        tensors = [*_tensors(args), *_tensors(given.values())]
+        options = kwargs or {}
+        tensors = [*_tensors(args), *_tensors(options.values())]
         if not any(tensor.dtype == _WIDE for tensor in tensors):
-            return _without_wide(func, args, given)
+            return _without_wide(func, args, options)
         name = func.overloadpacket.__name__
-        if given.get("dtype") in _NARROW and name in _CASTS:
+        if options.get("dtype") in _NARROW and name in _CASTS:
             if self._watches_only or _in_backward():
-                self.narrowed[name] = _NARROW[given["dtype"]]
+                self.narrowed[name] = _NARROW[options["dtype"]]
             else:
-                given = {**given, "dtype": _WIDE}
+                options = {**options, "dtype": _WIDE}
         if name == "_grouped_mm" and not self._watches_only:
-            return _grouped_product(*_cast(args, _NARROW, _WIDE), **_cast(given, _NARROW, _WIDE))
-        result = func(*args, **given) if self._watches_only else self._computed(func, name, tensors, args, given)
+            return _grouped_product(*_cast(args, _NARROW, _WIDE), **_cast(options, _NARROW, _WIDE))
+        result = func(*args, **options) if self._watches_only else self._computed(func, name, tensors, args, options)
         if _writes(func) and isinstance(args[0], Tensor) and args[0].dtype in _NARROW:
             self.narrowed[name] = _NARROW[args[0].dtype]
         return result
@@ -73,8 +73,8 @@ class KeptWide(TorchDispatchMode):
             if "not implemented for 'Double'" not in str(problem) or _writes(func):
                 raise
         self.narrowed[name] = "fp32"
-        found = func(*_cast(args, {_WIDE}, torch.float32), **_cast(kwargs, {_WIDE}, torch.float32))
-        return _cast(found, {torch.float32}, _WIDE)
+        result = func(*_cast(args, {_WIDE}, torch.float32), **_cast(kwargs, {_WIDE}, torch.float32))
+        return _cast(result, {torch.float32}, _WIDE)
 
 
 def _without_wide(func: Any, args: Any, kwargs: Any) -> Any:
@@ -112,8 +112,8 @@ def _writes(func: Any) -> bool:
     return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
 
 
-def _cast(tree: Any, types: Collection[torch.dtype], wanted: torch.dtype) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(wanted) if tensor.dtype in types else tensor, tree)
+def _cast(tree: Any, types: Collection[torch.dtype], target: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(target) if tensor.dtype in types else tensor, tree)
 
 
 def _grouped_product(
@@ -123,15 +123,15 @@ def _grouped_product(
     groups), the products one after another."""
     del out_dtype
     if offs is None:
-        found = torch.bmm(x, weights)
+        product = torch.bmm(x, weights)
     else:
         stops = [int(stop) for stop in offs]
         groups = list(zip([0, *stops[:-1]], stops, strict=True))
         if x.ndim == 2 and weights.ndim == 3:
-            found = torch.cat([x[a:b] @ weight for (a, b), weight in zip(groups, weights, strict=True)])
-            found = torch.cat([found, found.new_zeros(len(x) - len(found), found.shape[1])])
+            product = torch.cat([x[a:b] @ weight for (a, b), weight in zip(groups, weights, strict=True)])
+            product = torch.cat([product, product.new_zeros(len(x) - len(product), product.shape[1])])
         elif x.ndim == 3 and weights.ndim == 2:
-            found = torch.cat([one @ weights[:, a:b] for (a, b), one in zip(groups, x, strict=True)], dim=1)
+            product = torch.cat([one @ weights[:, a:b] for (a, b), one in zip(groups, x, strict=True)], dim=1)
         else:
-            found = torch.stack([x[:, a:b] @ weights[a:b] for a, b in groups])
-    return found if bias is None else found + bias
+            product = torch.stack([x[:, a:b] @ weights[a:b] for a, b in groups])
+    return product if bias is None else product + bias

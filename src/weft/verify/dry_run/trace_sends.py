@@ -31,7 +31,7 @@ from weft.techniques.tensor.cuts import is_magnitude, split_parameters
 from weft.techniques.tensor.magnitudes import column_magnitudes, row_magnitudes
 from weft.techniques.tensor.mesh_2d.roles import cut_of, grid_kind, role_of
 from weft.techniques.tensor.mesh_2d.shape import GridCut, OnGrid
-from weft.verify.dry_run._follow import AttentionWatch, CallFlow, first_tensor, has_parts
+from weft.verify.dry_run._forward_flow import AttentionObserver, CallFlow, first_tensor, has_parts
 
 if TYPE_CHECKING:
     from weft.model.stacked import ExpertStack
@@ -41,7 +41,7 @@ _SAMPLES = 2
 _NOTED = ("column", "row", "channel_out", "channel_in", "vocab", "gathered_input", "replicate", "gather", "expert")
 
 
-def outline_of(blueprint: Blueprint) -> Outline:
+def trace_sends(blueprint: Blueprint) -> Outline:
     """Return the outline of a whole model, as plans of any kind share it out.  Not collective, and takes no memory.
 
     Raises:
@@ -52,7 +52,7 @@ def outline_of(blueprint: Blueprint) -> Outline:
             f"{type(blueprint.module).__name__} brings no example batch, so what its ranks would send cannot be"
             " predicted. Give its Blueprint an `example`."
         )
-    notes = _Notes(blueprint, copy_on_meta(blueprint.module).to("meta").train())
+    notes = _SendTracer(blueprint, copy_on_meta(blueprint.module).to("meta").train())
     batch = blueprint.example(_SAMPLES)
     auxiliary = notes.run({name: field.to("meta") for name, field in batch.items()})
     calls, widths = [call for call in notes.calls if call is not None], _widths_of_weights(blueprint, batch)
@@ -82,29 +82,29 @@ def outline_of(blueprint: Blueprint) -> Outline:
 def _widths_of_weights(blueprint: Blueprint, batch: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, int], ...]]:
     """Return how wide the weights of choices are that stacked experts of transformers get, by the name under which they
     are noted: routers of the library compute in a precision of their own.  One forward each in 2, 4 and 8 bytes."""
-    found: dict[str, tuple[tuple[int, int], ...]] = {}
+    by_module: dict[str, tuple[tuple[int, int], ...]] = {}
     for dtype in (torch.bfloat16, torch.float32, torch.float64) if blueprint.stacks else ():
         copy = copy_on_meta(blueprint.module, dtype).to("meta").train()
 
         def noted(name: str, stack: ExpertStack, *args: Any, **kwargs: Any) -> Tensor:
             tokens, _, weights = stack.operands(args, kwargs)
             width = (dtype.itemsize, weights.element_size())  # noqa: B023
-            found[f"{name}.weights"] = (*found.get(f"{name}.weights", ()), width)
+            by_module[f"{name}.weights"] = (*by_module.get(f"{name}.weights", ()), width)
             return torch.empty_like(tokens)
 
         for name, stack in blueprint.stacks.items():
             copy.get_submodule(name).forward = partial(noted, name, stack)
         try:
-            copy(**{each: batch[field].to("meta") for each, field in blueprint.inputs.items() if field in batch})
+            copy(**{keyword: batch[field].to("meta") for keyword, field in blueprint.inputs.items() if field in batch})
         except RuntimeError:
             continue  # a forward that does not know this precision cannot train in it
-    return found
+    return by_module
 
 
-def outline_or_reason(blueprint: Blueprint) -> Outline | str:
+def trace_sends_or_reason(blueprint: Blueprint) -> Outline | str:
     """Return the outline, or why there is none: a forward may ask for what only its rank has."""
     try:
-        return outline_of(blueprint)
+        return trace_sends(blueprint)
     except Exception as problem:
         reason = (str(problem).strip().splitlines() or [""])[0]
         return f"what the model sends: its forward on the meta device fails ({type(problem).__name__}: {reason})"
@@ -177,7 +177,7 @@ def _partial(kind: str | None, leaf: str, in_region: bool) -> Any:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenCall:
     """A call that has not ended."""
 
     index: int
@@ -187,7 +187,7 @@ class _Open:
 
 
 @dataclass(slots=True)
-class _Notes:
+class _SendTracer:
     """Hooks in a copy of the model, and what they saw."""
 
     blueprint: Blueprint
@@ -213,7 +213,7 @@ class _Notes:
     _seen: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     _alive: list[Tensor] = field(default_factory=list[Tensor])
     """Tensors kept so that no two of the forward have one identity."""
-    _open: list[_Open] = field(default_factory=list[_Open])
+    _open: list[_OpenCall] = field(default_factory=list[_OpenCall])
     _in_block: list[tuple[int, int, int]] = field(default_factory=list[tuple[int, int, int]])
     """Index, tensors kept at the entry and at the exit of each call that stands in the open block."""
 
@@ -229,7 +229,7 @@ class _Notes:
         inputs = {keyword: batch[name] for keyword, name in self.blueprint.inputs.items() if name in batch}
         terms: Mapping[str, Any] = getattr(self.blueprint.loss, "auxiliary", {})
         with (
-            AttentionWatch(self._note_attention),
+            AttentionObserver(self._note_attention),
             self._flow,
             torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor),
         ):
@@ -416,14 +416,14 @@ class _Notes:
                 experts=self._experts.get(name, 0),
                 copies=self._top_k.get(name, 0),
                 weighs=kind == "mixture"
-                and any(each.requires_grad for each in (read, *module.get_submodule("router").parameters())),
+                and any(tensor.requires_grad for tensor in (read, *module.get_submodule("router").parameters())),
                 source=self._number(read),
                 shape=self._by_sample(read),
                 output=(),
                 needs_gradient=read.requires_grad,
                 gives_gradient=False,
             )
-            self._open.append(_Open(len(self.calls), call, self._num_kept))
+            self._open.append(_OpenCall(len(self.calls), call, self._num_kept))
             self.calls.append(None)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:

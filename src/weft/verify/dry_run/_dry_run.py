@@ -23,11 +23,11 @@ from weft.techniques.pipeline.runner import PipelineRunner
 from weft.techniques.randomness.draws import Draws, draws_of
 from weft.techniques.zero.contract import reduction_rounds
 from weft.verify.dry_run._witness import Copies, Issued, Witness
-from weft.verify.dry_run.outline_of import outline_or_reason
+from weft.verify.dry_run.trace_sends import trace_sends_or_reason
 from weft.verify.program import differences, occasions_of, program_of
 
 _FEW = 4
-"""Patterns of microbatches that are rehearsed at once: two rehearsals of fewer would take as long."""
+"""Largest number of schedule patterns that one dry run covers whole: beyond it two short dry runs are faster."""
 ActivationShape = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -55,14 +55,14 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """One rank's rehearsal."""
+    """The dry run of one rank."""
 
     rank: int
     coordinates: Mapping[Axis, int]
     state: StateBytes
     issued: tuple[Issued, ...]
-    """Collectives in order, of one step with `rehearsed_microbatches` microbatches."""
-    rehearsed_microbatches: int
+    """Collectives in order, of one step with `num_microbatches_run` microbatches."""
+    num_microbatches_run: int
     step_traffic: Mapping[tuple[str, str], tuple[float, float]]
     """(axis, operation) → (count, bytes) of a whole step of the plan."""
     activation: ActivationShape | None
@@ -75,7 +75,7 @@ class RankReport:
     """Why no program of this model can be predicted; then `unlike_predicted` is not asked."""
 
 
-def rehearse(
+def dry_run_rank(
     recipe: Recipe,
     plan: Plan,
     build: Callable[[], Blueprint],
@@ -87,7 +87,7 @@ def rehearse(
     """Let `rank` of the plan's world build its share and take a step.  Not collective; needs no devices.
 
     The process must have joined no group.  Collectives are those of a backend with reduce-scatter and all-gather
-    (NCCL); on Gloo Weft sends direct messages of the same bytes instead.  A long step is rehearsed twice with few
+    (NCCL); on Gloo Weft sends direct messages of the same bytes instead.  A long step is run twice with few
     microbatches, and what each further one adds is added up: every action of a schedule issues the same collectives
     wherever it stands.
 
@@ -132,12 +132,12 @@ def _compared(report: RankReport, recipe: Recipe, plan: Plan, blueprint: Bluepri
     if blueprint.example is None:
         return report
     shares, index = plan.microbatch.shares(plan.mesh.data), _data_index(plan, report.rank)
-    if report.rehearsed_microbatches != shares[index]:
-        count = report.rehearsed_microbatches
+    if report.num_microbatches_run != shares[index]:
+        count = report.num_microbatches_run
         unequal = (*shares[:index], count, *shares[index + 1 :])  # the others still say how often all reduce
         per_step = unequal if plan.microbatch.has_unequal_shares else count
         plan = replace(plan, microbatch=replace(plan.microbatch, per_step=per_step))
-    outline = outline_or_reason(blueprint)
+    outline = trace_sends_or_reason(blueprint)
     if isinstance(outline, str):
         return replace(report, unpredicted=(outline,))
     occasions = occasions_of(recipe, plan, 0, is_first=True, some_unused=True)
@@ -155,12 +155,12 @@ def _compared(report: RankReport, recipe: Recipe, plan: Plan, blueprint: Bluepri
 
 
 def _uncompiled(plan: Plan) -> Plan:
-    """The plan as it is rehearsed."""
+    """Return the plan as the dry run takes it."""
     return replace(plan, compute=replace(plan.compute, compile=False))
 
 
 def microbatch_counts(plan: Plan, rank: int) -> tuple[int, int, tuple[int, ...]]:
-    """A rank's microbatches per step, the fewest that show a schedule's pattern, and how many to rehearse each time.
+    """A rank's microbatches per step, the fewest that show a schedule's pattern, and how many each dry run takes.
 
     The largest of these is also as many as are ever in flight.
     """
@@ -220,7 +220,7 @@ def _run(
             coordinates=mesh.coordinates,
             state=state,
             issued=tuple(witness.issued),
-            rehearsed_microbatches=microbatches,
+            num_microbatches_run=microbatches,
             step_traffic={},
             activation=runner.transport.activation if isinstance(runner, PipelineRunner) else None,
             notes=tuple(dict.fromkeys(notes)),

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 Exporter = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
-class _Weights(Protocol):
+class _LazyWeights(Protocol):
     """Weights that are read when they are asked for."""
 
     def __getitem__(self, name: str) -> Tensor: ...
@@ -31,7 +31,7 @@ class _Weights(Protocol):
     def dtype(self, name: str) -> torch.dtype: ...
 
 
-class _Step(NamedTuple):
+class _TracedOperator(NamedTuple):
     """What a tensor comes from."""
 
     function: Callable[..., Any]
@@ -46,12 +46,12 @@ class _NeedsContent(Exception):
 
 
 @final
-class _Notes(TorchDispatchMode):
+class _OperatorTrace(TorchDispatchMode):
     """Notes what is done to tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: dict[int, _Step] = {}
+        self.steps: dict[int, _TracedOperator] = {}
         self._alive: list[Tensor] = []
         """Keeps identities from being given twice."""
 
@@ -59,25 +59,25 @@ class _Notes(TorchDispatchMode):
         if func._schema.is_mutable:
             raise _NeedsContent
         results = func(*args, **(kwargs or {}))
-        for index, each in enumerate(tree_leaves(results)):
-            if isinstance(each, Tensor):
-                self._alive.append(each)
-                self.steps[id(each)] = _Step(func, args, kwargs or {}, index)
+        for index, result in enumerate(tree_leaves(results)):
+            if isinstance(result, Tensor):
+                self._alive.append(result)
+                self.steps[id(result)] = _TracedOperator(func, args, kwargs or {}, index)
         return results
 
 
 @final
-class Renamed(Mapping[str, Tensor]):
+class ExportedWeights(Mapping[str, Tensor]):
     """What an exporter makes of weights, each made when it is asked for; all at once, whole in memory, where an
     exporter looks into its tensors or writes to them."""
 
-    def __init__(self, weights: _Weights, exporter: Exporter) -> None:
+    def __init__(self, weights: _LazyWeights, exporter: Exporter) -> None:
         self._weights = weights
         self._last: tuple[str, Tensor] | None = None
         self._sources: dict[int, str] = {}
         self._shells = list[Tensor]()
         """Keeps their identities from being given twice."""
-        self._notes = _Notes()
+        self._notes = _OperatorTrace()
         try:
             self._results = self._traced(exporter)
         except Exception as problem:  # what is wrong with the exporter itself is raised again here
@@ -92,7 +92,7 @@ class Renamed(Mapping[str, Tensor]):
             self._sources = {id(shell): name for name, shell in shells.items()}
             self._shells = list(shells.values())
             results = exporter(shells)
-        if not all(self._is_known(each) for each in results.values()):
+        if not all(self._is_known(result) for result in results.values()):
             raise _NeedsContent
         return results
 
@@ -103,8 +103,8 @@ class Renamed(Mapping[str, Tensor]):
         step = self._notes.steps.get(id(tensor))
         if step is None:
             return not isinstance(tensor, FakeTensor)
-        inputs = (each for each in tree_leaves((step.args, step.kwargs)) if isinstance(each, Tensor))
-        return all(self._is_known(each) for each in inputs)
+        inputs = (leaf for leaf in tree_leaves((step.args, step.kwargs)) if isinstance(leaf, Tensor))
+        return all(self._is_known(leaf) for leaf in inputs)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._made(self._results[name])

@@ -17,7 +17,7 @@ from weft.techniques.core import CheckpointShard, Segment, Shard
 
 
 @dataclass(frozen=True, slots=True)
-class ShardRun:
+class ShardRange:
     """Elements [start, stop) of one shard, updated together."""
 
     shard: int
@@ -41,12 +41,12 @@ class StepCounts:
         for position, (index, segment) in enumerate(self._places):
             yield position, index, segment
 
-    def advance(self, skipped: Collection[str]) -> list[ShardRun]:
+    def advance(self, skipped: Collection[str]) -> list[ShardRange]:
         """Count one update of every parameter not `skipped`, and return what to update, ascending."""
         if not skipped and self._equal():
             self.counts += self._increment
             step = int(self.counts[0]) if len(self.counts) else 0
-            return [ShardRun(i, 0, s.size, step) for i, s in enumerate(self._shards) if s.segments]
+            return [ShardRange(i, 0, s.size, step) for i, s in enumerate(self._shards) if s.segments]
         return list(self._joined(skipped))
 
     def _equal(self) -> bool:
@@ -55,9 +55,9 @@ class StepCounts:
         low, high = torch.aminmax(self.counts)
         return bool(low == high)
 
-    def _joined(self, skipped: Collection[str]) -> Iterator[ShardRun]:
+    def _joined(self, skipped: Collection[str]) -> Iterator[ShardRange]:
         """Neighbours with equal counts as one run each."""
-        current: ShardRun | None = None
+        current: ShardRange | None = None
         previous = -1
         for position, index, segment in self.places():
             if segment.layout.name in skipped:
@@ -66,11 +66,11 @@ class StepCounts:
             step, stop = int(self.counts[position]), segment.offset + segment.length
             adjacent = current is not None and position == previous + 1
             if current is not None and adjacent and (current.shard, current.step) == (index, step):
-                current = ShardRun(index, current.start, stop, step)
+                current = ShardRange(index, current.start, stop, step)
             else:
                 if current is not None:
                     yield current
-                current = ShardRun(index, segment.offset, stop, step)
+                current = ShardRange(index, segment.offset, stop, step)
             previous = position
         if current is not None:
             yield current

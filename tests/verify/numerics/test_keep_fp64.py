@@ -1,4 +1,4 @@
-"""Casts inside of models are none under `KeptWide`; what has to round is named, and a check allows for that, no more.
+"""Casts inside of models are none under `KeepFp64`; what has to round is named, and a check allows for that, no more.
 
 Drawn chains of operations are computed twice: with casts, under the mode, and without any."""
 
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from weft.api import check_by
 from weft.config.plan import MemoryPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import parse_recipe
-from weft.verify.numerics import KeptWide
+from weft.verify.numerics import KeepFp64
 
 TABLE = torch.linspace(-1, 1, 36).view(6, 6).mul(64).round().div(64)
 """A constant in fp32, as rotary tables are; exact in bf16, too, so that only what it meets may round."""
@@ -76,7 +76,7 @@ def test_what_is_cast_inside_stays_in_fp64(seed: int) -> None:
     draw = random.Random(seed)
     names = draw.sample(sorted(STEPS), 5)
     narrow = draw.choice([torch.float32, torch.bfloat16, torch.float16])
-    with KeptWide() as mode:
+    with KeepFp64() as mode:
         kept = computed(names, narrow)
     expected = computed(names, torch.float64)
     assert kept[0].dtype == torch.float64
@@ -88,7 +88,7 @@ def test_what_is_cast_inside_stays_in_fp64(seed: int) -> None:
 def test_without_the_mode_they_round() -> None:
     rounded, expected = (computed(["rms", "float"], kind) for kind in (torch.float32, torch.float64))
     assert 1e-9 < float((rounded[1] - expected[1]).norm() / expected[1].norm()) < 1e-5
-    with KeptWide(watches_only=True) as mode:
+    with KeepFp64(watches_only=True) as mode:
         watched = computed(["rms", "float"], torch.bfloat16)
     assert torch.equal(watched[1], computed(["rms", "float"], torch.bfloat16)[1])
     assert mode.narrowed == {"_to_copy": "bf16"}
@@ -96,7 +96,7 @@ def test_without_the_mode_they_round() -> None:
 
 def test_what_writes_into_narrow_memory_is_named() -> None:
     x = torch.randn(4, 6, dtype=torch.float64)
-    with KeptWide() as mode:
+    with KeepFp64() as mode:
         narrow = torch.zeros(4, 6)
         narrow.copy_(x)
         narrow.index_add_(0, torch.arange(4), x)
@@ -109,7 +109,7 @@ def test_the_least_number_of_a_wide_type_has_a_place(watches_only: bool) -> None
     """As attention masks are made: a tensor of the default type with the least number of the scores' type."""
     scores = torch.randn(3, 4, dtype=torch.float64)
     least = torch.finfo(scores.dtype).min
-    with KeptWide(watches_only=watches_only) as mode:
+    with KeepFp64(watches_only=watches_only) as mode:
         masked = torch.maximum(scores, torch.full((), least))
         with pytest.raises(RuntimeError, match="overflow"):
             torch.full((2,), 1e9, dtype=torch.int16)
@@ -129,7 +129,7 @@ def test_grouped_products_in_fp64(form: str) -> None:
     }
     a, b = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes[form])
     given = {} if form == "batch" else {"offs": offs}
-    with KeptWide():
+    with KeepFp64():
         product = torch._grouped_mm(a, b, **given)
         grads = torch.autograd.grad(product.square().sum(), (a, b))
         assert torch.equal(torch._grouped_mm(a, b.float(), **given), torch._grouped_mm(a, b.float().double(), **given))

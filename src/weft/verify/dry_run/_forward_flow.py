@@ -71,7 +71,7 @@ def has_parts(calls: Iterable[ModuleCall | None]) -> bool:
     return any(call.kind == "column" and not call.gathers_output for call in last)
 
 
-class AttentionWatch(TorchFunctionMode):
+class AttentionObserver(TorchFunctionMode):
     """Tells of every call of an attention function: queries, keys, values, what it returned, and its window."""
 
     def __init__(self, note: Callable[[Tensor, Tensor, Tensor, Tensor, int | None], None]) -> None:
@@ -83,9 +83,9 @@ class AttentionWatch(TorchFunctionMode):
             return attend_multi_head(call, self._attend)
         made = func(*args, **(kwargs or {}))
         if func in ATTENTION:
-            given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+            operands = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
             window = args[3].window if func is attend else None
-            self._tell(given["query"], given["key"], given["value"], made, window)
+            self._tell(operands["query"], operands["key"], operands["value"], made, window)
         return made
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""A rehearsed rank holds and sends what a real one does, in worlds of any size."""
+"""A rank in a dry run holds and sends what a real one does, in worlds of any size."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from weft.errors import PlanError
 from weft.model.blueprint import Blueprint
 from weft.model.build import build_model
 from weft.run.engine import create_training
-from weft.verify.dry_run import peers_to_ask, rehearse, rehearse_world, representative_ranks
-from weft.verify.dry_run._rehearse import _state_bytes, example_batch
+from weft.verify.dry_run import dry_run_rank, dry_run_world, peers_to_ask, representative_ranks
+from weft.verify.dry_run._dry_run import _state_bytes, example_batch
 from weft.verify.dry_run._witness import Witness
 
 SHAPE = DecoderShape(
@@ -97,34 +97,34 @@ def really(name: str) -> tuple[Any, dict[tuple[str, str], tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rehearsed_is_real(ranks: Any, name: str) -> None:
+def test_a_dry_run_equals_a_real_step(ranks: Any, name: str) -> None:
     plan = CASES[name]
     recipe = recipe_of(plan.global_batch_size)
     real = ranks.run(4, really, name)
-    report = rehearse_world(recipe, plan, lambda: build_model(recipe), (0, 3))
+    report = dry_run_world(recipe, plan, lambda: build_model(recipe), (0, 3))
     assert not report.problems
-    for rehearsed, (state, passed) in zip(report.asked, (real[0], real[3]), strict=True):
-        assert rehearsed.state == state
+    for simulated, (state, passed) in zip(report.asked, (real[0], real[3]), strict=True):
+        assert simulated.state == state
         reduced = passed.pop(("tensor", "all_reduce"), (0, 0))
         if name == "pipeline_interleaved":  # with sequence parallelism Gloo's reduce-scatters are all-reduces, too
-            assert rehearsed.step_traffic["tensor", "all_reduce"][0] == reduced[0] + 1  # flags of unused parameters
-        assert {key: rehearsed.step_traffic[key] for key in passed} == passed
+            assert simulated.step_traffic["tensor", "all_reduce"][0] == reduced[0] + 1  # flags of unused parameters
+        assert {key: simulated.step_traffic[key] for key in passed} == passed
 
 
 def test_what_only_the_end_of_a_round_sends_is_told() -> None:
     plan = CASES["local_steps"]
     recipe = recipe_of(plan.global_batch_size)
-    report = rehearse(recipe, plan, lambda: build_model(recipe))
+    report = dry_run_rank(recipe, plan, lambda: build_model(recipe))
     assert ("replicate", "all_reduce") not in report.step_traffic
     assert any("all-reduce" in note and "of weights in every 3. step" in note for note in report.notes)
     assert report.state.techniques > 0
     often = replace(plan, data_parallel=DataParallelPlan(zero=3, local_steps=1))
-    sent = rehearse(recipe, often, lambda: build_model(recipe)).step_traffic["replicate", "all_reduce"][1]
+    sent = dry_run_rank(recipe, often, lambda: build_model(recipe)).step_traffic["replicate", "all_reduce"][1]
     assert 2 * sent == report.state.techniques
 
 
 def test_every_rank_of_a_large_world() -> None:
-    """A world of 4,096 ranks, of which one stage is rehearsed in the middle; bytes follow from the plan's formulas."""
+    """A world of 4,096 ranks, of which the dry run takes one in the middle; bytes follow from the plan's formulas."""
     shape = DecoderShape(
         num_layers=8, hidden_size=512, num_heads=8, num_kv_heads=8, ffn_size=1024, vocabulary_size=1024,
         sequence_length=64, tie_embeddings=False,
@@ -138,7 +138,7 @@ def test_every_rank_of_a_large_world() -> None:
     )
     recipe = recipe_of(plan.global_batch_size, shape)
     middle = representative_ranks(plan)[1]
-    report = rehearse_world(recipe, plan, lambda: build_model(recipe), [middle]).asked[0]
+    report = dry_run_world(recipe, plan, lambda: build_model(recipe), [middle]).asked[0]
     block = (4 * 512 * 512 + 3 * 512 * 1024) // 8 + 2 * 512
     assert report.state.weights == pytest.approx(2 * 2 * block, rel=0.005)  # buckets are padded
     assert report.state.masters == pytest.approx(4 * 2 * block / 128, rel=0.005)
@@ -173,7 +173,7 @@ def test_gradients_are_sent_as_often_as_the_plan_says(
     asked = [0] if isinstance(shares, int) else [0, 1]
     units = 2 // pipeline + 1
     for rank in asked:
-        sent = rehearse(recipe, plan, lambda: build_model(recipe), rank).step_traffic
+        sent = dry_run_rank(recipe, plan, lambda: build_model(recipe), rank).step_traffic
         assert sent["shard", "reduce_scatter"][0] == rounds * units
         assert sent.get(("replicate", "all_reduce"), (0, 0))[0] == (units if replicate > 1 else 0)
 
@@ -206,7 +206,7 @@ def build_divergent() -> Blueprint:
 
 def test_a_rank_that_goes_its_own_way_is_named() -> None:
     plan = Plan(mesh=MeshPlan(replicate=2), data_parallel=DataParallelPlan(zero=0))
-    report = rehearse_world(recipe_of(2), plan, build_divergent)
+    report = dry_run_world(recipe_of(2), plan, build_divergent)
     assert len(report.problems) == 1
     assert "rank 0 starts all_reduce of 16 bytes of float32" in report.problems[0]
     for rank in report.asked:  # its forward asks for its rank, which nobody has who only outlines it
@@ -223,5 +223,5 @@ def test_what_cannot_be_built_is_refused() -> None:
     plan = Plan(mesh=MeshPlan(tensor=3), microbatch=MicrobatchPlan(size=2))
     recipe = recipe_of(2)
     with pytest.raises(PlanError, match="3"):
-        rehearse(recipe, plan, lambda: build_model(recipe))
+        dry_run_rank(recipe, plan, lambda: build_model(recipe))
     assert not dist.is_initialized()

@@ -43,7 +43,7 @@ def is_of_plan(name: str) -> bool:
     return name.startswith((_COMPRESSION, _LOCAL))
 
 
-def carry_over(stored: StoredCheckpoint, shards: Sequence[CheckpointShard], peers: Peers) -> None:
+def fill_plan_state(stored: StoredCheckpoint, shards: Sequence[CheckpointShard], peers: Peers) -> None:
     """Fill the shards that belong to a plan with what the checkpoint has for them.  Call on every rank.
 
     A rank's own tensor comes back bit for bit where as many ranks as before hold one, else as an equal part of the sum;
@@ -53,14 +53,14 @@ def carry_over(stored: StoredCheckpoint, shards: Sequence[CheckpointShard], peer
     Raises:
         CheckpointError: on every rank, when a tensor has another shape.
     """
-    wanted = [shard for shard in shards if is_of_plan(shard.name)]
+    plan_shards = [shard for shard in shards if is_of_plan(shard.name)]
     addends = _addends(stored.runs)
-    problem = peers.first_problem(next(_wrong_shapes(stored, wanted, addends), None))
+    problem = peers.first_problem(next(_wrong_shapes(stored, plan_shards, addends), None))
     if problem is not None:
         raise CheckpointError(f"{stored.folder} does not fit: {problem}")
-    _warn_of_lost(stored, wanted, addends, peers)
-    _warn_of_lost_replicas(stored, wanted, peers)
-    for shard in wanted:
+    _warn_of_lost(stored, plan_shards, addends, peers)
+    _warn_of_lost_replicas(stored, plan_shards, peers)
+    for shard in plan_shards:
         if shard.stored_name in stored.runs:
             stored.fill(shard.stored_name, [shard])
         elif shard.addend is not None:
@@ -68,25 +68,27 @@ def carry_over(stored: StoredCheckpoint, shards: Sequence[CheckpointShard], peer
 
 
 def _addends(names: Iterable[str]) -> _Addends:
-    found: dict[str, list[tuple[int, str]]] = {}
+    by_name: dict[str, list[tuple[int, str]]] = {}
     for name in names:
         if is_of_plan(name) and (match := _ADDEND.fullmatch(name)):
-            found.setdefault(match["name"], []).append((int(match["index"]), name))
-    return {name: [stored for _, stored in sorted(group)] for name, group in found.items()}
+            by_name.setdefault(match["name"], []).append((int(match["index"]), name))
+    return {name: [stored for _, stored in sorted(group)] for name, group in by_name.items()}
 
 
-def _wrong_shapes(stored: StoredCheckpoint, wanted: Sequence[CheckpointShard], addends: _Addends) -> Iterator[str]:
-    for shard in wanted:
+def _wrong_shapes(stored: StoredCheckpoint, plan_shards: Sequence[CheckpointShard], addends: _Addends) -> Iterator[str]:
+    for shard in plan_shards:
         names = addends.get(shard.name, ()) if shard.addend is not None else (shard.name,)
         for name in names:
             if name in stored.runs and stored.shape(name) != shard.shape:
                 yield f"{name} is {list(stored.shape(name))} there and {list(shard.shape)} here."
 
 
-def _warn_of_lost(stored: StoredCheckpoint, wanted: Sequence[CheckpointShard], addends: _Addends, peers: Peers) -> None:
+def _warn_of_lost(
+    stored: StoredCheckpoint, plan_shards: Sequence[CheckpointShard], addends: _Addends, peers: Peers
+) -> None:
     if not addends:
         return
-    mine = {shard.name for shard in wanted if shard.addend is not None}
+    mine = {shard.name for shard in plan_shards if shard.addend is not None}
     names = sorted(addends)
     untaken = peers.minimum([int(name not in mine) for name in names])
     lost = [name for name, flag in zip(names, untaken, strict=True) if flag]
@@ -100,11 +102,11 @@ def _warn_of_lost(stored: StoredCheckpoint, wanted: Sequence[CheckpointShard], a
         )
 
 
-def _warn_of_lost_replicas(stored: StoredCheckpoint, wanted: Sequence[CheckpointShard], peers: Peers) -> None:
+def _warn_of_lost_replicas(stored: StoredCheckpoint, plan_shards: Sequence[CheckpointShard], peers: Peers) -> None:
     names = sorted(name for name in stored.runs if name.startswith(_LOCAL))
     if not names:
         return
-    mine = {shard.name for shard in wanted}
+    mine = {shard.name for shard in plan_shards}
     untaken = peers.minimum([int(name not in mine) for name in names])
     kinds = {_kind(name) for name, flag in zip(names, untaken, strict=True) if flag}
     lost = [what for kind, what in _LOST.items() if kind in kinds]
@@ -119,8 +121,8 @@ def _warn_of_lost_replicas(stored: StoredCheckpoint, wanted: Sequence[Checkpoint
 
 def _kind(name: str) -> str:
     """`model` of `local/1-of-2/model/…`, `momentum` of `local/momentum/…`."""
-    found = _REPLICA.match(name)
-    return found["kind"] if found else name.split("/")[1]
+    match = _REPLICA.match(name)
+    return match["kind"] if match else name.split("/")[1]
 
 
 def _fill_with_part(stored: StoredCheckpoint, shard: CheckpointShard, names: Sequence[str]) -> None:

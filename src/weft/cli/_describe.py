@@ -53,7 +53,7 @@ def describe(
 
 
 def _page(recipe: Recipe, *, json: bool) -> str:
-    """What is said of a recipe's model, as it is built and looked at."""
+    """Build a recipe's model, look at it, and return the description."""
     import torch
 
     from weft.analysis.blueprint import build_blueprint
@@ -84,7 +84,7 @@ def _page(recipe: Recipe, *, json: bool) -> str:
 
 
 def _sample_lines(blueprint: Blueprint, recipe: Recipe) -> list[str]:
-    """What a sample has, of models that are described field by field."""
+    """Return lines on the fields of a sample, for models that are described field by field."""
     if not blueprint.samples:
         return []
     from weft.run.data import data_shape
@@ -94,7 +94,7 @@ def _sample_lines(blueprint: Blueprint, recipe: Recipe) -> list[str]:
 
 
 def _tensor_line(blueprint: Blueprint) -> str:
-    """What the tensor axis may do with the model, or why nothing."""
+    """Return a line on the share of the model that tensor ranks divide, or the reason why they divide nothing."""
     if not blueprint.splits:
         return f"Tensor axis: nothing to split: {blueprint.no_tensor or 'no table says how'}"
     total = divided = 0

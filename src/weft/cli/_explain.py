@@ -1,4 +1,4 @@
-"""What `weft plan` says of the best plan: where its time goes, what fills the memory, and what else was asked."""
+"""Explains the best plan of `weft plan`: its time, its memory, and answers to the questions that were asked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Questions:
     why_not: str | None = None
     """Settings that the best plan does not have, such as tensor=8: what they cost, or why they cannot be."""
     next: Annotated[bool, FLAG] = False
-    """Also say what would help most beyond the best plan: a larger batch, faster links, more memory."""
+    """Print the changes that would help most beyond the best plan: a larger batch, faster links, more memory."""
     emit: str | None = None
     """Print how to start the best plan elsewhere: megatron, torchtitan, deepspeed or accelerate."""
     plots: Path | None = None

@@ -26,7 +26,7 @@ Json = Annotated[bool, FLAG, Parameter(name="--json", help="Print everything as 
 
 
 def refuse_plan_settings(command: str, overrides: tuple[str, ...]) -> None:
-    """Of a command that reads a recipe alone: settings of a plan would do nothing."""
+    """Refuse settings of a plan in a command that reads a recipe alone, where they would do nothing."""
     for text in overrides:
         if text.startswith("plan."):
             raise PlanError(

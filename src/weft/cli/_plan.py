@@ -191,8 +191,8 @@ def _recipe(
     eject: Path | None,
     dry_run_ranks: tuple[int, ...] | None,
 ) -> None:
-    """For a cluster that is not this machine search chooses the plan; here it is the one that `weft train` would take,
-    with what search finds beside it."""
+    """Plan a recipe.  For another cluster than this machine the search chooses the plan.  For this machine it is the
+    plan that `weft train` would take, shown with the results of the search."""
     from weft.config.cluster import resolve_cluster
     from weft.techniques.check import runnability
     from weft.techniques.describe import describe_plan

@@ -1,4 +1,4 @@
-"""What several commands share: a recipe and a plan from files, `auto`, and `--set`."""
+"""Reads a recipe and a plan from files, `auto` and `--set`, for several commands."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class PlannedRun:
     facts: ModelFacts
     cluster: Cluster
     note: str
-    """What would make predictions better; empty where nothing was predicted, or everything is known."""
+    """Advice that would make predictions better; empty if nothing was predicted or nothing is missing."""
     is_tight: bool = False
-    """The plan was chosen here, and whether its memory suffices should be tried."""
+    """Whether the plan was chosen here and needs so much memory that a trial should show whether it fits."""
 
 
 def read_choice(

@@ -1,6 +1,6 @@
-"""What no option of any command takes: an empty word, and a broken number for a whole one.
+"""Refuses values that no option of any command takes: an empty word, and a fraction for a whole number.
 
-The reader of the command line takes an empty word for the present folder, and 1.5 processes for 2.
+cyclopts would take an empty word for the present folder, and 1.5 processes for 2.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `weft plan` searches, prints and writes."""
+"""The search of `weft plan`: its options, its result on the terminal, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class SearchRequest:
 
     overrides: Overrides = ()
     top: int = 5
-    """How many plans to show."""
+    """Number of plans to show."""
     objective: str = "throughput"
-    """What to be best at: throughput, time (until --tokens are trained on) or cost (of a token)."""
+    """Quantity to optimise: throughput, time (until --tokens are trained on) or cost (of a token)."""
     tokens: str | None = None
     """Tokens to train on, such as 2T."""
     deadline: str | None = None
@@ -277,7 +277,7 @@ def _objective(request: SearchRequest) -> Objective:
 
 
 def _unpriced(request: SearchRequest) -> list[str]:
-    """Which of the given settings stand in the plans only."""
+    """Return a line on the given settings that the cost model does not price."""
     from weft.config.plan import plan_settings
     from weft.planning.search import beyond_search
 

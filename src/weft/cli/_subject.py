@@ -1,4 +1,4 @@
-"""What to train, as the search of `weft plan` and the answers about it see it."""
+"""The subject of a search: a model and its batch, from a recipe or from the list of known models."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What to train, as search sees it."""
+    """A model and its training, as the search sees them."""
 
     described: Description
-    """The model, by what is known of it."""
+    """The model's description."""
     global_batch_size: int
     permit: PermitRecipe | None
     optimizer: OptimizerRecipe | None

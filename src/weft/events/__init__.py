@@ -1,4 +1,4 @@
-"""What a run says, who hears it, and the folder that it leaves.  Importable without torch."""
+"""Events of a run, the sinks that take them, and the folder that a run leaves.  Importable without torch."""
 
 from weft.events._events import CheckpointEvent as CheckpointEvent
 from weft.events._events import CollectiveEvent as CollectiveEvent

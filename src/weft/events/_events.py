@@ -1,4 +1,4 @@
-"""What a run can say: frozen dataclasses that hold values, not texts, with units in their names."""
+"""The events of a run: frozen dataclasses that hold values, not texts, with units in their names."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class StepEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseEvent:
-    """Where the time of this rank's last steps went."""
+    """Time of this rank's last steps, by phase."""
 
     kind: ClassVar[str] = "phase"
     step: int
@@ -81,7 +81,7 @@ class PhaseEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveEvent:
-    """What this rank sent along one axis of the mesh in its last steps."""
+    """Traffic of this rank along one axis of the mesh in its last steps."""
 
     kind: ClassVar[str] = "collective"
     step: int
@@ -107,7 +107,7 @@ class MemoryEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateEvent:
-    """How fast the whole job was in its last steps.  The last event of a report."""
+    """Speed of the whole job in its last steps.  It is the last event of a report."""
 
     kind: ClassVar[str] = "rate"
     step: int

@@ -1,6 +1,6 @@
-"""Who writes in the folder of a run: one owner at a time, known by name.
+"""The owner of a run's folder: one process at a time may write there, and it is known by name.
 
-`owner.json` says who it is.  Its owner holds a lock of the operating system on it (`flock`), which ends with the
+`owner.json` names it.  Its owner holds a lock of the operating system on it (`flock`), which ends with the
 process, in whatever way that ends.  Where such a lock does not reach (between hosts, on some file systems) the file's
 time is the owner's sign of life.  Each owner has a higher token than the one before, so that whoever has been taken for
 dead, and was not, finds another token than its own before it names a checkpoint.
@@ -48,7 +48,7 @@ class FolderOwner:
     """`weft.process.machine_name` of where it runs."""
     pid: int = field(default_factory=os.getpid)
     started: str = field(default_factory=lambda: start_of(os.getpid()) or "unknown")
-    """When the process started, in the kernel's ticks."""
+    """Start time of the process, in the kernel's ticks.  It tells two processes with the same pid apart."""
     user: str = field(default_factory=lambda: _user())
     since: str = field(default_factory=lambda: time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()))
     command: str = field(default_factory=lambda: _command())

@@ -1,4 +1,4 @@
-"""The one way from whoever has something to say to whoever listens."""
+"""Delivers the events of a rank to its sinks, in one order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.events._events import Event, FailureEvent, WarningEvent
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """An event, and who said it when."""
+    """An event with its sender and its time."""
 
     event: Event
     rank: int | None
@@ -27,7 +27,7 @@ class Emitted:
 
 
 class Sink(Protocol):
-    """Whoever listens to a run: a file, a terminal, a page, a supervisor."""
+    """A receiver of a run's events: a file, a terminal, a page, a supervisor."""
 
     def take(self, emitted: Emitted) -> None:
         """Take one event.  The run waits: do little.  One that raises is asked no more."""
@@ -39,7 +39,7 @@ class Sink(Protocol):
 
 
 class Run:
-    """What one rank, or the launcher, says of a run.  Events may come from any thread.
+    """The events of one rank, or of the launcher.  Any thread may emit.
 
     Every sink gets every event, in one order, before `emit` returns; what a sink emits itself comes after.  A sink that
     raises is closed and left out from then on, and the others hear of it in a `WarningEvent`.
@@ -94,7 +94,7 @@ class Run:
         self.close()
 
     def _begin_in_child(self) -> None:
-        """After a fork, of a data worker: another thread may have held the lock, and spoken, in the parent."""
+        """Start anew in a forked child, such as a data worker: in the parent another thread may have held the lock."""
         self._lock, self._is_delivering, self._process = threading.RLock(), False, os.getpid()
         self._waiting.clear()
 

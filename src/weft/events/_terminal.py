@@ -1,4 +1,4 @@
-"""What a person sees while training: one line per report, and a bar below them on a terminal."""
+"""The terminal's view of a training: one line per report, and a progress bar below them."""
 
 from __future__ import annotations
 

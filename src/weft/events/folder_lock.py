@@ -24,7 +24,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _ENDING_SECONDS = 0.5
 """A process that has just been sent a signal may not know it yet."""
 _CLOSING_SECONDS = 20.0
-"""What the system may take to close the files of a large process that has ended."""
+"""Longest time that the system takes to close the files of a large process that has ended."""
 _SETTLE_SECONDS = 0.3
 
 
@@ -47,7 +47,7 @@ class FolderLock:
 
     @property
     def token(self) -> FolderToken | None:
-        """What the run's other processes are given; None before `acquire` and after `release`."""
+        """The right to write that the run's other processes are given; None before `acquire` and after `release`."""
         return self._token
 
     def acquire(self) -> str:
@@ -155,7 +155,7 @@ class FolderLock:
         return line
 
     def _judge(self, last: FolderOwner | None, beat_at: float, *, locked: bool) -> str:
-        """What is to be said of the last owner.  Raises where it may live, though this process has the lock."""
+        """Return a sentence about the last owner.  Raises where it may live, though this process has the lock."""
         if last is None or last.ended:
             return ""
         silent = max(time.time() - beat_at, 0.0)

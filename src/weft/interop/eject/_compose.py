@@ -81,7 +81,7 @@ def prune_imports(imports: str, body: str) -> str:
 
 
 def _place(statement: ast.stmt) -> tuple[bool, str]:
-    """Where a statement stands in its group: plain imports first, then by module."""
+    """Return the sort key of an import in its group: plain imports first, then by module."""
     return (True, statement.module or "") if isinstance(statement, ast.ImportFrom) else (False, "")
 
 

@@ -1,4 +1,4 @@
-"""What cannot be ejected, and why."""
+"""Refuses recipes and plans that cannot be ejected, with the reasons."""
 
 from __future__ import annotations
 

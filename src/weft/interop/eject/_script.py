@@ -1,4 +1,4 @@
-"""From a recipe and a plan to the text of a script: flags and values for the fragments, and their order."""
+"""Writes a recipe and a plan as a script: chooses flags and values for the fragments, and their order."""
 
 from __future__ import annotations
 

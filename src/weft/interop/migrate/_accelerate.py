@@ -14,7 +14,7 @@ _KEYS = keys_of("accelerate")
 _TO = {name: key.to for name, key in _KEYS.items()}
 
 BATCH_SIZE = "batch_size"
-"""What `--fill` calls the batch of a process, which a configuration of Accelerate leaves to the script's DataLoader."""
+"""Key of `--fill` for the batch of a process: a configuration of Accelerate leaves it to the script's DataLoader."""
 _TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
@@ -149,7 +149,7 @@ def _fill_mesh(settings: MigratedSettings, ranks: int) -> None:
 
 
 def _as_deepspeed(values: Values, settings: MigratedSettings, read_file: Callable[[str], Values]) -> Values:
-    """What Accelerate makes of its section: DeepSpeed's own file, or a small one."""
+    """Return the DeepSpeed configuration of Accelerate's section: the file that it names, or a small one."""
     prefix = "deepspeed_config."
     own_values = {name[len(prefix) :]: value for name, value in values.items() if name.startswith(prefix)}
     named = own_values.pop("deepspeed_config_file", None)

@@ -196,7 +196,7 @@ def _may_leave(device: str, values: Values, settings: MigratedSettings) -> bool:
 
 
 def _permissions(settings: MigratedSettings) -> None:
-    """What a plan does to numerics, a recipe has to permit."""
+    """Add the permissions that a recipe must give for what the plan does to numerics."""
     for to, always in ((_TO["bf16.enabled"], ["fp32"]), (_TO["communication_data_type"], [])):
         name, value = to.rpartition(".")[2], settings.plan.get(to.partition(".")[2])
         if value not in (None, "fp32", "none"):

@@ -1,4 +1,4 @@
-"""What becomes of a key of another system's configuration: obeyed, translated, or refused by name."""
+"""Keys of another system's configuration.  Each one is obeyed, translated, or refused by name."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class ForeignKey:
 
     outcome: KeyOutcome
     says: str = ""
-    """Obeyed and translated: what it is here; refused: why, and what to write instead."""
+    """A sentence on the key: its meaning here if obeyed or translated; if refused, the reason and what to write."""
     to: str = ""
-    """Dotted setting that takes the value as it is, or as `becomes` says; empty where Weft needs none."""
+    """Dotted setting that takes the value, translated by `becomes`; empty if Weft needs none."""
     takes: tuple[type, ...] = ()
-    """Types of its values; any where empty."""
+    """Permitted types of a value; empty: any."""
     choices: tuple[Any, ...] = ()
-    """All of its values, where they are few."""
+    """Permitted values, if they are few; empty: any."""
     least: int | None = None
     """Smallest value."""
     becomes: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
@@ -37,13 +37,13 @@ class ForeignKey:
     harmless: tuple[Any, ...] = ()
     """Values with which a refused key asks for nothing, so that it may stay."""
     filled: Any = None
-    """What TrainingArguments has by default where the value is `auto`; None: `auto` is no value of this key."""
+    """Default of TrainingArguments, which an `auto` stands for; None: `auto` is no value of this key."""
     joins: bool = False
     """Whether it makes settings together with other keys, which say where these come from."""
     wants: str = ""
-    """Name in TrainingArguments of what fills it; empty where that is the model's hidden size, or a constant."""
+    """Argument of TrainingArguments that an `auto` stands for; empty if it is the model's hidden size or a constant."""
     instead: str = "Weft's own choice stands for it"
-    """What stands for an `auto` that has no default."""
+    """Clause on the value that replaces an `auto` without a default."""
 
 
 @cache
@@ -78,7 +78,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 @dataclass(slots=True)
 class MigratedSettings:
-    """What a configuration becomes, while it is read."""
+    """The settings, notes and refusals collected while a configuration is read."""
 
     plan: dict[str, Any] = field(default_factory=dict[str, Any])
     """Dotted key without the noun → value."""
@@ -86,7 +86,7 @@ class MigratedSettings:
     reasons: dict[str, str] = field(default_factory=dict[str, str])
     """Dotted key with its noun → the comment beside it."""
     notes: list[str] = field(default_factory=list[str])
-    """What has no setting."""
+    """Sentences on keys that have no setting in a plan or a recipe."""
     problems: list[str] = field(default_factory=list[str])
     """Refusals, each by the key's name."""
 

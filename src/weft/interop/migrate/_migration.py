@@ -1,4 +1,4 @@
-"""A configuration of another system as a plan and what a recipe has to say with it."""
+"""The result of a migration: a plan, and the settings that a recipe needs with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDTH = 110
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Migration:
-    """What a configuration of another system became.  Nothing in it was left out silently."""
+    """The result of a migration.  No key of the configuration was left out silently."""
 
     plan: Plan
     recipe: Mapping[str, Any]
@@ -28,7 +28,7 @@ class Migration:
     reasons: Mapping[str, str]
     """Dotted key (`plan.…` or `recipe.…`) → the key of the configuration that it comes from."""
     notes: tuple[str, ...]
-    """What has no setting here, and what does it instead."""
+    """Sentences on keys that have no setting here, with what replaces them."""
     source: str
     """Name of the configuration."""
 

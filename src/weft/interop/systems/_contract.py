@@ -1,4 +1,4 @@
-"""What another training system is given, and what it is started with."""
+"""The contract with other training systems: a job that they are given, and an emission that starts them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SystemJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emission:
-    """How another system is started: the same model, the same layout."""
+    """Command and files that start another system with the same model and the same layout."""
 
     system: str
     version: str
@@ -70,4 +70,4 @@ class Emission:
     files: Mapping[str, str] = field(default_factory=dict[str, str])
     """Name → text of what must lie in the folder of the command."""
     notes: tuple[str, ...] = ()
-    """What the system does differently, and what stands for something of the user's, one line each."""
+    """Lines on what the system does differently, and on placeholders that the user must replace."""

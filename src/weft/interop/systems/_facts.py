@@ -1,4 +1,4 @@
-"""What is recorded of a system: its version, its arguments, and what its own check demands, from `data/SYSTEM.json`."""
+"""Recorded facts of a system from `data/SYSTEM.json`: its version, its arguments, and the demands of its own check."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SystemFacts:
     system: str
     version: str
     source: str
-    """Where the facts were read."""
+    """Address or file from which the facts were recorded."""
     arguments: Mapping[str, Mapping[str, Value]]
     """Option → destination, type, nargs, choices, default, constant."""
     sections: Mapping[str, Mapping[str, Value]]

@@ -19,9 +19,9 @@ class _HuggingFaceFamily:
     model_type: str
     config: Callable[[ModelSizes], Config]
     kinds: Mapping[str, tuple[object, ...]]
-    """What its models are (`_kinds_of`): the answers that each question may have; any, where it is not asked."""
+    """Question about a model (`_kinds_of`) → the answers that the family allows; any, if the question is absent."""
     also: Callable[[ModelSizes], bool] = lambda _: True
-    """What no question asks."""
+    """Further condition on the sizes, which no question covers."""
 
     def fits(self, sizes: ModelSizes) -> bool:
         kinds = _kinds_of(sizes)

@@ -14,12 +14,12 @@ from weft.techniques.cost_terms import Layout
 
 _AXES = ("pipeline", "tensor", "context", "expert")
 _KEPT: tuple[tuple[str, ...], ...] = (_AXES, ("pipeline", "tensor"), ("tensor",), ())
-"""What the nearest plan has in common with a given one, from most to least."""
+"""Sets of axes that the nearest plan keeps from a given one; tried from the largest to the smallest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NearestPlans:
-    """What was found within a system."""
+    """The best plans that a system can run."""
 
     result: SearchResult
     """Plans that the system can run, best first."""

@@ -1,4 +1,4 @@
-"""What every other training system says of itself: one contract, one module per system; and what several share."""
+"""The contract of another training system, which has one module each, and the parts that several share."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def narrowed(space: Space, **changes: Any) -> Space | None:
 
 
 def layout_refusals(job: SystemJob) -> Iterator[str]:
-    """What none of the systems can do."""
+    """Yield the properties of a layout that no system supports."""
     layout = job.layout
     if layout.tensor_scheme != "1d":
         yield f"tensor scheme {layout.tensor_scheme}: it splits matrices in one dimension"
@@ -115,7 +115,7 @@ def _reorders(job: SystemJob) -> bool:
 
 
 def model_lacks(sizes: ModelSizes) -> Iterator[str]:
-    """What none of the systems has words for."""
+    """Yield the properties of a model that no system can express."""
     if not sizes.causal or sizes.head != "vocabulary":
         yield f"attention or a head that make it no {LAYERED}"
     if sizes.patch_values or sizes.class_token or sizes.token_types:

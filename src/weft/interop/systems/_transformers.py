@@ -1,4 +1,4 @@
-"""What systems share that train a model of transformers, which a short script builds from its `config.json`."""
+"""Shared by systems that train a model of transformers, which a short script builds from its `config.json`."""
 
 from __future__ import annotations
 

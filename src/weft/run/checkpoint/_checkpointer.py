@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 CheckpointChoice = Literal["latest"] | Path
 StateCheck = Callable[[JsonObject, int], object]
-"""Takes what a checkpoint's manifest holds beside the tensors, and its step; raises `CheckpointError`."""
+"""Looks at the state and the step of a checkpoint's manifest; raises `CheckpointError` if they are no good."""
 
 ShardSelector = Callable[[StoredCheckpoint], Sequence[CheckpointShard]]
-"""Takes a verified checkpoint, and returns what is to be filled from it."""
+"""Returns the shards that are to be filled from a verified checkpoint."""
 
 
 class SaveError(CheckpointError):
@@ -202,7 +202,7 @@ class Checkpointer:
         commit(self.folder, partial, manifest, lambda: self._owned is None or self._owned.check())
 
     def _tidy(self, step: int, token: str) -> None:
-        """What may fail without the save being any less good."""
+        """Name the new checkpoint as the latest and remove old ones.  A failure here costs nothing that was saved."""
         name = _folder.step_name(step)
         try:  # written inside the checkpoint, so that a kill leaves nothing beside it
             replace_text(self.folder / _folder.LATEST, name + "\n", self.folder / name / f"latest.{token}")

@@ -32,7 +32,7 @@ class _LazyWeights(Protocol):
 
 
 class _TracedOperator(NamedTuple):
-    """What a tensor comes from."""
+    """The operator that made a tensor, with its operands."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -42,12 +42,12 @@ class _TracedOperator(NamedTuple):
 
 
 class _NeedsContent(Exception):
-    """What an exporter does cannot be noted without content."""
+    """The exporter reads or writes values, so it cannot be traced on fake tensors."""
 
 
 @final
 class _OperatorTrace(TorchDispatchMode):
-    """Notes what is done to tensors."""
+    """Records the operator that made each tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,8 +68,10 @@ class _OperatorTrace(TorchDispatchMode):
 
 @final
 class ExportedWeights(Mapping[str, Tensor]):
-    """What an exporter makes of weights, each made when it is asked for; all at once, whole in memory, where an
-    exporter looks into its tensors or writes to them."""
+    """The weights that an exporter returns, each computed when it is asked for.
+
+    Where an exporter looks into its tensors or writes to them, all weights are loaded at once and exported in memory.
+    """
 
     def __init__(self, weights: _LazyWeights, exporter: Exporter) -> None:
         self._weights = weights

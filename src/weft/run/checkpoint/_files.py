@@ -35,7 +35,7 @@ class TensorEntry:
     dtype: torch.dtype
     fetch: Callable[[], Tensor]
     written: Callable[[], None] | None = None
-    """Called once it is written."""
+    """Called after the tensor was written, so that its owner can free memory."""
 
     @property
     def size_bytes(self) -> int:

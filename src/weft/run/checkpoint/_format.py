@@ -1,4 +1,4 @@
-"""What lies in a checkpoint folder, and how its JSON is read back without being trusted.
+"""The files of a checkpoint folder, and a reader of their JSON that trusts nothing.
 
     step-000120/
         rank-00000-0000.safetensors     runs of tensors, at most a bounded size per file
@@ -103,7 +103,7 @@ class StoredRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankIndex:
-    """What one rank wrote."""
+    """The files and ranges that one rank wrote."""
 
     files: tuple[StoredFile, ...]
     runs: tuple[StoredRange, ...]

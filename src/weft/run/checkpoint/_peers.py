@@ -1,7 +1,7 @@
-"""How the ranks of a job agree while saving and loading: one operation, the elementwise minimum of integers.
+"""Agreement of ranks while they save and load, by one operation: the elementwise minimum of integers.
 
-From it follow a number that all share, and the text of the first problem anywhere; nothing is pickled, and a test can
-stand in for it with a thread barrier.
+The minimum is enough for a number that all ranks share, and for the text of the first problem on any rank.  Nothing is
+pickled, and a test can replace the operation by a thread barrier.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""State that belongs to a plan and not to the training: what compression owes and has learnt, and what replicas that
-step by themselves have each.
+"""State of a plan, in a checkpoint: residuals and learnt bases of compression, and the weights of each replica that
+steps by itself.
 
 A checkpoint may be loaded under a plan that compresses otherwise, over other ranks, or not at all, so such tensors may
-be missing or left over.  What gradients still owe to the weights, though, is part of the training: with r₁ … rₘ owed on
-m ranks, the coming sums contain Σ rᵢ.  On n ranks each takes Σ rᵢ / n, which keeps that sum and is the smallest share
-in which it can be held.  Replicas' own weights and optimizer states have no such sum: as many replicas as saved them
-take them up, and others start from what all share.
+be missing or left over.  The residuals of compressed gradients, though, are part of the training: with residuals
+r₁ … rₘ on m ranks, the coming sums contain Σ rᵢ.  On n ranks each takes Σ rᵢ / n, which keeps that sum.  Replicas' own
+weights and optimizer states have no such sum: as many replicas as saved them take them up, and others start from the
+weights that all share.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOST: Mapping[str, str] = {
     "optimizer": "the optimizer states of all replicas but the first",
     "momentum": "the outer momentum of local steps",
 }
-"""What it means when tensors of a kind find no place."""
+"""Kind of tensor → what is lost if this plan has no place for it."""
 
 _Addends = Mapping[str, Sequence[str]]
 """Name → stored names of its addends, by rank."""

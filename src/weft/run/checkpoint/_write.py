@@ -1,4 +1,4 @@
-"""What one rank writes, and what the first rank checks before a save counts."""
+"""Writes one rank's files of a checkpoint, and checks all ranks' files before the save is committed."""
 
 from __future__ import annotations
 

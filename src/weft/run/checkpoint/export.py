@@ -1,4 +1,4 @@
-"""From a checkpoint to a folder that `transformers` loads; on one process, without the job that wrote it."""
+"""Exports a checkpoint as a folder that `transformers` loads, on one process, without the job that wrote it."""
 
 from __future__ import annotations
 

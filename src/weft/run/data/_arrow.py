@@ -23,7 +23,7 @@ _MOST_BYTES = 64 << 20
 _SPLITS = {"train": ("train",), "validation": ("validation", "test")}
 """Use → names of the split of a `DatasetDict` that serves it, the first that is there."""
 _END = b"\xff\xff\xff\xff\0\0\0\0"
-"""What ends a stream of Arrow.  A stream that is cut between two of its batches reads well, and lacks it."""
+"""The end mark of an Arrow stream.  A stream that was cut between two of its batches lacks it, and reads well else."""
 
 
 class ArrowRows:
@@ -164,7 +164,7 @@ def _state(folder: Path) -> Mapping[str, Any]:
 
 
 def _features(folder: Path) -> Mapping[str, Mapping[str, Any]]:
-    """What each column is, by its name."""
+    """Return the description of each column, by its name."""
     file = folder / "dataset_info.json"
     features = _read(file).values.get("features") if file.is_file() else None
     if not isinstance(features, dict):
@@ -173,7 +173,7 @@ def _features(folder: Path) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _element(feature: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a list has, of a column of lists; any other column itself."""
+    """Return the description of the elements of a column of lists; of any other column, its own."""
     inner = feature.get("feature")
     return inner if isinstance(inner, dict) else feature
 
@@ -225,7 +225,7 @@ def _table(file: Path) -> Any:
 
 
 def _indices(folder: Path, state: Mapping[str, Any], size: int) -> NDArray[np.int64] | None:
-    """Which rows are meant, in which order, where a selection was saved without being carried out."""
+    """Return the rows of a selection, in its order, if one was saved without copying the rows; else None."""
     files = _index_files(folder, state)
     if not files:
         return None

@@ -32,7 +32,7 @@ _DIGEST = "[0-9a-f]{32}"
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """What the manifest says of one shard."""
+    """The entry of one shard in the manifest."""
 
     num_tokens: int
     num_documents: int

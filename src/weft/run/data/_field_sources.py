@@ -1,4 +1,4 @@
-"""From the sources of a recipe to sets of samples with named fields: which split of each, and what its classes are."""
+"""Makes sets of samples with named fields from a recipe's sources: chooses splits, and finds classes and columns."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class FieldSources:
     # ── words ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _line(self, name: str, spec: FieldSpec) -> str:
-        """What a source has, for the start of a run.  Its first sample is read, so that errors come before ranks."""
+        """Return a line on a source for the start of a run.  The first sample is read: errors then precede ranks."""
         words = describe_named(self._named)
         if name == "synthetic":
             return f"{name}: {spec.num_samples:,} samples of {words}"
@@ -183,7 +183,7 @@ class FieldSources:
         return "; ".join([line, *parts, *self._makers(samples), *rows.notes, *self._other_splits(name, path)])
 
     def _makers(self, samples: FileFields) -> list[str]:
-        """What makes which field, and what is lost by it."""
+        """Return lines on the processors that make fields, and on the texts that they cut off."""
         made = {} if self._processors is None else self._processors.names
         lines = [] if self._processors is None else list(self._processors.words)
         for name, field in self._named.items():
@@ -195,7 +195,7 @@ class FieldSources:
         return lines
 
     def _other_splits(self, name: str, path: Path) -> list[str]:
-        """That a `DatasetDict` has more than what is read of it."""
+        """Return a line on the splits of a `DatasetDict` that are not read."""
         folder = Path(name).expanduser().resolve()
         if folder == path:
             return []

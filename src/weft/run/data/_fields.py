@@ -1,4 +1,4 @@
-"""What a batch is made of before it becomes tensors."""
+"""Fields of a batch as numpy arrays, before they become tensors."""
 
 from __future__ import annotations
 

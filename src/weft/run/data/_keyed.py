@@ -1,4 +1,4 @@
-"""Keyed randomness: every random choice of the data room is a pure function of integers, in plain numpy.
+"""Keyed randomness: every random choice of this package is a pure function of integers, in plain numpy.
 
 Sources: splitmix64 finaliser, Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014);
 Feistel networks over products of integers and cycle walking, Black and Rogaway, "Ciphers with arbitrary finite

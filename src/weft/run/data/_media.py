@@ -58,7 +58,7 @@ def read_wave(source: IO[bytes] | Path) -> tuple[NDArray[np.float32], int]:
 
 
 def _filled_wave(samples: NDArray[np.float32], rate: int, field: SampleField) -> NDArray[np.float32]:
-    """With silence behind it where the model takes a longer one."""
+    """Return a sound, filled up with silence to the length that the model takes."""
     if len(field.shape) != 1:
         raise ValueError(
             "the model takes spectrograms, and its folder has no feature extractor (preprocessor_config.json) that"

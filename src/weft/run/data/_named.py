@@ -37,7 +37,8 @@ def _words(field: SampleField) -> str:
 
 
 def _all_fields(named: Mapping[str, SampleField]) -> dict[str, SampleField]:
-    """With the weights of samples whose labels are numbers: nothing else says which only fill up a batch."""
+    """Return the fields, and `weights` if labels are numbers: no such label could mark a sample that only fills up a
+    batch."""
     labels = named.get("labels")
     weighs = labels is not None and labels.dtype == "float32" and "weights" not in named
     return {**named, "weights": SampleField((), "float32")} if weighs else dict(named)
@@ -152,8 +153,8 @@ class FileFields:
         return values
 
     def num_cut(self, most: int) -> tuple[int, int]:
-        """Of the first samples, at most so many: how many have a text longer than the model takes, and how many there
-        are."""
+        """Return how many of the first `most` samples have a text longer than the model takes, and how many samples
+        were looked at."""
         chosen = self._chosen[:most].tolist()
         return sum(self._is_cut(self._rows.row(at)) for at in chosen), len(chosen)
 
@@ -165,7 +166,7 @@ class FileFields:
         )
 
     def _made(self, row: Row) -> Fields:
-        """What the model's processors make of a row."""
+        """Return the fields that the model's processors make of a row."""
         made: Fields = {}
         if self._processors is None:
             return made
@@ -198,7 +199,7 @@ class FileFields:
         return array
 
     def _column(self, row: Row, name: str, field: SampleField) -> str:
-        """Which column of the row has a field.
+        """Return the column of the row that has a field.
 
         Raises:
             DataError: none has.

@@ -1,4 +1,4 @@
-"""Who reads which source, row by row; and what reads JSON lines and Parquet."""
+"""Opens a source for reading row by row, and reads JSON lines and Parquet."""
 
 from __future__ import annotations
 

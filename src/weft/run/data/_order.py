@@ -20,7 +20,7 @@ _CHUNK_SAMPLES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainSamples:
-    """What `write_samples` wrote."""
+    """Sizes of the files that `write_samples` wrote."""
 
     token_dtype: str
     """`<u2` or `<u4`."""

@@ -1,4 +1,4 @@
-"""What preparing leaves for ranks to open: plain values that travel as JSON."""
+"""Prepared data, as ranks open them: plain values that travel as JSON."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a model's own tokenizer, image processor and feature extractor make of a row: fields as the model takes them.
+"""Makes fields from rows by the model's own tokenizer, image processor and feature extractor.
 
-They are those of `transformers`, loaded from the model's folder; no code of the folder runs, nothing is downloaded.
+They are classes of `transformers`, loaded from the model's folder; no code of the folder runs, nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOCK = threading.Lock()
 
 
 class FolderProcessors:
-    """What a folder's processors make of rows.  Threads may share it.
+    """The processors of a model's folder.  Threads may share them.
 
     Raises:
         DataError: transformers cannot load what the folder names.
@@ -64,7 +64,7 @@ class FolderProcessors:
 
     @property
     def words(self) -> Sequence[str]:
-        """What makes which field, for the start of a run."""
+        """Lines on the processors and the fields that they make, for the start of a run."""
         return self._words
 
     @property
@@ -250,7 +250,7 @@ class FolderProcessors:
     def _extracted(
         self, extractor: Any, wave: NDArray[np.float32], rate: int, name: str, shape: tuple[int, ...]
     ) -> NDArray[Any]:
-        """What an extractor gives; filled up to what the model takes where it does not do so by itself."""
+        """Return an extractor's values, filled up to the shape that the model takes if the extractor does not do so."""
         settings = {"sampling_rate": rate, "return_tensors": "np"}
         if len(shape) == 1:
             return np.asarray(extractor([wave], padding="max_length", max_length=shape[0], **settings)[name])[0]
@@ -262,7 +262,7 @@ class FolderProcessors:
 
 
 def _continued(ids: NDArray[np.int64], mask: NDArray[np.int64], pieces: int) -> NDArray[np.int64]:
-    """At every place the token that comes next, where that is one of the text."""
+    """Return labels: at every position the next token, if that is one of the text; else −100."""
     counts = mask.astype(bool) & (np.arange(len(ids)) >= pieces)
     return np.append(np.where(counts, ids, IGNORED)[1:], IGNORED)
 

@@ -1,4 +1,4 @@
-"""How far a preparation is: a bar on a terminal, a few lines elsewhere."""
+"""Progress of a preparation: a bar on a terminal, a few lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a recipe's `[data]` to prepared data: once per host, before its ranks open them."""
+"""Prepares the data of a recipe: once per host, before its ranks open them."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class SourceRows(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What was left out, for the start of a run."""
+        """Lines on rows that were left out, for the start of a run."""
         ...
 
     def row(self, at: int) -> Row: ...

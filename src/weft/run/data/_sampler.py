@@ -1,4 +1,4 @@
-"""Which samples a step trains on: a pure function of (seed, step) that knows nothing of ranks.
+"""Chooses the samples of a step, by a pure function of (seed, step) that knows nothing of ranks.
 
 Positions 0, 1, 2, … form one infinite stream.  A blend says which corpus each position draws from, the n-th draw of a
 corpus is entry n mod size of its epoch n div size, and a keyed permutation orders each epoch.  So the whole state of

@@ -39,7 +39,7 @@ class SampleSet(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSpec:
-    """How to open a set of token samples, in any process."""
+    """A set of token samples that any process can open."""
 
     folder: str | None
     """Folder of the prepared corpus; None: synthetic."""
@@ -65,7 +65,7 @@ class TokenSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSpec:
-    """How to open a set of images or vectors."""
+    """A set of images or vectors that any process can open."""
 
     source: Literal["digits", "synthetic"]
     split: Literal["train", "validation"]
@@ -88,7 +88,7 @@ class ImageSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldSpec:
-    """How to open a set of samples with named fields."""
+    """A set of samples with named fields that any process can open."""
 
     file: str | None
     """A file or folder that has samples; None: they are made up."""
@@ -96,17 +96,17 @@ class FieldSpec:
     validation_fraction: float
     named: Mapping[str, SampleField]
     num_samples: int = 0
-    """Made up only."""
+    """Number of samples of a synthetic set; 0 if the set has a file."""
     digest: str = ""
     """Hash of the files."""
     classes: Mapping[str, int] = field(default_factory=dict[str, int])
     """Name of a class → its number; empty: nobody names them."""
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What is looked for in a row → the column that has it."""
+    """Name of a field → the column of the row that has it."""
     processors: str | None = None
     """Folder of the model whose tokenizer and processors make fields; None: it has none."""
     processors_digest: str = ""
-    """Hash of what they do."""
+    """Hash of the processors' files and settings."""
 
     def open(self, rows: SourceRows | None = None) -> SampleSet:
         """Open the set; `rows`: what lies at `file`, where it is open already."""

@@ -1,4 +1,4 @@
-"""What a model wants of its data, read off its blueprint."""
+"""Shapes and fields of data that a model takes, read off its blueprint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where text comes from: files and folders as an ordered list of segments, each of which yields documents.
+"""Sources of text: files and folders as an ordered list of segments, each of which yields documents.
 
 A segment is a byte range of a file (row groups for Parquet), so that one huge file is shared out among workers.  A
 record belongs to the segment in which its first byte lies.  Everything here is a pure function of the files' contents
@@ -56,7 +56,7 @@ class FileListing:
 
     files: tuple[SourceFile, ...]
     notes: tuple[str, ...] = ()
-    """What was left out, for the description."""
+    """Lines on files that were left out, for the description of the data."""
 
     @property
     def num_bytes(self) -> int:
@@ -349,7 +349,7 @@ def _text_of(line: bytes, path: str, offset: int, text_field: str) -> str:
 
 
 def _spoken(value: object) -> str:
-    """What a value of JSON is, in words."""
+    """Return the type of a JSON value in words."""
     match value:
         case None:
             return "null"

@@ -28,7 +28,7 @@ _SHARE_RANDOM = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTask:
-    """What is asked about a window of tokens."""
+    """The task for which windows of tokens are made into samples."""
 
     kind: Literal["causal_lm", "masked_lm"]
     sequence_length: int

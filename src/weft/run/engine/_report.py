@@ -1,4 +1,4 @@
-"""From steps to events, whoever owns the loop."""
+"""Reports of a loop's steps as events, for Weft's own loop and for a user's."""
 
 from __future__ import annotations
 

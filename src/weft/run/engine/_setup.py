@@ -1,4 +1,4 @@
-"""From a blueprint to everything one rank needs to step: model, optimizer, average, loss scale."""
+"""Builds everything that one rank needs to step: model, optimizer, average, loss scale."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class TrainingState:
-    """What changes while a recipe trains, on one rank; `checkpoint_shards` and `state` are all of it."""
+    """Everything that changes on one rank while a recipe trains; `checkpoint_shards` and `state` hold all of it."""
 
     model: ParallelModel
     optimizer: ShardOptimizer
@@ -40,8 +40,8 @@ class TrainingState:
     stepper: Stepper
 
     def checkpoint_shards(self) -> list[CheckpointShard]:
-        """Every tensor that a checkpoint holds: masters, frozen parameters and buffers, optimizer states, averages, and
-        what belongs to a plan: what compression owes and has learnt, what replicas have for themselves."""
+        """Return every tensor that a checkpoint holds: masters, frozen parameters, buffers, optimizer states, averages,
+        and the plan's own state (residuals and bases of compression, replicas of local steps)."""
         trained = trained_weight_shards(self.model) + self.optimizer.checkpoint_shards()
         for technique in self.model.techniques:
             trained = technique.checkpoint_shards(trained)
@@ -51,15 +51,17 @@ class TrainingState:
         return stored_shards
 
     def weights(self) -> list[CheckpointShard]:
-        """The model alone, of replicas that step by themselves as they agreed on it last: what an export holds.  Call
-        on every rank."""
+        """Return the model alone, for an export.  Call on every rank.
+
+        Where replicas step by themselves, these are the weights that they agreed on last.
+        """
         trained = trained_weight_shards(self.model)
         for technique in self.model.techniques:
             trained = technique.checkpoint_shards(trained)
         return untrained_shards(self.model) + [stored for stored in trained if stored.name.startswith("model/")]
 
     def state(self) -> dict[str, Json]:
-        """What is no tensor.  Randomness needs no state: it is keyed by seed, step and sample."""
+        """Return the state that is no tensor, as JSON.  Randomness needs none: it is keyed by seed, step and sample."""
         state: dict[str, Json] = {
             "loss_scale": None if self.loss_scale is None else dict[str, Json](self.loss_scale.state())
         }

@@ -40,7 +40,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """What asked this rank to stop, for the log."""
+        """The cause of the stop, for the log: a signal's name, the program, or another rank."""
         if not self.requested:
             return "another rank was asked to stop"
         return self._signal.name if self._signal is not None else "the program asked to stop"

@@ -39,23 +39,25 @@ _MEMORY_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _AgreedSums:
-    """Sums over the world; where replicas step by themselves, the first three by replica, else of all ranks as one."""
+    """Sums over the world.  The first three have one entry per replica that steps by itself; else one entry in all."""
 
     loss_sums: Sequence[float]
     counts: Sequence[float]
     squares: Sequence[float]
     """Sum of squares of all gradient elements, before the correction of the scale."""
     unused: float
-    """Parameters that took no part, counted on every rank that holds them."""
+    """Number of parameters without a gradient, counted on every rank that holds them."""
     stop: float
+    """Number of ranks that were asked to stop."""
     memory_bytes: int
+    """Largest peak memory of any rank."""
     fingerprints: Sequence[float]
     """Fingerprint of each rank; none where none was given."""
 
 
 @dataclass(slots=True)
 class ReducedGradients:
-    """Gradients that are reduced, on the shards, and not applied yet: times `factor`, that of the mean loss."""
+    """Reduced gradients on the shards, before the update.  Times `factor` they are the gradient of the mean loss."""
 
     agreed: _AgreedSums
     factors: list[float]
@@ -157,9 +159,11 @@ class Stepper:
         )
 
     def begin(self, step: int, *, asks_routing: bool = False, seeds: bool = True) -> float:
-        """Begin a step whose gradients the caller makes: of (sum of losses × what this returns), added to the
-        parameters.  Then call `end`, or `reduce` and `apply`, or `abandon`.  Without `seeds` torch's generator goes on
-        as it is.  Call on every rank."""
+        """Begin a step whose gradients the caller computes, and return the scale of the loss.  Call on every rank.
+
+        The caller adds the gradients of (sum of losses × scale) to the parameters, and then calls `end`, or `reduce`
+        and `apply`, or `abandon`.  Without `seeds` torch's generator goes on as it is.
+        """
         if seeds:
             seed_step(self._seed, step, self._mesh.index("data"), self._mesh.device)
         self._before = [buffer.clone() for buffer in self._buffers]
@@ -211,12 +215,16 @@ class Stepper:
     ) -> ReducedGradients:
         """Reduce the gradients and agree.  Call on every rank; `apply` follows."""
         scale = self._scale
+        # The reductions of buckets were started by the backward.  The agreement comes after the last of them has ended,
+        # because it carries the squares of the reduced gradients; it is small, and costs its latency alone.
         with self._recorder.span("reduce_wait"):
             self._stores.finish()
             agreed = self._agree(totals, stop, fingerprint)
         if len(set(agreed.fingerprints)) > 1:
             self.abandon()
             on_difference()
+        # The backward ran on loss sum × scale / nominal count, since the true count was not known yet.  This factor
+        # turns that gradient into the one of loss sum / true count; if nothing counts, it must not divide by zero.
         factors = [self._nominal_count / ((count or 1.0) * scale) for count in agreed.counts]
         norms = [
             math.sqrt(squares) * factor if squares >= 0 else math.nan
@@ -228,6 +236,7 @@ class Stepper:
         """Update by what `reduce` has returned, or leave out a step whose gradients are not finite."""
         agreed, norms = reduced.agreed, reduced.norms
         loss_sum, count = sum(agreed.loss_sums), sum(agreed.counts)
+        # Every rank has the same sums, so every rank takes the same branch: no rank skips a step that others take.
         finite = all(map(math.isfinite, norms)) and math.isfinite(loss_sum)
         with self._recorder.span("optimizer"):
             if finite and agreed.counts[self._replica] > 0:
@@ -271,22 +280,31 @@ class Stepper:
         return min(1.0, self._max_gradient_norm / (norm + 1e-6))
 
     def _agree(self, totals: LossTotals, stop: float, fingerprint: float | None) -> _AgreedSums:
-        """The step's one world-wide all-reduce.  Memory goes in one slot per rank, so that a sum can give its maximum,
-        and so do fingerprints; what each replica needs for itself in one slot per replica."""
+        """Exchange all numbers of the step by its one world-wide all-reduce, a sum of fp64 slots.
+
+        With R replicas that step by themselves (else R = 1), and N ranks, every rank sends
+
+            [ loss sum ×R | count ×R | Σ squares ×R | unused | stop | memory ×N | fingerprint ×N, if asked for ]
+
+        A rank fills the slots of its own replica and of its own rank, and leaves zeros in the others.  So sums over a
+        replica's ranks, sums over the world, and values by rank come out of one sum: the maximum of the memories needs
+        no second collective, and unequal fingerprints can be seen on every rank.
+        """
         replicas, size = self._num_replicas, self._world.size
         slots = 3 * replicas + 2 + size * (1 if fingerprint is None else 2)
+        # fp64: a fingerprint below 2**53 and a count of bytes stay exact, and the sum of squares keeps its digits.
         mine = torch.zeros(slots, dtype=torch.float64, device=self._mesh.device)
         by_replica = mine[: 3 * replicas].view(3, replicas)[:, self._replica]
         by_replica[:2] = totals.addend(self._mesh)
         by_replica[2] = squared_norm(self._stores.shards)
-        mine[3 * replicas] = float(len(self._stores.unused()))
+        mine[3 * replicas] = float(len(self._stores.unused()))  # if the sum is not 0, `_update` asks for the names
         mine[3 * replicas + 1] = stop
         mine[3 * replicas + 2 + self._world.index] = float(self._peak_memory())
         if fingerprint is not None:
             mine[3 * replicas + 2 + size + self._world.index] = fingerprint
         if self._world.group is not None:
             dist.all_reduce(mine, group=self._world.group)
-        sums = mine.tolist()
+        sums = mine.tolist()  # waits for the device: clipping, and the choice to skip, are made on the host
         unused, stop, *by_rank = sums[3 * replicas :]
         loss_sums, counts, squares = (sums[kind * replicas : (kind + 1) * replicas] for kind in range(3))
         return _AgreedSums(loss_sums, counts, squares, unused, stop, int(max(by_rank[:size])), by_rank[size:])
@@ -299,9 +317,13 @@ class Stepper:
         return self._memory
 
     def _update(self, learning_rate: float, gradient_scale: float, some_unused: bool) -> None:
+        # Which parameters nobody used is asked by a second collective, and only where the first has counted some:
+        # models without such parameters never pay for it.
         skipped = self._unused_everywhere() if some_unused else frozenset[str]()
         self._optimizer.step(learning_rate, gradient_scale, skipped)
         self._stores.on_applied(skipped)
+        # A technique that changes masters at the end of the step must not meet gathers that still read them, so these
+        # are carried out now.  Otherwise gathers start here and end in the next forward.
         if any(technique.changes_masters for technique in self._ending):
             self._stores.publish()
         else:
@@ -316,6 +338,7 @@ class Stepper:
         flags = torch.tensor([float(name in mine) for name in names], device=self._mesh.device)
         for view in self._summing:
             dist.all_reduce(flags, group=view.group)
+        # A flag that has been summed over all these groups counts the ranks on which the parameter was unused.
         everyone = float(math.prod(view.size for view in self._summing))
         return frozenset(name for name, flag in zip(names, flags.tolist(), strict=True) if flag == everyone)
 
@@ -342,7 +365,14 @@ def squared_norm(shards: Sequence[Shard]) -> Tensor:
 
 def seed_step(seed: int, step: int, data_index: int, device: torch.device) -> None:
     """Seed torch's own generators from the step, so that even unkeyed randomness in a user's code repeats after a
-    resume."""
+    resume.
+
+    Ranks that share samples have one data index, and draw alike.
+    """
+    # A mixed-radix number with the primes above 10^6 and 2^12 as radices: keys differ as long as a run has fewer steps
+    # and data ranks than these.  Beyond, step 1,000,003 draws like step 0 of the next seed, and data rank 4,099 like
+    # rank 0 a step later, which no computation compares.  torch's generators mix a seed themselves, so neighbouring
+    # keys need no hash.
     key = ((seed * 1_000_003 + step) * 4_099 + data_index) % 2**63
     if device.type == "cpu":
         # `torch.manual_seed` writes down the stack for each device that is not there: 0.3 ms (a Xeon core, 2026-11).

@@ -1,4 +1,4 @@
-"""How fast training is, against what this machine was measured to do, and when it will be done."""
+"""Speed of a training, its share of the measured peak, and the time that is left."""
 
 from __future__ import annotations
 

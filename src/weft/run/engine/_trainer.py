@@ -27,11 +27,11 @@ from weft.run.engine._signals import StopRequest
 from weft.techniques.registry import saved_states
 
 _TRAFFIC_STEPS = 100
-"""Reported steps, the first ones, of which it is kept what they sent."""
+"""Number of reported steps, from the first on, whose traffic is kept."""
 
 
 class TrainingData(Protocol):
-    """What the loop asks of the data, on one data rank."""
+    """The data of one data rank, as the loop needs them."""
 
     def microbatches(self, step: int) -> Sequence[Batch]:
         """This data rank's microbatches of a step: a function of the step alone."""
@@ -42,7 +42,7 @@ class TrainingData(Protocol):
         ...
 
     def state(self, step: int) -> Mapping[str, Json]:
-        """What must be known to go on with the data after `step` finished steps."""
+        """Return the state that a checkpoint keeps to go on with the data after `step` finished steps."""
         ...
 
     def step_of(self, state: Mapping[str, Json]) -> int:
@@ -52,7 +52,7 @@ class TrainingData(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
-    """How a run ended."""
+    """The result of a run."""
 
     steps: int
     """Finished optimizer steps, those before a resume included."""
@@ -66,7 +66,7 @@ class TrainingResult:
     """Number of that signal; 0 when the run was not stopped, or by the program itself."""
     checkpoint: Path | None
     traffic: tuple[StepTraffic, ...]
-    """What rank 0 sent in the first steps that were reported and not skipped; none where nothing could be watched."""
+    """Traffic of rank 0 in the first steps that were reported and not skipped; empty if groups cannot be observed."""
 
 
 class Trainer:

@@ -58,7 +58,7 @@ def collect_sources(function: Callable[..., Any]) -> list[CellSource]:
 
 @dataclass
 class _SourceCollector:
-    """What was found so far among the names of a notebook or a script."""
+    """Collects definitions among the names of a notebook or a script."""
 
     names: Mapping[str, Any]
     sources: list[CellSource] = field(default_factory=list[CellSource])
@@ -127,7 +127,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _source_of(value: type | FunctionType) -> CellSource:
-    """Where a function or class is written."""
+    """Return the source of a function or class, with its place."""
     for file, lines in _candidate_texts(value):
         definition = _definition(value.__name__, "".join(lines))
         if definition is not None:
@@ -155,7 +155,7 @@ def _candidate_texts(value: type | FunctionType) -> Iterator[tuple[str, list[str
 
 
 def _cells() -> list[str]:
-    """What a notebook has run so far, by the numbers that stand beside its cells."""
+    """Return the cells that a notebook has run so far, by the numbers that stand beside them."""
     cells = getattr(sys.modules[_MAIN], "In", None)
     return [str(cell) for cell in cast(list[Any], cells)] if isinstance(cells, list) else []
 
@@ -194,7 +194,10 @@ def _names_in(source: str) -> list[str]:
 
 
 def run_sources(job: LaunchJob, folder: Path) -> Any:
-    """In a rank: make a module of the sources, with their lines where they stood, and call a function of it."""
+    """Make a module of the sources and call a function of it.  Runs in a rank.
+
+    Every definition keeps its line number, so that tracebacks name the user's own lines.
+    """
     assert isinstance(job.arguments, dict)
     function, sources, sys.argv = job.target, job.arguments["sources"], [job.target]
     module = ModuleType("weft_cells")

@@ -1,4 +1,4 @@
-"""The default process group of a rank, from its first moment to its last."""
+"""Joins and leaves the default process group of a rank."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 _NOTICE_TIMEOUT_SECONDS = 0.5
-"""How long the launcher's notice may come after the error that it explains."""
+"""Time to wait for the launcher's notice after the error that it explains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distributed:
-    """What a rank knows about itself while its process group lives."""
+    """A rank of a living process group: its number, its device, and news of other ranks' failures."""
 
     rank_info: RankInfo
     device: torch.device
@@ -118,7 +118,7 @@ def _rank_in_group() -> RankInfo:
 
 
 def _error_naming_rank(error: Exception, listener: FailureListener | None) -> CollectiveError | None:
-    """Of a rank's error that only says that another is gone: the one that names it, and why."""
+    """Return the error that names the failed rank, for an error that only says that some peer is gone; else None."""
     text = str(error).strip()
     if listener is None or not is_secondary_error(text):
         return None

@@ -29,7 +29,7 @@ class RankFailure:
 
     rank: int
     how: str
-    """How it ended, as the rest of a sentence: `was killed by SIGKILL`."""
+    """The rest of a sentence about its end, such as `was killed by SIGKILL`."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.how}"
@@ -64,7 +64,7 @@ def notify(pipes: Iterable[int], failure: RankFailure) -> None:
 
 
 def notify_other_ranks(folder: Path, num_processes: int, failure: RankFailure) -> None:
-    """Say to all ranks but the one that failed, which is this process and can say why, that it has."""
+    """Notify all other ranks that this one has failed.  Called in the failed rank, which alone knows the reason."""
     for rank in range(num_processes):
         with suppress(OSError):  # nobody listens any more
             pipe = os.open(failure_pipe_path(folder, rank), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)

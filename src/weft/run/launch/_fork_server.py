@@ -1,4 +1,4 @@
-"""The launcher's hold on a fork server: started once, it carries one job after another."""
+"""The fork server, as its owner sees it: started once, it runs one job after another."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from weft.errors import LaunchError
 from weft.run.launch._rank_info import RankInfo
 
 _CLOSED_ERRORS = (BrokenPipeError, ConnectionResetError)
-"""What a socket says whose other end has died."""
+"""Errors of a socket whose other end has died."""
 _TRAINING = ("weft.run.worker", "torch._dynamo")
-"""Modules that the ranks of a training need: nearly as long to import as torch.  The second is one that torch imports
-with the first operator that it decomposes: 0.5 s in every rank (Xeon 2.5 GHz, 2026-11-28)."""
+"""Modules that the ranks of every training need.  Importing them takes nearly as long as torch.  torch itself imports
+the second one with the first operator that it decomposes: 0.5 s in every rank (Xeon 2.5 GHz, 2026-11-28)."""
 _SCRIPT = Path(__file__).with_name("_fork_server_main.py")
 
 
@@ -127,7 +127,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Number of the process."""
+        """Process id."""
         return self._process.pid
 
     @property

@@ -1,4 +1,4 @@
-"""The warm ancestor of the ranks: a process that imports torch, computes nothing, and forks.
+"""The main program of the fork server: it imports torch, computes nothing, and forks ranks.
 
 A rank forked from it is at work within a tenth of a second, where a fresh interpreter needs seconds to import torch.
 It runs as a script, so that its children's children (data workers) can import it again cheaply.  For every job it forks
@@ -210,7 +210,7 @@ def _signal_all(living: dict[int, int], number: signal.Signals) -> None:
 
 
 def _receive_setup(control: socket.socket) -> dict[str, list[str]]:
-    """Where to import from, and what, which the launcher says first: four bytes of length, then JSON."""
+    """Read the launcher's first message, import path and modules to preload: four bytes of length, then JSON."""
     length = int.from_bytes(control.recv(4, socket.MSG_WAITALL), "little")
     text = control.recv(length, socket.MSG_WAITALL) if length else b""
     if len(text) < length or not length:

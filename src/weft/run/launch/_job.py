@@ -1,4 +1,4 @@
-"""What the launcher asks its fork server to start, and what the ranks leave for it: JSON files in a private folder."""
+"""The job that a launcher gives to its fork server, and the exits of its ranks: JSON files in a private folder."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LaunchJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExit:
-    """How a rank ended, as it says itself."""
+    """The exit of a rank, as the rank itself reports it."""
 
     rank: int
     host: str
@@ -52,7 +52,7 @@ class RankExit:
     """Type of the exception that ended it."""
     message: str = ""
     trace: list[str] = dataclasses.field(default_factory=list[str])
-    """Where it was raised: the innermost calls, outermost first."""
+    """The innermost calls of its traceback, outermost first."""
     is_weft_error: bool = False
     """Whether the error is one of `weft.errors`, whose message says everything."""
     weft_status: int = 2

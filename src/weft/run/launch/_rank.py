@@ -1,4 +1,4 @@
-"""What a freshly forked rank does: take its place, run its function or script, and say how that ended."""
+"""The life of a freshly forked rank: it runs its function or script, and reports how that ended."""
 
 from __future__ import annotations
 

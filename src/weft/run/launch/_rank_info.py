@@ -1,4 +1,4 @@
-"""Where a rank stands among the others."""
+"""The numbers of a rank: rank, world size, local rank, and where it meets the others."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from weft.events.progress import ProgressBoard, ProgressRow
 from weft.files import write_whole
 
 FAILURE_PIPE_VARIABLE = "WEFT_SUPERVISOR"
-"""What `weft launch` sets beside the standard variables: the rank's `RankInfo.failure_pipe`."""
+"""Environment variable that `weft launch` sets beside the standard ones: the rank's `RankInfo.failure_pipe`."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Which rank a process is, as whoever started it says."""
+    """The numbers of one rank, as its launcher gave them."""
 
     rank: int
     world_size: int
@@ -27,9 +27,9 @@ class RankInfo:
     local_world_size: int
     """Ranks on this host."""
     store: str | None = None
-    """File at which the ranks of this host meet; None: at MASTER_ADDR and MASTER_PORT, as torchrun arranges it."""
+    """Path of the file store of this host's ranks; None: they meet at MASTER_ADDR and MASTER_PORT, as torchrun's do."""
     failure_pipe: str | None = None
-    """FIFO in which the launcher says which rank has failed; None: nobody would say so."""
+    """Path of the FIFO of failure notices; None: there is no launcher that writes any."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> RankInfo | None:
@@ -65,8 +65,10 @@ class RankInfo:
             return None
 
     def report_run_folder(self, run: Path) -> None:
-        """Tell the launcher, where there is one, which folder the run's is: what only it learns, such as a rank that
-        was killed, goes there, too.  Call on one rank."""
+        """Tell the launcher, if there is one, the folder of the run.  Call on one rank.
+
+        The launcher writes there what only it learns, such as the kill of a rank.
+        """
         if self.failure_pipe is None:
             return
         note = run_folder_note(Path(self.failure_pipe).parent)

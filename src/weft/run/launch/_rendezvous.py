@@ -1,4 +1,4 @@
-"""Where the ranks of a default group meet: a store of their own for each group, as many as a process may make.
+"""The rendezvous of a default group's ranks: every group that a process makes gets a key prefix of its own.
 
 A store outlives the group that was formed at it: the launcher's, torchrun's, the file of launched ranks.  Another group
 at the same keys would read what the first has left there, such as a segment of memory that is gone.  So every rank
@@ -22,7 +22,7 @@ _RETRY_SECONDS = 0.05
 
 
 def rendezvous_store(rank_info: RankInfo, timeout: timedelta) -> Store:
-    """Return a store that the ranks of one group use, all of which have come.  Call on every rank.
+    """Wait for all ranks of a new group, and return the store that they use.  Call on every rank.
 
     Raises:
         CollectiveError: a rank has not come in time, or has died.

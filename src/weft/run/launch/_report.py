@@ -1,4 +1,4 @@
-"""Which rank failed first, told in a few lines."""
+"""Finds the rank that failed first, and reports its failure in a few lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_WIDTH = 300
 _MOST_LETTERS = 2_000
 """Letters of a line of an error that is not Weft's."""
 _TIMEOUT_TEXTS = ("timed out", "Timed out", "timeout", "Timeout")
-"""What torch says on a rank that has waited in vain."""
+"""Texts in errors of torch on a rank that has waited in vain."""
 
 
 def first_cause(
@@ -59,7 +59,7 @@ def _shortened(line: str) -> str:
 
 
 def _ended(rank: int, code: int, when: float, outcome: RankExit | None) -> RankExit:
-    """What a failed rank said itself, or what its exit code says of it."""
+    """Return the exit that a failed rank reported, or one that is made from its exit code."""
     if outcome is not None and outcome.error is not None:
         return outcome
     if code > 0:

@@ -1,4 +1,4 @@
-"""Errors that only say that another rank is gone."""
+"""Recognises secondary errors: those that only say that another rank is gone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECONDARY_TEXTS = (
     "aborted the group",
     "so this one could not go on",
 )
-"""What Gloo, NCCL and Weft say on a rank whose peer has left: never the cause, where there is another."""
+"""Texts of Gloo, NCCL and Weft on a rank whose peer has left.  Such an error is never the cause if there is another."""
 
 
 def is_secondary_error(message: str) -> bool:

@@ -1,7 +1,8 @@
-"""Processes of a job that a signal has stopped: they are named soon, waited for as long as collectives wait, and then
-the run ends.
+"""Watches for processes of a job that a signal has stopped (SIGSTOP).  After a second a warning names such a process;
+when it has been stopped for as long as collectives wait, the run ends.
 
-A stopped process says nothing, and whoever waits for it knows only that it is late.  The launcher asks the system.
+A stopped process cannot report itself, and ranks that wait for it only know that it is late.  So the launcher asks the
+operating system.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ class _Stopped:
 
 @dataclass(slots=True)
 class StoppedProcesses:
-    """Which processes of a job are stopped now, and what to do about them."""
+    """The processes of a job that are stopped now, with warnings about them."""
 
     stopped_timeout_seconds: float
     warn: Callable[[str], object]
     fork_server: int = 0
-    """Process that forks the parents of ranks.  Nobody has a reason to stop it or them: the launcher continues them."""
+    """Pid of the process that forks the parents of ranks.  Nobody has a reason to stop these processes, so the launcher
+    continues them."""
     ranks: dict[int, int] = field(default_factory=dict[int, int])
     """Rank → pid."""
     _stopped: dict[int, _Stopped] = field(default_factory=dict[int, _Stopped])
@@ -57,7 +59,7 @@ class StoppedProcesses:
         self.ranks.pop(rank, None)
 
     def poll(self) -> None:
-        """Ask the system, and say what is new."""
+        """Ask the system which processes are stopped, and warn of what is new."""
         self.continue_parents(say=True)
         stopped_now = {one.pid: one for one in self._stopped_now()}
         for pid, before in self._stopped.items():
@@ -74,7 +76,7 @@ class StoppedProcesses:
                 )
 
     def continue_parents(self, *, say: bool = False) -> None:
-        """Let what only serves the run go on: without it nobody would learn how ranks end."""
+        """Continue a stopped fork server or parent of ranks: without them the launcher would not see how ranks end."""
         for pid in (self.fork_server, *children_of(self.fork_server)) if self.fork_server else ():
             if is_stopped(pid):
                 with suppress(ProcessLookupError):
@@ -84,7 +86,7 @@ class StoppedProcesses:
                     self.warn(f"{what} was stopped by a signal, and has been continued.")
 
     def cause(self) -> str | None:
-        """What to say of the run's end if it failed now for want of a process; None where none is stopped."""
+        """Return the report of a run that ends because a process is stopped; None if none is stopped."""
         now = {one.pid: one for one in self._stopped_now()}
         first = min(now.values(), key=lambda one: self._stopped.get(one.pid, one).since, default=None)
         if first is None:

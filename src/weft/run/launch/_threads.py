@@ -1,4 +1,4 @@
-"""How many threads a rank computes with, where its environment says so."""
+"""The number of threads that the environment gives to a rank."""
 
 from __future__ import annotations
 

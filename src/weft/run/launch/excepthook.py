@@ -1,8 +1,8 @@
-"""What ends a script is said so that its user finds it.
+"""Installs `sys.excepthook`, so that the error which ends a script is easy to find.
 
-Once this module is imported, an error of Weft that ends the process is printed as its text and the user's line, without
-Weft's own calls; all others as before.  Under torchrun either also stands in the agent's report of the first failure,
-which otherwise knows the exit status alone.
+Once this module is imported, an error of Weft that ends the process is printed as its text and the user's line,
+without Weft's own calls.  Other errors are printed as before.  Under torchrun both are also written into the agent's
+error file; otherwise its report would have the exit status alone.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 def report_to_torchrun(text: str, *, follows: bool = False) -> None:
-    """Leave word of what ended this process for the agent of torchrun, if it was started by one.
+    """Write the error that ended this process into the error file of torchrun's agent, if the agent started it.
 
-    What `follows` from an error of another rank is dated behind that: the agent counts whole seconds, and takes the
-    first.
+    An error that `follows` from one of another rank is dated a second later: the agent counts whole seconds, and
+    reports the earliest error.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if not path:

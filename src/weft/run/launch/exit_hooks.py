@@ -1,4 +1,4 @@
-"""What is done when a script ends whose session nobody has closed, and what it ended by."""
+"""Hooks that run when a script ends, such as the one that closes a session which nobody has closed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 
 ExitHook = Callable[[BaseException | None], None]
-"""Is told the error that the script ended by; None: it came to its end."""
+"""Takes the error that ended the script; None: the script came to its end."""
 
 _HOOKS: ContextVar[tuple[ExitHook, ...]] = ContextVar("_HOOKS", default=())
 
@@ -18,7 +18,7 @@ _HOOKS: ContextVar[tuple[ExitHook, ...]] = ContextVar("_HOOKS", default=())
 def add_exit_hook(hook: ExitHook) -> Callable[[], None]:
     """Have `hook` called once, when the script ends: by Weft's launcher, which reports what it raises, else by Python.
 
-    Returns what takes that back.
+    Returns a function that removes the hook.
     """
 
     def call() -> None:

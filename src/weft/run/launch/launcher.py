@@ -185,7 +185,7 @@ def launch_script(
 
 
 class _LauncherRun(Run):
-    """What the launcher says of a job: on the terminal, and in the folder of the run once the ranks have named it."""
+    """Events of the launcher: on the terminal, and in the folder of the run once the ranks have reported it."""
 
     def __init__(self, folder: Path, terminal: Sink) -> None:
         super().__init__(None, [terminal])

@@ -67,7 +67,7 @@ def measure_choices_as_rank(
     sizes: list[int],
     backend: BackendKind = "auto",
 ) -> str | None:
-    """What each rank does; rank 0 returns the table as JSON."""
+    """Measure on one rank; rank 0 returns the table as JSON."""
     arrangement: Arrangement | None = None
     if place is not None:
         order, nodes, (rows, columns) = place

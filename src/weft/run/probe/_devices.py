@@ -1,4 +1,4 @@
-"""What a device does how fast: matrix products, attention, memory, one block."""
+"""Measures a device: matrix products, attention, memory, one block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 
 class _BenchSizes(NamedTuple):
-    """What is measured of a kind of device."""
+    """Sizes at which a kind of device is measured."""
 
     shapes: tuple[tuple[int, int, int], ...]
     """M, N, K: squares, tokens by layers, weights' gradients (tokens are K), a head."""
@@ -79,7 +79,7 @@ _GPU_FIGURES = _BenchSizes(
 
 
 class Concurrency(NamedTuple):
-    """How many ranks of each node work at the same time, each with how many threads."""
+    """Number of ranks that work on each node at the same time, and threads of each."""
 
     ranks: int
     threads: int
@@ -87,7 +87,7 @@ class Concurrency(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBench:
-    """Where one rank measures: its device, its peers, and how long each figure may take."""
+    """The bench of one rank: its device, its peers, and the time for each figure."""
 
     device: torch.device
     setting: Concurrency
@@ -138,7 +138,7 @@ def measure_devices(bench: DeviceBench, precisions: Sequence[str]) -> Measured:
 
 
 def number_of_figures(device: torch.device, precisions: Sequence[str]) -> int:
-    """How many timings one setting takes."""
+    """Return the number of timings of one setting."""
     return sum(figure.parts for figure in _figures(device, precisions))
 
 
@@ -161,7 +161,7 @@ def _figures(device: torch.device, precisions: Sequence[str]) -> list[_DeviceFig
 
 
 def _row(kind: Callable[..., object], **fields: object) -> Callable[[Sequence[Timing], Concurrency], object]:
-    """How a figure of one piece of work is written down: as a row of that kind."""
+    """Return a function that writes the timing of one kind of work down as a row of that kind."""
 
     def write(timings: Sequence[Timing], setting: Concurrency) -> object:
         return kind(**fields, **setting._asdict(), **_rounded(timings[0])._asdict())
@@ -222,7 +222,7 @@ def _update(device: torch.device, elements: int) -> _DeviceFigure:
 
 
 def _smallest(device: torch.device) -> _DeviceFigure:
-    """What an operator costs whatever its size: seconds."""
+    """Return the figure of the smallest operator: the seconds that any operator costs, whatever its size."""
 
     def prepare() -> Sequence[Callable[[], object]]:
         one = torch.ones(16, device=device, requires_grad=True)

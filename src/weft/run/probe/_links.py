@@ -1,4 +1,4 @@
-"""How long collectives take over the job's links, by kind, size, members, and groups at work at the same time."""
+"""Times collectives over the job's links, by kind, size, members, and number of groups at work at the same time."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _doublings(most: int) -> list[int]:
 
 
 def number_of_times(rank_info: RankInfo, device: torch.device) -> int:
-    """How many timings `measure_links` takes."""
+    """Return the number of timings of `measure_links`."""
     return len(peers_of(rank_info)) * len(KINDS) * len(_CPU_SIZES if device.type == "cpu" else _GPU_SIZES)
 
 

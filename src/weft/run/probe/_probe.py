@@ -81,7 +81,7 @@ def _handed_over(findings: Findings, node: Node, keep: Callable[[ChoiceTable], o
 
 
 def measure_as_rank(rank_info: RankInfo, **arguments: Any) -> dict[str, Any] | None:
-    """What a rank that `probe` started does; rank 0 returns its findings as plain tables."""
+    """Measure on a rank that `probe` started; rank 0 returns the findings as plain tables."""
     findings = probe_rank(rank_info, **arguments, log=_say if rank_info.rank == 0 else _keep_quiet)
     return dataclasses.asdict(findings) if rank_info.rank == 0 else None
 

@@ -1,4 +1,4 @@
-"""What every rank of a probe does."""
+"""The work of every rank of a probe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.run.probe._links import Reach, measure_links, number_of_times
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What a probe found; the same on every rank."""
+    """The findings of a probe; the same on every rank."""
 
     device: str
     """Type of torch device."""
@@ -208,7 +208,7 @@ def _name(setting: Concurrency) -> str:
 
 
 def _line(part: Measured, setting: Concurrency) -> str:
-    """What one setting showed: best products by precision, memory."""
+    """Return a line on one setting: its best matrix products by precision, and its memory."""
     best: dict[str, float] = {}
     for row in part.matrix:
         best[row.precision] = max(best.get(row.precision, 0.0), row.flops_per_second)

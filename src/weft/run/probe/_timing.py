@@ -16,7 +16,7 @@ _FEWEST, _MOST = 3, 2000
 
 
 class Timing(NamedTuple):
-    """Of one run of a piece of work."""
+    """The time of one run of a piece of work."""
 
     seconds: float
     """Median."""

@@ -1,4 +1,4 @@
-"""What a rank of a training does.  It is handed a finished plan, and knows nothing of how plans are found."""
+"""The ranks of a training.  A rank gets a finished plan, and knows nothing of how plans are found."""
 
 from weft.run.worker._facts import facts_of_blueprint as facts_of_blueprint
 from weft.run.worker._run import run_rank as run_rank

@@ -1,4 +1,4 @@
-"""What a plan must know of a model that has been built."""
+"""Facts of a built model that a plan depends on."""
 
 from __future__ import annotations
 

@@ -99,7 +99,8 @@ class RecipeProof:
         return replace(self.recipe, batch=replace(self.recipe.batch, global_batch_size=samples))
 
     def _by_rank_0(self) -> tuple[PlainResult | None, str, str]:
-        """What plain PyTorch computes, the digest under which the proof is kept, and the line that is said instead."""
+        """Return plain PyTorch's result, the digest under which the proof is kept, and the line to print if there is no
+        result."""
         blueprint = build_blueprint(self._part(), Plan())
         if reason := self._unproven(blueprint):
             return None, "", f"proof     not proven: {reason}"

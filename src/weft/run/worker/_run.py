@@ -1,4 +1,4 @@
-"""What each rank of `weft train` does.  Everything it needs lies in the run's folder: recipe, plan, prepared data."""
+"""A rank of `weft train`.  Everything it needs lies in the run's folder: recipe, plan, prepared data."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def _own_groups() -> Generator[None]:
 
 @contextmanager
 def _events_of(folder: RunFolder, recipe: Recipe, rank: int, quiet: bool) -> Generator[Run]:
-    """What this rank says goes into its folder, and on rank 0 to the terminal; the error that it ends with, too."""
+    """Open the event stream of this rank: into the run's folder, and on rank 0 to the terminal.  The error that ends
+    the rank is one of the events."""
     sinks: list[Sink] = [LogSink(folder.log(rank))]
     if rank == 0:
         sinks.append(WarningSink())

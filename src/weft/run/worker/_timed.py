@@ -83,7 +83,7 @@ def _agreed(seconds: float, device: torch.device) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """Whose turn it is.  Every rank walks through the same turns, and works in those of its own team."""
+    """The turns of several teams.  Every rank walks through the same turns, and works in those of its own team."""
 
     folder: Path
     rank: int
@@ -130,7 +130,7 @@ class _Turns:
 def run_rank(
     rank_info: RankInfo, *, recipe: str, plans: list[str], rounds: int, most: int, always: int, folder: str
 ) -> dict[str, dict[str, Any]]:
-    """What each rank does; `recipe` and `plans` are TOML.  Returns what it measured of its own team's plans."""
+    """Run one rank; `recipe` and `plans` are TOML.  Returns the timings of its own team's plans."""
     what, known = parse_recipe(recipe), [parse_plan(text) for text in plans]
     every = teams_of(known)
     sizes = [world_size for world_size, _ in every]
@@ -161,7 +161,7 @@ def _going_on(early: dict[int, float], most: int, always: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _TimedTrials:
-    """What a rank has built and measured, by the index of the plan."""
+    """The trials that a rank has built, and their timings, by the index of the plan."""
 
     recipe: Recipe
     plans: Sequence[Plan]

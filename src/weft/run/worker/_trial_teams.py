@@ -1,4 +1,4 @@
-"""Which plans can be timed one after another in the same processes."""
+"""Groups plans into teams: those of one team can be timed one after another in the same processes."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def teams_of(plans: Sequence[Plan]) -> list[Team]:
 
 
 def team_of(plan: Plan) -> Team:
-    """What plans must have in common to run in the same processes: the size of the world, and what carries it."""
+    """Return the key of a plan's team, which holds all that plans of one process must share: world size and backend."""
     return plan.mesh.world_size, plan.compute.backend

@@ -1,4 +1,4 @@
-"""Whether ranks that share a group would start the same operations on it: where not, a job hangs or is wrong."""
+"""Checks that ranks which share a group would start the same operations on it; otherwise a job hangs or is wrong."""
 
 from __future__ import annotations
 

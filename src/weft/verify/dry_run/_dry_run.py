@@ -33,7 +33,7 @@ ActivationShape = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """What a rank holds between steps, exactly, padding included."""
+    """Bytes that a rank holds between steps, exactly, padding included."""
 
     weights: int
     """Parameters in the compute precision; under fp32 they are the masters as well."""
@@ -43,9 +43,9 @@ class StateBytes:
     optimizer: int
     buffers: int
     residuals: int = 0
-    """What compression of gradients owes to later steps, and bases of compressed gradients."""
+    """Residuals and bases of compressed gradients."""
     techniques: int = 0
-    """What the plan's techniques keep besides, such as the anchor and outer momentum of local steps."""
+    """Other state of the plan's techniques, such as the anchor and outer momentum of local steps."""
 
     @property
     def total(self) -> int:
@@ -66,13 +66,13 @@ class RankReport:
     step_traffic: Mapping[tuple[str, str], tuple[float, float]]
     """(axis, operation) → (count, bytes) of a whole step of the plan."""
     activation: ActivationShape | None
-    """What passes from stage to stage; None without a pipeline."""
+    """Shape and dtype of the activation between stages; None without a pipeline."""
     notes: tuple[str, ...]
 
     unlike_predicted: tuple[str, ...] = ()
-    """Where this step sends otherwise than the rank's predicted program says; empty: it is exactly that."""
+    """Differences between the sends of this step and the rank's predicted program; empty: they are equal."""
     unpredicted: tuple[str, ...] = ()
-    """Why no program of this model can be predicted; then `unlike_predicted` is not asked."""
+    """Reasons why no program of this model can be predicted; then `unlike_predicted` stays empty."""
 
 
 def dry_run_rank(
@@ -160,9 +160,9 @@ def _uncompiled(plan: Plan) -> Plan:
 
 
 def microbatch_counts(plan: Plan, rank: int) -> tuple[int, int, tuple[int, ...]]:
-    """A rank's microbatches per step, the fewest that show a schedule's pattern, and how many each dry run takes.
+    """Return a rank's microbatches per step, the fewest that show a schedule's pattern, and those of each dry run.
 
-    The largest of these is also as many as are ever in flight.
+    The last number is also the most microbatches that are ever in flight.
     """
     shares = plan.microbatch.shares(plan.mesh.data)
     whole = max(shares[_data_index(plan, rank)], 1)

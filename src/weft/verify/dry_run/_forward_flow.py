@@ -34,7 +34,7 @@ class CallFlow(TorchDispatchMode):
         """Tensors kept so that no two storages have one address."""
 
     def begin(self, place: int, result: Tensor) -> None:
-        """From now on `result` is that of a call, and of those before it."""
+        """Mark `result` as the result of a call, and of those calls that it already depends on."""
         self._alive.append(result)
         self._places[_storage(result)] = self.places(result) | {place}
 

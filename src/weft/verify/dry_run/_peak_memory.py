@@ -30,14 +30,14 @@ from weft.verify.dry_run._dry_run import (
 )
 
 _CPU_RESERVE_BYTES, _ACCELERATOR_RESERVE_BYTES = 2**28, 2**30
-"""Kept free for what a rank alone does not have: communicators with their buffers, and streams or data workers."""
+"""Memory kept free for what a lone rank lacks: communicators with their buffers, and streams or data workers."""
 _REFUSALS = ("can't allocate memory", "not enough memory", "out of memory")
 """Messages of torch's allocators of the host's memory, pinned or not, which raise a plain RuntimeError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakMemory:
-    """What a rank's step took."""
+    """Memory of a rank's step."""
 
     fits: bool
     """Whether every allocation was granted."""
@@ -108,6 +108,6 @@ def _activation(recipe: Recipe, plan: Plan, build: Callable[[], Blueprint], rank
 
 
 def _prefer_this_process_when_memory_ends() -> None:
-    """Where the host runs out of memory, Linux should end this attempt and nobody's work."""
+    """Make Linux end this process first if the host runs out of memory: it is an attempt, and nobody's work."""
     with suppress(OSError):
         Path(f"/proc/{os.getpid()}/oom_score_adj").write_text("1000")

@@ -1,4 +1,4 @@
-"""What a rank does that tries whether a step finds memory."""
+"""A rank that tries whether a step fits into memory."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _one(tensor: Tensor) -> bool | int | float:
 
 
 def _all_of(tensor: Tensor) -> Tensor:
-    """What `nonzero` returns when nothing is zero: (elements, dims)."""
+    """Return the result of `nonzero` for a tensor without zeros: (elements, dims)."""
     return torch.zeros((tensor.numel(), tensor.ndim), dtype=torch.int64, device=tensor.device)
 
 
@@ -49,7 +49,7 @@ ANSWERS: Mapping[Any, Callable[[Tensor], Any]] = {
     torch.ops.aten._local_scalar_dense.default: _one,
     torch.ops.aten.nonzero.default: _all_of,
 }
-"""What only real numbers could answer: comparisons hold, what is counted or measured is 1, nothing is zero."""
+"""Answers to questions that need real values: comparisons hold, counts and norms are 1, nothing is zero."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ class WorldReport:
     compared: tuple[int, ...]
     """Neighbours of the first of them whose collectives were compared with its own."""
     problems: tuple[str, ...]
-    """Where two ranks of a group would start different operations."""
+    """Places where two ranks of a group would start different operations, one sentence each."""
 
 
 def representative_ranks(plan: Plan) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ def dry_run_world(
     known, draws = dict[int, RankReport](), find_draws(plan, build)
 
     def activation_of(rank: int) -> ActivationShape | None:
-        """What the first stage sends: tensor and context ranks may send shards of different lengths."""
+        """Return the activation that a rank of the first stage sends; tensor and context ranks may differ in length."""
         place = axis_coordinates(plan.mesh, rank)
         if plan.mesh.pipeline == 1 or place["pipeline"] == 0:
             return None

@@ -1,4 +1,4 @@
-"""Reads off a blueprint what its ranks' programs need: one forward on the meta device, with notes at its modules."""
+"""Traces a model's sends: one forward on the meta device, with hooks at its modules, gives all that programs need."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NOTED = ("column", "row", "channel_out", "channel_in", "vocab", "gathered_input
 
 
 def trace_sends(blueprint: Blueprint) -> Outline:
-    """Return the outline of a whole model, as plans of any kind share it out.  Not collective, and takes no memory.
+    """Trace the sends of a full model; any plan can be applied to the result.  Not collective, and takes no memory.
 
     Raises:
         PlanError: the model brings no example batch.
@@ -159,13 +159,14 @@ def _grid_cut(blueprint: Blueprint, name: str) -> GridCut | None:
 
 
 def _kind_for(blueprint: Blueprint, name: str, owner: str) -> str | None:
-    """How a parameter's own rule, or else its module's, has it."""
+    """Return the split kind of a parameter: that of its own rule, else of its module's."""
     own = blueprint.rule_of_parameter(name)
     return blueprint.kind_of(owner) if own is None else own.kind
 
 
 def _partial(kind: str | None, leaf: str, in_region: bool) -> Any:
-    """Of which modules each tensor rank computes a part of the gradient."""
+    """Return when tensor ranks compute partial gradients of a parameter: `always`, `never`, or `sequence`: only under
+    sequence parallelism."""
     if kind in ("heads", "features", "gather"):
         return "always"
     if in_region and (kind == "sequence" or (kind == "row" and leaf == "bias")):

@@ -1,4 +1,4 @@
-"""In which precisions a plan is compared with one process, and the files in which its ranks leave what they saw."""
+"""Cases of the numerics check: precisions to compare in, and the files of each rank's trial."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def _own_samples_only(evidence: Evidence) -> str | None:
 
 
 def _subset(parts: Sequence[Tensor], shard: Tensor) -> tuple[int, ...] | None:
-    """Which of the parts add up to the shard; all of them before some."""
+    """Return the indices of the parts that add up to the shard, preferring all of them; None if none do."""
     scale = max(float(part.norm()) for part in parts)
     # All parts before some: a parameter that no sample touches (zero gradient) belongs to every subset.
     for size in range(len(parts), 0, -1):
@@ -255,7 +255,7 @@ def _only_some_kind(evidence: Evidence) -> str | None:
 
 
 def _kind_clause(evidence: Evidence, names: Sequence[str]) -> str:
-    """What the parameters have in common, when only they differ."""
+    """Return a clause on what the differing parameters have in common; empty if all parameters differ."""
     everyone = {name.partition("/")[2] for name in evidence.reference.gradients}
     if set(names) == everyone:
         return ""
@@ -441,7 +441,7 @@ def _shards(evidence: Evidence, kind: str, key: str) -> Iterator[tuple[int, Chec
 
 
 def _slice(whole: Tensor, shard: CheckpointShard) -> Tensor:
-    """What the shard of a rank should hold of a whole tensor, flat."""
+    """Return the elements of a full tensor that belong to a rank's shard, flat."""
     return shard.split.slice(whole).double().flatten()[shard.start : shard.start + shard.tensor.numel()]
 
 

@@ -1,4 +1,4 @@
-"""What each rank of `weft check` does: one trial after another, each written into a file."""
+"""A rank of `weft check`: it runs one trial after another, and writes each into a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Put the ranks of a trial together, and compare two trials as the law of the house says."""
+"""Joins the ranks of a trial, and compares two trials: a plan's with that of one process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from weft.verify.numerics._differences import TOLERANCES, assemble, compare
 from weft.verify.numerics._trial import Trial
 
 Quantity = Literal["initial weight", "loss", "gradient", "gradient norm", "weight", "buffer", "validation loss"]
-"""What can differ, in the order in which a step makes it."""
+"""Kinds of values that are compared, in the order in which a step computes them."""
 
 _QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 _MADE: tuple[Quantity, ...] = ("initial weight", "loss", "gradient", "gradient norm")
-"""What the first step makes, in order."""
+"""Kinds of the first step, in the order in which it computes them."""
 _NOISE_FACTOR = 4.0
 """A lower precision may be so many times as far from one process as one process is from itself in fp64."""
 _NOTHING = 1e-12
@@ -31,7 +31,7 @@ _NOISY = 1e-2
 
 @dataclass(slots=True, kw_only=True)
 class TrialResult:
-    """What all ranks of a trial saw together."""
+    """The results of a trial, joined over all ranks."""
 
     initial: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -43,7 +43,7 @@ class TrialResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """Something that is not what one process computes."""
+    """A value beyond its limit: not what one process computes."""
 
     kind: Quantity
     name: str
@@ -66,7 +66,7 @@ class Comparison:
     num_noisy: int = 0
     """Gradients that rounding alone moves by more than 1 %: held to their limits, and left out of `largest`."""
     rounds_inside: str = ""
-    """What the model rounds to a narrower type by itself, in fp64; that sets the limits."""
+    """Operators of the model that round to a narrower type although it runs in fp64.  They set the limits."""
     mismatches: tuple[Mismatch, ...]
     """Ordered by `Quantity`, then as the forward meets them; empty: equal to one process."""
 
@@ -105,7 +105,7 @@ def compare_results(
     In fp64 everything is held to 1e-10.  In lower precisions `exact`, one process in fp64, says how large rounding is:
     a tensor may differ by 1e-5 in fp32, or by four times the distance of one process from `exact`, whichever is
     more; gradients that are zero in exact arithmetic and weights after the steps (which an optimizer such as Adam
-    moves by the sign of a rounding error) are not judged there, the loss curve that they make is.
+    moves by the sign of a rounding error) are not compared there; the loss curve that they give is.
 
     `nudged` are runs of one process, in the same precision, whose weights were moved by a rounding (`nudge_weights`),
     and a plan may differ by four times what that does.  In fp64 it is a rounding of what the model computes in inside,
@@ -142,7 +142,7 @@ def compare_results(
 
 
 def _when(mismatch: Mismatch) -> int:
-    """What is made first stands first: later steps after everything of the first."""
+    """Return the sort key of a mismatch: what is computed first comes first, later steps after all of the first."""
     if mismatch.step > 1:
         return len(_MADE)
     return _MADE.index(mismatch.kind) if mismatch.kind in _MADE else len(_MADE) + 1
@@ -200,7 +200,7 @@ def _state_distances(one: TrialResult, other: TrialResult) -> dict[Quantity, dic
 
 
 class _CheckLimits:
-    """How far a plan may be from one process."""
+    """Largest differences from one process that a plan may have."""
 
     def __init__(
         self, reference: TrialResult, exact: TrialResult | None, nudged: Sequence[TrialResult], precision: str

@@ -1,4 +1,4 @@
-"""Compare what two plans computed, tensor by tensor, as the law of the house says."""
+"""Compares the tensors of two plans, by the tolerances of the numerics check."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLOOR = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far one tensor is from the reference."""
+    """Relative distance of one tensor from the reference."""
 
     name: str
     relative: float

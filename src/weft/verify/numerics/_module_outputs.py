@@ -1,4 +1,4 @@
-"""Where a forward goes wrong: what each module returns, beside what it returns in one process."""
+"""Finds the module at which a forward goes wrong, from the outputs of all modules beside those of one process."""
 
 from __future__ import annotations
 

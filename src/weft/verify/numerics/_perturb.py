@@ -45,7 +45,7 @@ def nudge_weights(blueprint: Blueprint, precision: Precision, *, draw: int = 0) 
 
 
 _Change = Callable[[str, Tensor, torch.Generator | None], None]
-"""What is done to a parameter, by its name, with a generator; None: the default one, which is seeded for its module."""
+"""Changes a parameter, given its name and a generator; None: torch's default one, which is seeded for its module."""
 
 
 def _generator(name: str) -> torch.Generator:

@@ -25,7 +25,7 @@ from weft.verify.numerics._trial import InnerCasts, one_process
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainLoop:
-    """What plain PyTorch computes from given initial weights, in fp64."""
+    """A training loop in plain PyTorch, from given initial weights, in fp64."""
 
     recipe: Recipe
     plan: Plan
@@ -34,7 +34,7 @@ class PlainLoop:
 
     @property
     def steps(self) -> int:
-        """How many optimizer steps are taken."""
+        """Number of optimizer steps."""
         return self.recipe.run.steps
 
     def run(self, blueprint: Blueprint, initial: Mapping[str, Tensor]) -> TrialResult:

@@ -1,4 +1,4 @@
-"""What one process can say beyond a trial: the order of its forward, and what each part of the batch contributes."""
+"""Facts from one process beyond a trial: the order of its forward, and the gradient of each part of the batch."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def _spread(whole: int, count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _ScaledBlocks:
-    """How many blocks a plan needs that is scaled down, how they fall into stages, and which are computed again."""
+    """Blocks of a plan that is scaled down: their number, their stages, and their recomputation."""
 
     plan: Plan
     stages: int
@@ -194,7 +194,7 @@ class _ScaledBlocks:
         return tuple(cuts)
 
     def words(self) -> Recompute | tuple[Recompute, ...]:
-        """What is computed again: one word, or one per block, of which each word is left."""
+        """Return the recomputation: one word for all blocks, or one per block so that each word of the plan stays."""
         words = self.plan.memory.block_words
         if not self.plan.memory.differs_by_block:
             return words[0]

@@ -42,7 +42,7 @@ class SmallCase:
     label_range: int | None
     """Class labels are below this; None: as the blueprint says."""
     notes: tuple[str, ...] = ()
-    """What the small model leaves out."""
+    """Sentences on what the small model leaves out."""
 
 
 def shrink_case(
@@ -83,7 +83,7 @@ def shrink_case(
 
 @dataclass(frozen=True, slots=True)
 class _SplitSizes:
-    """Into how many parts ranks divide the sizes of a model."""
+    """Numbers by which a plan's ranks divide the sizes of a model."""
 
     whole: int
     """Parts of its heads under the plan, and of all else that tensor ranks divide."""

@@ -25,7 +25,7 @@ from weft.verify.numerics._keep_fp64 import KeepFp64
 
 @dataclass(slots=True, kw_only=True)
 class Trial:
-    """What one rank saw.  Pieces are copies, named `gradient/<parameter>` and as in a checkpoint."""
+    """Results of a trial on one rank.  Its shards are copies, named `gradient/<parameter>` and as in a checkpoint."""
 
     initial: list[CheckpointShard]
     """Masters, frozen parameters and buffers before the first step."""
@@ -39,9 +39,9 @@ class Trial:
     state: list[CheckpointShard]
     """Masters, frozen parameters and buffers after the last step."""
     launched: list[Counter[tuple[str, str, int]]]
-    """How often each (axis, operation, bytes) was launched: for the gradients of the first step, then by each step."""
+    """(axis, operation, bytes) → launches: first those for the gradients of the first step, then those of each step."""
     rows: list[tuple[tuple[str, int, int], ...]]
-    """What of that only data decided (`ParallelModel.take_rows`)."""
+    """Row counts among the launches that only the data decide (`ParallelModel.take_rows`)."""
     unused: list[bool]
     """Whether some parameter took no part on some rank, by step."""
     narrowed: Mapping[str, Precision]
@@ -49,7 +49,7 @@ class Trial:
 
 
 InnerCasts = Literal["wide", "as written"]
-"""What becomes of casts inside a model in fp64: `wide` ignores those that would narrow, because rounding inside would
+"""Treatment of casts inside a model in fp64: `wide` ignores those that would narrow, because rounding inside would
 hide whether two plans agree."""
 
 

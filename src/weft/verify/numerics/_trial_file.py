@@ -1,4 +1,4 @@
-"""What a rank saw, as a file: how trials come home from ranks that are other processes."""
+"""A rank's trial as a file: trials of other processes come back this way."""
 
 from __future__ import annotations
 

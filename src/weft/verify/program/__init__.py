@@ -1,4 +1,4 @@
-"""Predicts what a rank sends in a step, from recipe, plan and an outline of the model.  No torch."""
+"""Predicts the sends of a rank in a step, from recipe, plan and a send trace of the model.  No torch."""
 
 from weft.verify.program._compare import Traffic as Traffic
 from weft.verify.program._compare import differences as differences

@@ -1,4 +1,4 @@
-"""Whether what was predicted is what was seen."""
+"""Compares predicted with recorded traffic."""
 
 from __future__ import annotations
 

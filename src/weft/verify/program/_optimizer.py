@@ -1,5 +1,4 @@
-"""What optimizers that look at whole parameters sum over the ranks that hold their parts
-(`weft.run.engine.optimizers`)."""
+"""Sums over ranks by optimizers that look at whole parameters (`weft.run.engine.optimizers`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Composes what every technique says of a rank's sends."""
+"""Composes a rank's sends in a step from what every technique predicts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.verify.program._compare import Traffic
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """What one rank sends in a step."""
+    """Sends of one rank in a step."""
 
     sends: tuple[RankSend, ...]
 
@@ -49,7 +49,7 @@ class RankProgram:
 
 
 def occasions_of(recipe: Recipe, plan: Plan, step: int, *, is_first: bool, some_unused: bool) -> tuple[When, ...]:
-    """Return what is special about a step, from 0.
+    """Return the occasions on which a step, counted from 0, sends more than others.
 
     `is_first`: its process has taken none before.  `some_unused`: some parameter took no part on some rank.
     """
@@ -138,7 +138,7 @@ def _update(
     members: Sequence[HeldParameter],
     tables: Sequence[HeldParameter],
 ) -> Iterator[RankSend]:
-    """What whoever works on masters sends: of parameters that ZeRO-3 has cut, of buckets, and of tables."""
+    """Yield the sends of averages and optimizers, over parameters that ZeRO-3 has cut, buckets, and tables."""
     masters = [(parameter.name, math.prod(shape)) for parameter, shape in cut]
     masters += [(parameter.name, parameter.num_elements) for parameter in tables]
     here: list[tuple[HeldParameter, Shape]] = [(parameter, shape) for parameter, shape in cut if math.prod(shape)]

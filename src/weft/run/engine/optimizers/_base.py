@@ -1,4 +1,4 @@
-"""What every optimizer over shards offers."""
+"""The contract of optimizers over shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a recipe to an optimizer."""
+"""Creates the optimizer of a recipe."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from weft.techniques.core import Shard
 
 @dataclass(frozen=True, slots=True)
 class FusedKind:
-    """What the runs of one call have in common."""
+    """Properties that all ranges of one fused call share."""
 
     group: int
     device: torch.device

@@ -24,7 +24,7 @@ class ShardRange:
     start: int
     stop: int
     step: int
-    """How often these parameters have been updated, this time included; 0 where nobody counts."""
+    """Updates of these parameters so far, this one included; 0 if the optimizer does not count."""
 
 
 class StepCounts:

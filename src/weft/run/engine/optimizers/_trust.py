@@ -1,4 +1,4 @@
-"""What LAMB and LARS share: norms of whole parameters, and which parameters they adapt."""
+"""Shared by LAMB and LARS: norms of whole parameters, and the choice of parameters that they adapt."""
 
 from __future__ import annotations
 

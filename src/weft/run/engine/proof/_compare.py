@@ -31,12 +31,12 @@ _WIDE = ("fp64", "fp32")
 _NOISE_FACTOR = 4.0
 """A plan may be so many times as far from plain PyTorch as a rounding of the weights carries it."""
 _KINDS = ("draws", "dtype", "loss", "gradient", "buffer", "weight", "held")
-"""What can differ, in the order in which it is told."""
+"""Kinds of deviations, in the order in which they are reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deviation:
-    """Something that plain PyTorch computes otherwise."""
+    """A value that differs from plain PyTorch's by more than its limit."""
 
     kind: str
     """One of `draws`, `dtype`, `loss`, `gradient`, `buffer`, `weight`, `held`."""
@@ -48,18 +48,18 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a proof has found; the same on all ranks."""
+    """The result of a proof; the same on all ranks."""
 
     num_tensors: int
     largest: float
     """Largest relative difference of a gradient."""
     deviations: tuple[Deviation, ...]
-    """What differs, in the order in which a step makes it; empty: proven."""
+    """Everything beyond its limit, in the order in which a step computes it; empty: proven."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReferenceTensor:
-    """A tensor of plain PyTorch, as all ranks know of it."""
+    """A tensor of plain PyTorch, by name, shape and norm.  All ranks know these; rank 0 alone has the values."""
 
     name: str
     shape: tuple[int, ...]
@@ -113,8 +113,8 @@ def _bare(known: _ReferenceTensor) -> str:
 
 
 class _ProofLimits:
-    """How far a plan may be from plain PyTorch (as `weft.verify.numerics` judges one process in fp64 beside
-    another)."""
+    """Largest differences from plain PyTorch that a plan may have, by tensor.  `weft.verify.numerics` compares two
+    trials in the same way."""
 
     def __init__(
         self, known: Sequence[_ReferenceTensor], losses: Sequence[float], noise: Sequence[float], precision: str

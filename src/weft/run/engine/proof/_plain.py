@@ -26,7 +26,7 @@ from weft.run.engine.proof._snapshot import Snapshot
 from weft.techniques.randomness.quiet import AmongRanksError, quiet
 
 STEPS = 2
-"""What the first step leaves behind, in weights, buffers and states, the second one reads."""
+"""Two steps, because the second one reads what the first has written: weights, buffers and optimizer states."""
 _LAST_DIGIT: Mapping[str, float] = {"fp64": 2.0**-52, "fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10}
 """Distance from 1 to the next number."""
 _SEED = 20_261_127
@@ -47,7 +47,7 @@ Objective = Callable[[], tuple[Tensor, float]]
 
 @dataclass(slots=True, kw_only=True)
 class PlainResult:
-    """What the steps computed, as copies on the CPU."""
+    """Results of the steps, as copies on the CPU."""
 
     losses: list[float] = field(default_factory=list[float])
     norms: list[float] = field(default_factory=list[float])

@@ -20,7 +20,7 @@ from weft.techniques.randomness.quiet import DrawLedger, quiet
 
 @dataclass(slots=True, kw_only=True)
 class StepsOfRank:
-    """What one rank saw."""
+    """Results of the steps under the plan, on one rank."""
 
     losses: list[float] = field(default_factory=list[float])
     norms: list[float] = field(default_factory=list[float])

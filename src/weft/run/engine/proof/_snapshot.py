@@ -26,11 +26,11 @@ _FOREIGN = ("torch", "numpy", "builtins", "collections", "weft", "threading", "l
 """Packages whose objects (apart from modules and optimizers) are left alone: nothing of theirs belongs to a model."""
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"_parameters", "_buffers", "_modules", "training"}
-"""What torch keeps in a module's `__dict__` beside its contents: hooks."""
+"""Names in a module's `__dict__` that are torch's own, such as hooks."""
 
 
 class Snapshot:
-    """What the roots hold now, each with the name that names of tensors begin with.
+    """A copy of everything that the roots hold now.  A root is given with the prefix of its tensors' names.
 
     Parameters of `except_weights_of` are left alone: somebody else puts them back.
     """
@@ -134,7 +134,7 @@ class Snapshot:
         self._tensors.setdefault(name, (lambda: tensor, kept))
 
     def _visit_class(self, kind: type, depth: int) -> None:
-        """What a class of the user's keeps for all its objects, and the variables that its functions can reach."""
+        """Visit the class attributes of a user's class, and the variables that its functions can reach."""
         for base in kind.__mro__:
             if id(base) in self._seen or base.__module__.partition(".")[0] in _FOREIGN:
                 continue

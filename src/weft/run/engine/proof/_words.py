@@ -22,8 +22,10 @@ def line_of(verdict: Verdict, seconds: float, *, kept: bool) -> str:
 
 
 def difference_of(verdict: Verdict, plan: Plan, owners: Mapping[str, str]) -> str:
-    """What differs first, in which module, of what kind it likely is, and the change to make.  `owners`: class of each
-    module by its name."""
+    """Return a sentence on the first deviation: its tensor, its module, its likely cause, and the change to make.
+
+    `owners` maps the name of each module to its class.
+    """
     first = verdict.deviations[0]
     others = len(verdict.deviations) - 1
     more = f" ({others} more differ{'s' if others == 1 else ''})" if others else ""
@@ -34,7 +36,7 @@ def difference_of(verdict: Verdict, plan: Plan, owners: Mapping[str, str]) -> st
 
 
 def failure_of(error: Exception, plan: Plan) -> str:
-    """What a step under the plan raised where plain PyTorch goes through."""
+    """Return a sentence on the error of a step under the plan, where plain PyTorch raises none."""
     said = (str(error).splitlines() or [""])[0]
     return (
         f"plain PyTorch takes two steps on this model, and a step under this plan ({_axes(plan)}) raises"
@@ -64,7 +66,7 @@ def is_of_plan(error: Exception) -> bool:
 
 
 def _what(deviation: Deviation, owners: Mapping[str, str]) -> str:
-    """What differs and by how much."""
+    """Return the deviation in words, with its size."""
     by = "" if math.isinf(deviation.relative) else f" by {deviation.relative:.1e} (limit {deviation.limit:.1e})"
     match deviation.kind:
         case "draws":

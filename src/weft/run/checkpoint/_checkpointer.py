@@ -107,9 +107,13 @@ class Checkpointer:
         Raises:
             SaveError: on every rank, when any of them could not write; the previous checkpoints are as they were.
         """
+        # All ranks write into one partial folder, whose name rank 0 draws: a save that died leaves a folder that no
+        # later one can take for its own.  61 bits, because agreement is by int64 and must stay below `MAXIMUM`.
         token = f"{self.peers.share(secrets.randbits(61))[0]:016x}"
         partial = partial_path(self.folder, step, token)
         first = self.peers.rank == 0
+        # Three phases, and an agreement after each: no rank writes before the folder is there, nothing is committed
+        # before all ranks have written, and all ranks raise the same error if one of them fails.
         try:
             with self._together(step):
                 if first:
@@ -126,6 +130,7 @@ class Checkpointer:
                 remove_partial(partial)
             raise
         self._goes_on = True
+        # Old checkpoints are removed only now, after the new one is durable, so that one is complete at every moment.
         if first:
             self._tidy(step, token)
         return self.folder / _folder.step_name(step)
@@ -168,6 +173,7 @@ class Checkpointer:
         from weft.run.checkpoint._match import match
         from weft.run.checkpoint._plan_state import fill_plan_state  # loaded where a checkpoint is
 
+        # Every part is matched before the first tensor changes: a training that cannot load goes on as it was.
         matched = [match(stored, shards, self.peers) for stored, shards in parts]
         with torch.no_grad():
             for (stored, shards), by_name in zip(parts, matched, strict=True):
@@ -192,6 +198,7 @@ class Checkpointer:
         complete = _folder.complete_checkpoints(self.folder)
         manifest = Manifest(
             step=step,
+            # The step does not say which checkpoint is newest: a run that goes on from an earlier one saves it again.
             sequence=max((one.manifest.sequence for one in complete), default=0) + 1,
             token=token,
             world=self.peers.world,
@@ -223,6 +230,7 @@ class Checkpointer:
             problem, sound = str(error), False
         except Exception as error:
             problem, defect, sound = f"{type(error).__name__}: {error}", error, False
+        # Two agreements on every path, with an error or without: ranks must make the same calls in the same order.
         sound = self.peers.minimum([int(sound)])[0] == 1
         problem = self.peers.first_problem(problem)
         if problem is not None:
@@ -250,6 +258,7 @@ class Checkpointer:
         for number in range(self.peers.share(len(complete))[0]):
             mine = complete[number].manifest if self.peers.rank == 0 else None
             token, step = self.peers.share(*((int(mine.token, 16), mine.step) if mine is not None else (0, 0)))
+            # Looked for by token: on a file system whose ranks see different states, names and order may differ.
             same = [one.path for one in complete if (int(one.manifest.token, 16), one.manifest.step) == (token, step)]
             stored, problem = self._open_verified(same[0] if same else None, check)
             if stored is not None:

@@ -74,8 +74,9 @@ def write_tensors(path: Path, entries: Sequence[TensorEntry], metadata: Mapping[
         header[entry.key] = {"dtype": dtype, "shape": list(entry.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors start aligned
+    text += b" " * (-len(text) % 8)  # tensors start aligned; the format allows spaces after the header
     digest = xxhash.xxh3_128()
+    # "x": a file that exists belongs to another save.  Unbuffered: chunks go to the kernel as they are.
     with path.open("xb", buffering=0) as file:
         _write_all(file.fileno(), len(text).to_bytes(8, "little") + text, digest)
         for entry in entries:
@@ -83,6 +84,7 @@ def write_tensors(path: Path, entries: Sequence[TensorEntry], metadata: Mapping[
                 _write_all(file.fileno(), chunk, digest)
             if entry.written is not None:
                 entry.written()
+        # The commit renames a folder whose contents must be on the disk; each rank syncs its own files, in parallel.
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
     return StoredFile(name=path.name, size_bytes=size, digest=digest.hexdigest())

@@ -83,6 +83,7 @@ def find_checkpoint(path: Path) -> Path:
 
 def remove_old(folder: Path, keep: int, token: str) -> None:
     """Remove complete checkpoints but the newest `keep`; best effort."""
+    # Renamed first, at one moment: an interrupted removal leaves no folder that looks complete and lacks files.
     for one in complete_checkpoints(folder)[keep:]:
         gone = folder / f"{step_name(one.manifest.step)}.removing-{token}{one.manifest.sequence:x}"
         with tolerated(f"old checkpoint {one.path.name} could not be removed"):
@@ -97,6 +98,8 @@ def remove_leftovers(folder: Path) -> None:
     """
     for path in _folders(folder, _LEFTOVER):
         kind = path.name.split(".")[1].split("-")[0]
+        # `.replaced-` may be the only complete folder of its step: between the two renames of a commit it is, and a
+        # kill there leaves it so.  It goes once the new folder of that step has its manifest.
         successor = folder / path.name.split(".")[0] / MANIFEST
         superseded = kind == "removing" or (kind == "replaced" and successor.exists())
         if superseded or (kind == "partial" and _is_orphan(path)):
@@ -108,6 +111,7 @@ def _folders(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
     if not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
+        # Not through links: what is removed or loaded must lie in this folder.
         if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             yield path
 
@@ -124,6 +128,7 @@ def _is_orphan(partial: Path) -> bool:
         pid, machine = owner.count("pid", least=1, most=(1 << 31) - 1), owner.text("machine")
     except CheckpointError:
         return False
+    # The process of another machine, or of another container, cannot be asked for; its folder stays.
     return machine == machine_name() and start_of(pid) != owner.values.get("started")
 
 

@@ -32,6 +32,8 @@ def match(
     for shard in shards:
         if not is_of_plan(shard.name):
             by_name.setdefault(shard.name, []).append(shard)
+    # What is missing, each rank sees alone.  What is too much shows only over all ranks, since each has its stage's
+    # part; that exchange is entered by all or by none, because the first problem is the same on all.
     problem = peers.first_problem(_problem_of(stored, by_name))
     if problem is None:
         problem = _unexpected(stored, by_name, peers)

@@ -22,6 +22,7 @@ def module_shards(
     frozen it.  Buffers that are not persistent are recomputed by their module and not saved.  No collective; the part's
     tensors must be contiguous.
     """
+    # Stores hold masters of what is trained, and yield shards of them; the parameters themselves are casts of those.
     others = [(name, tensor) for name, tensor in module.named_parameters() if layout[name].name not in trained]
     shards = [_shard("model/", layout[name], parameter, mesh) for name, parameter in others]
     shards.extend(_shard("buffer/", layout[name], buffer, mesh) for name, buffer in _saved_buffers(module))

@@ -47,10 +47,13 @@ class Peers:
 
     def first_problem(self, problem: str | None) -> str | None:
         """Return the problem of the lowest rank that has one, on every rank; None when nobody has."""
+        # The minimum of the ranks that have a problem names the one whose text is shown.
         first = self.minimum([self.rank if problem is not None else self.world])[0]
         if first == self.world:
             return None
         mine = (problem or "unknown").encode()[:_TEXT_BYTES] if first == self.rank else b""
+        # Its length and then its bytes are shared in the same way: the other ranks take part with values that no length
+        # and no byte exceeds.
         length = self.minimum([len(mine) if first == self.rank else MAXIMUM])[0]
         text = bytes(self.minimum(list(mine) if first == self.rank else [255] * length)).decode(errors="replace")
         return text if self.world == 1 else f"rank {first}: {text}"

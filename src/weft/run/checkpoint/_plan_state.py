@@ -60,6 +60,7 @@ def fill_plan_state(stored: StoredCheckpoint, shards: Sequence[CheckpointShard],
         raise CheckpointError(f"{stored.folder} does not fit: {problem}")
     _warn_of_lost(stored, plan_shards, addends, peers)
     _warn_of_lost_replicas(stored, plan_shards, peers)
+    # The same number of addends as before has the same stored names, so each rank gets its own tensor, bit for bit.
     for shard in plan_shards:
         if shard.stored_name in stored.runs:
             stored.fill(shard.stored_name, [shard])

@@ -86,6 +86,9 @@ class StoredCheckpoint:
         runs = self.runs[name]
         whole: Tensor | None = None
         for shard in shards:
+            # Cut alike, the stored ranges and the shard are runs of the same flat tensor, so only what overlaps is
+            # read.  Cut otherwise, elements of one run are scattered over the other, so the tensor is joined, once for
+            # all.
             if runs[0].split.form == shard.split.form:
                 self._copy_overlaps(runs, shard)
                 continue
@@ -109,6 +112,7 @@ class StoredCheckpoint:
 
     def _open(self, run: StoredRange) -> TensorFile:
         if run.file not in self._handles:
+            # Dictionaries keep their order, so this closes the file that was opened first.
             while len(self._handles) >= _OPEN_FILES:
                 self._handles.pop(next(iter(self._handles))).close()
             try:

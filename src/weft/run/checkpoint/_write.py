@@ -58,6 +58,8 @@ def check_ranks(folder: Path, world: int) -> tuple[StoredFile, ...]:
         content = path.read_bytes()
         index = parse_index(path, content)
         for file in index.files:
+            # Size only: digests were taken while the bytes were written, and a save must not
+            # read every byte back.  Loading verifies them.
             if (size := (folder / file.name).stat().st_size) != file.size_bytes:
                 raise CheckpointError(f"{folder / file.name} has {size:,} bytes; {file.size_bytes:,} were written.")
         stored.append(StoredFile(name=path.name, size_bytes=len(content), digest=digest_of(content)))
@@ -75,6 +77,8 @@ def runs_by_name(runs: Iterable[StoredRange]) -> dict[str, list[StoredRange]]:
     by_name: dict[str, list[StoredRange]] = {}
     for run in runs:
         by_name.setdefault(run.name, []).append(run)
+    # Ranks decide for themselves which elements they write.  Two that both took themselves for the first replica, or
+    # none that did, show here as an overlap or a gap, before the save is committed.
     for name, group in by_name.items():
         _check_cover(name, group)
     return by_name
@@ -90,6 +94,7 @@ def _check_cover(name: str, runs: list[StoredRange]) -> None:
     parts = runs[0].split.parts
     size = math.prod(runs[0].local_shape)
     runs.sort(key=lambda run: (run.split.index, run.start, run.length))
+    # Sorted by part and start, the ranges of a part must follow one another without gap from 0 to its size.
     groups = {part: list(group) for part, group in groupby(runs, key=lambda run: run.split.index)}
     if size and len(groups) < parts:
         missing = next(part for part in range(parts) if part not in groups)
@@ -132,6 +137,7 @@ def _tensor_of(shard: CheckpointShard) -> Tensor:
 
 
 def _run_of(shard: CheckpointShard, file: str, taken: set[str]) -> StoredRange:
+    # A file may hold several ranges of one tensor (segments of different buckets), and its keys must differ.
     key, number = shard.stored_name, 1
     while key in taken:
         number += 1

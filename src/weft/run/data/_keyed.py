@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""2**64 divided by the golden ratio, the increment of splitmix64."""
 _ROUNDS = 8
 
 
@@ -26,6 +27,7 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def keyed(*keys: int | NDArray[np.integer]) -> NDArray[np.uint64]:
     """Hash the keys, broadcast against each other, to uint64 of at least one dimension."""
+    # One round for each key: keys in another order, or one more of them, give another number.
     state = np.zeros(1, np.uint64)
     with np.errstate(over="ignore"):
         for key in keys:
@@ -42,6 +44,7 @@ def uniform(*keys: int | NDArray[np.integer]) -> NDArray[np.float64]:
 
 def normal(*keys: int | NDArray[np.integer]) -> NDArray[np.float64]:
     """Return standard normal numbers keyed by `keys` (Box and Muller)."""
+    # uniform() may be 0 and is never 1, so 1 − u keeps the logarithm finite.
     radius = np.sqrt(-2.0 * np.log1p(-uniform(*keys, 1)))
     return radius * np.cos(2.0 * math.pi * uniform(*keys, 2))
 
@@ -60,6 +63,7 @@ class Permutation:
     def __init__(self, size: int, *key: int) -> None:
         assert size > 0, size
         self.size = size
+        # Two halves of nearly equal size mix best; with rows = ⌈√size⌉ the product exceeds the size by less than a row.
         rows = math.isqrt(size - 1) + 1
         self._rows = np.uint64(rows)
         self._columns = np.uint64(-(-size // rows))
@@ -70,11 +74,15 @@ class Permutation:
         flat = np.asarray(positions, np.int64).ravel()
         assert not flat.size or (flat.min() >= 0 and flat.max() < self.size), "position outside the permutation"
         result = self._once(flat.astype(np.uint64))
+        # Cycle walking: a position that falls on a spare cell is mapped on, until it falls inside.  That is a
+        # permutation of range(size), because the network is one of the larger square.
         while (outside := np.flatnonzero(result >= np.uint64(self.size))).size:
             result[outside] = self._once(result[outside])
         return result.astype(np.int64).reshape(np.shape(positions))
 
     def _once(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        # A Feistel network adds to one half what a hash makes of the other, which can be undone: so it is a bijection,
+        # whatever the hash.
         left, right = values // self._columns, values % self._columns
         for number in range(0, 2 * _ROUNDS, 2):
             left = (left + keyed(self._round_keys[number], right) % self._rows) % self._rows

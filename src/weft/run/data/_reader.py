@@ -64,6 +64,8 @@ class ValidationReader:
         real = ids[ids < self.size]
         corpora = np.searchsorted(self._bases, real, side="right").astype(np.int64) - 1
         samples = gather(self._sets, corpora, real - self._bases[corpora], real, self.fields)
+        # The last batch is filled up to its full shape with samples that no loss counts: all ranks run as many
+        # microbatches, of the same shape, and pipelines and collectives need no other case.
         batch = {name: self._ignored(name, field, len(ids)) for name, field in self.fields.items()}
         for name, values in samples.items():
             batch[name][: len(real)] = values
@@ -89,11 +91,13 @@ def gather(
     """Read each sample from its set and put it at its place in the batch."""
     fields = with_ids(sets[0].fields) if fields is None else fields
     batch: Fields = {name: np.empty((len(ids), *field.shape), field.dtype) for name, field in fields.items()}
+    # One read for each corpus: its rows are near one another in its files.
     for corpus in np.unique(corpora).tolist():
         rows = np.flatnonzero(corpora == corpus)
         for name, values in sets[corpus].read(index[rows], ids[rows]).items():
             batch[name][rows] = values
     batch["sample_ids"] = ids
+    # Looked for here and not in the loss: the sample is still known by its id.
     for name, values in batch.items():
         if values.dtype.kind == "f":
             check_finite(name, values, ids)

@@ -19,6 +19,7 @@ from weft.errors import DataError, PlanError
 from weft.run.data._keyed import Permutation
 
 _LONGEST_PERIOD = 65_536
+"""Largest number of draws in a period, which is laid out in memory: two int64 of each, 1 MiB."""
 
 
 class Blend:
@@ -37,6 +38,8 @@ class Blend:
         self.counts = _period_counts(weights)
         self.period = int(self.counts.sum())
         corpus = np.repeat(np.arange(len(self.counts)), self.counts)
+        # The draws of every corpus lie evenly over the period, so that no corpus comes in bursts.  A stable sort
+        # settles draws at the same point by the order of the corpora, alike on every rank.
         nth = np.concatenate([np.arange(count) for count in self.counts])
         order = np.argsort((nth + 0.5) / self.counts[corpus], kind="stable")
         self._corpus, self._nth = corpus[order], nth[order]
@@ -55,6 +58,7 @@ def _period_counts(weights: Sequence[float]) -> NDArray[np.int64]:
                 f"data.train[{index}].weight = {weight}: a blend needs positive finite weights. "
                 f"Give a number above 0, or leave the source out."
             )
+    # By its decimal text 0.1 is one tenth; as a float it would have a denominator of 2**55, and no short period.
     fractions = [Fraction(str(weight)) for weight in weights]
     total = sum(fractions, Fraction(0))
     fractions = [fraction / total for fraction in fractions]
@@ -62,6 +66,8 @@ def _period_counts(weights: Sequence[float]) -> NDArray[np.int64]:
     if period <= _LONGEST_PERIOD:
         return np.array([int(fraction * period) for fraction in fractions], np.int64)
     exact = np.array([float(fraction) * _LONGEST_PERIOD for fraction in fractions])
+    # Largest remainders: rounded down first, then the corpora that lost most get one draw more.  Each keeps one at
+    # least.
     counts = np.maximum(np.floor(exact), 1).astype(np.int64)
     while (missing := _LONGEST_PERIOD - int(counts.sum())) > 0:
         counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
@@ -105,6 +111,8 @@ class Sampler:
         key = (epoch, corpus)
         permutation = self._orders.get(key)  # threads that read ahead may ask, and clear, at the same time
         if permutation is None:
+            # A permutation is a few keys; steps ask for at most two epochs of a corpus at a time, and old ones are
+            # dropped.
             if len(self._orders) > 4 * len(self.sizes):
                 self._orders.clear()
             permutation = self._orders[key] = Permutation(self.sizes[corpus], self.seed, corpus, epoch)
@@ -119,12 +127,15 @@ class Sampler:
         """Return the sample ids at positions of the infinite stream."""
         corpora, draws = self.blend.draws(positions)
         ids = np.empty(len(positions), np.int64)
+        # By corpus and epoch, because each has a permutation of its own; a batch that crosses the end of an epoch has
+        # samples of two.
         for corpus in np.unique(corpora).tolist():
             mine = np.flatnonzero(corpora == corpus)
             epochs, places = np.divmod(draws[mine], self.sizes[corpus])
             for epoch in np.unique(epochs).tolist():
                 here = epochs == epoch
                 index = self.order(epoch, corpus)(places[here])
+                # The epoch is part of the id, so that masks and augmentation of a sample differ from epoch to epoch.
                 ids[mine[here]] = epoch * self.size + self._bases[corpus] + index
         return ids
 
@@ -137,6 +148,7 @@ class Sampler:
     def state(self, step: int, fingerprint: str) -> dict[str, int | str]:
         """Return what a checkpoint keeps of the data before `step` runs: one cursor, and what it counts in."""
         size = self.global_batch_size
+        # Samples and not steps: a cursor that says how many samples were used does not depend on the batch size.
         return {"cursor": step * size, "seed": self.seed, "fingerprint": fingerprint, "global_batch_size": size}
 
     def step_of(self, state: Mapping[str, object], fingerprint: str) -> int:

@@ -89,7 +89,7 @@ def initialise_distributed(
     rank_info = rank_info or RankInfo.from_environment() or RankInfo(0, 1, 0, 1)
     own_device = device_for_rank(device, rank_info.local_rank)
     seconds = COLLECTIVE_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
-    released: set[str] = set()
+    released: set[str] = set()  # groups whose waits have been ended: the listener calls again for groups made later
     pipe = rank_info.failure_pipe if rank_info.world_size > 1 else None
     with listening_for_failures(
         pipe, rank_info.rank, lambda failure: release_groups(failure.rank, released)
@@ -100,6 +100,8 @@ def initialise_distributed(
             if dist.is_initialized():
                 dist.barrier()  # nobody leaves while another still waits for its last message
         except (CollectiveError, RuntimeError) as error:
+            # A peer's death reaches this rank as an error of some transport, and as the launcher's notice; either may
+            # come first.  The notice names the rank and its reason, so the transport's error gives way to it.
             better = _error_naming_rank(error, listener)
             if better is None:
                 raise
@@ -139,7 +141,8 @@ def _init_process_group(rank_info: RankInfo, device: torch.device, timeout: time
     if requested == "auto" and rank_info.world_size == 1:
         requested = "gloo"  # nobody to share memory with
     backend = backend_for(device, shared=ranks_share_device(device, rank_info.local_world_size), wanted=requested)
-    # Ranks start further apart than they run.
+    # Ranks start further apart than they run: one may still import while another waits here.  So the plan's timeout, if
+    # it is shorter, holds only after all have joined.
     join_timeout = max(timeout, timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
     store = rendezvous_store(rank_info, join_timeout)
     dist.init_process_group(

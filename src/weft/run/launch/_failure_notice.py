@@ -46,6 +46,7 @@ def open_failure_pipes(folder: Path, num_processes: int) -> list[int]:
     pipes: list[int] = []
     for rank in range(num_processes):
         os.mkfifo(failure_pipe_path(folder, rank), 0o600)
+        # O_RDWR: opening for writing alone fails without a reader, and content is dropped when the last end closes.
         pipes.append(os.open(failure_pipe_path(folder, rank), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
     return pipes
 
@@ -81,7 +82,7 @@ class FailureListener:
     def __init__(self, pipe: str, rank: int, on_failure: Callable[[RankFailure], object]) -> None:
         self._rank = rank
         self._on_failure = on_failure
-        self._descriptor = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
+        self._descriptor = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)  # O_RDWR: the thread never meets an end of file
         self._failure: RankFailure | None = None
         self._is_notified = threading.Event()
         self._is_over = threading.Event()
@@ -107,8 +108,9 @@ class FailureListener:
                 if not line:
                     continue
                 rank, how = json.loads(line)
-                if rank == self._rank:
+                if rank == self._rank:  # a rank that fails notifies itself, too
                     continue
+                # The first notice counts: later ones are of ranks that failed because of it.
                 self._failure = RankFailure(rank, how)
                 self._is_notified.set()
                 self._on_failure(self._failure)

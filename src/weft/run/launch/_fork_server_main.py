@@ -45,6 +45,8 @@ def serve(control: socket.socket, preload: list[str]) -> int:
     _import(*preload)
     fork_server = os.getpid()
     for number in itertools.count(1):
+        # One job at a time, and each in a child: what a job imports before its ranks are forked happens here and stays
+        # for the next job, whereas the ranks, their pipes and their orphans belong to the child and end with it.
         folder, descriptors = _next_job(control)
         job = LaunchJob.read(folder)
         with contextlib.suppress(OSError):  # a folder that is gone is the ranks' to find out
@@ -53,7 +55,7 @@ def serve(control: socket.socket, preload: list[str]) -> int:
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            control.close()
+            control.close()  # else the launcher would not see the fork server's end while a job runs
             die_with(fork_server)
             return parent_ranks(job, folder, *descriptors)
         for descriptor in descriptors:
@@ -82,11 +84,14 @@ def parent_ranks(job: LaunchJob, folder: Path, commands: int, events: int) -> in
 
     adopt_orphans()  # what a rank leaves, stopped data workers among it, is ended here
     failure_pipes = open_failure_pipes(folder, job.num_processes)
-    # Ranks inherit the blocked signal and let it through once their handler is in place, so that none is lost.
+    # A Ctrl-C may come while ranks are being forked.  They inherit the blocked signal, and unblock it once their
+    # handler is in place: until then it stays pending, and none is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     wake_read, wake_write = os.pipe()
     for descriptor in (wake_read, wake_write):
-        os.set_blocking(descriptor, False)
+        os.set_blocking(descriptor, False)  # a signal handler must never wait for a full pipe
+    # Scripts meet at MASTER_ADDR and MASTER_PORT, as under torchrun; functions meet at a file in the job's folder.  The
+    # port is bound before the fork, so that no other process can take it before the store listens.
     listener = _loopback_listener() if job.kind != "function" else None
     port = listener.getsockname()[1] if listener is not None else None
     parent = os.getpid()
@@ -100,7 +105,9 @@ def parent_ranks(job: LaunchJob, folder: Path, commands: int, events: int) -> in
         ranks[pid] = rank
         with contextlib.suppress(BrokenPipeError):  # the launcher is gone; its pipe of commands says so, too
             os.write(events, f"{rank} {pid}\n".encode())
+    # After the forks: the store starts threads, and only the forking thread lives on in a child.
     store = _serve_store(listener, job.num_processes)
+    # The wake-up pipe turns SIGCHLD into something that `select` can wait for, without a race between the two.
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, _wake)
     _watch(ranks, commands, events, wake_read, failure_pipes)
@@ -117,10 +124,11 @@ def _preload(job: LaunchJob) -> None:
 
 
 def _import(*names: str) -> None:
-    with contextlib.suppress(Exception, SystemExit):  # the ranks meet the same, and report it
+    with contextlib.suppress(Exception, SystemExit):  # the ranks run into the same error, and report it
         for name in names:
             importlib.import_module(name)
-    gc.freeze()  # no rank needs to look through these modules for garbage, nor to copy their pages
+    # A collection in a rank would write to the headers of all these objects, and so copy pages that are shared by fork.
+    gc.freeze()
 
 
 def _close(descriptors: list[int], listener: socket.socket | None) -> None:
@@ -164,11 +172,12 @@ def _watch(ranks: dict[int, int], commands: int, events: int, wake: int, failure
         if kill_at is not None and time.monotonic() >= kill_at:
             _signal_all(living, signal.SIGKILL)  # these had their time to end by themselves
             kill_at = None
+        # An empty read means that the launcher has ended, in whatever way: its ranks must not outlive it.
         if commands in ready:
             for order in os.read(commands, 4096) or [signal.SIGKILL]:  # nothing to read: the launcher is gone
                 _signal_all(living, signal.SIGTERM if order == TERMINATE else signal.Signals(order))
                 if order == TERMINATE:
-                    _signal_all(living, signal.SIGCONT)  # one that is stopped would not notice
+                    _signal_all(living, signal.SIGCONT)  # SIGTERM stays pending in a stopped process
                     kill_at = time.monotonic() + TERMINATE_TIMEOUT_SECONDS
         _reap(living, events, failure_pipes)
 
@@ -189,6 +198,7 @@ def _reap(living: dict[int, int], events: int, failure_pipes: list[int]) -> None
         code = os.waitstatus_to_exitcode(status)
         rank = living.pop(pid)
         line = f"{rank} {code} {time.monotonic()}\n".encode()
+        # The other ranks are notified before the launcher: they are in collectives that wait for this rank.
         if code:
             notify((failure_pipes[other] for other in living.values()), RankFailure(rank, describe_exit(code)))
         with contextlib.suppress(BrokenPipeError):  # the launcher is gone; its pipe of commands says so, too

@@ -34,6 +34,7 @@ STACKS_SIGNAL = signal.SIGUSR2
 
 def run_rank(job: LaunchJob, rank: int, folder: Path, port: int | None) -> int:
     """Run one rank of `job` to its end and return its exit status.  `port` is where scripts meet."""
+    # The fork server ignores SIGINT; a rank must not inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _redirect(job, rank)
@@ -57,6 +58,8 @@ def run_rank(job: LaunchJob, rank: int, folder: Path, port: int | None) -> int:
     except (TypeError, ValueError) as failure:  # the function returned what JSON cannot hold
         status, error = 1, failure
         _outcome(rank, None, error, status).write(folder)
+    # The rank itself says why it fails, before it ends: its parent would only know an exit code.  A rank that fails
+    # because another is gone says nothing, for the others know already.
     if error is not None and not is_secondary_error(str(error)):
         first_line = next(iter(str(error).splitlines()), "")
         notify_other_ranks(

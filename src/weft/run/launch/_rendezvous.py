@@ -51,6 +51,8 @@ def _store_of_group(store: Store, rank_info: RankInfo, timeout: timedelta) -> St
 
     if rank_info.world_size == 1:
         return store
+    # Each rank counts its own joins, so no rank has to know which groups the others have formed: ranks that make the
+    # same groups in the same order get equal numbers.
     number = store.add(f"weft/joined/{rank_info.rank}", 1)
     earlier = dist.PrefixStore(f"weft/rendezvous/{number - 1}", store) if number > 1 else None
     rendezvous(

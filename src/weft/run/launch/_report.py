@@ -27,6 +27,8 @@ def first_cause(
 
     A rank that only lost a peer is passed over when there is another; so is one that the launcher ended by SIGTERM.
     """
+    # Clocks of one host are compared, so the earliest end is the first cause; but a rank that lost a peer may end
+    # before the peer is reaped, so such secondary errors sort behind all others.
     failed = [_ended(rank, code, ended_at[rank], outcomes.get(rank)) for rank, code in codes.items() if code != 0]
     return min(failed, key=lambda outcome: (_is_secondary(outcome), outcome.when), default=None)
 

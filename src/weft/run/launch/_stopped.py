@@ -61,6 +61,7 @@ class StoppedProcesses:
     def poll(self) -> None:
         """Ask the system which processes are stopped, and warn of what is new."""
         self.continue_parents(say=True)
+        # A process that was stopped before keeps its first record, and with it the time since when it is stopped.
         stopped_now = {one.pid: one for one in self._stopped_now()}
         for pid, before in self._stopped.items():
             if pid not in stopped_now and before.is_reported and os.path.exists(f"/proc/{pid}"):

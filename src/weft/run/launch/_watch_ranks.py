@@ -32,18 +32,22 @@ class RunningJob:
     """The state of a running job, as the launcher knows it."""
 
     commands: BinaryIO
+    """Pipe to the ranks' parent: one byte for each command."""
     num_processes: int
     stopped: StoppedProcesses
     codes: dict[int, int] = field(default_factory=dict[int, int])
     """Rank → exit code; negative: the signal that killed it."""
     ended_at: dict[int, float] = field(default_factory=dict[int, float])
+    """Rank → when it ended, in monotonic seconds of this host."""
     signals: list[signal.Signals] = field(default_factory=list[signal.Signals])
+    """SIGINT and SIGTERM that this process got, in their order."""
     stopped_cause: str | None = None
     """Report of what was stopped when the first rank failed, or for too long."""
     stopped_rank: int = 0
+    """Rank of the stopped process in that report."""
     hang: HangWatch | None = None
     """Looks for a training whose step makes no progress, where that is asked for."""
-    hanging: RankOutcome | None = None
+    hanging: RankExit | None = None
     """The rank that hangs, once it is known."""
     parent_status: int | None = None
     """Status of the process that started the ranks, where that ended before they did."""
@@ -54,7 +58,7 @@ class RunningJob:
     """Where each rank was in its training when the job had ended."""
 
     def receive(self, line: bytes) -> None:
-        """Take up what the ranks' parent says: a process that is there, or a rank that has ended."""
+        """Take a line of the ranks' parent: `rank pid` of a new process, or `rank code time` of a rank that ended."""
         rank, *rest = line.split()
         if len(rest) == 1:
             self.stopped.started(int(rank), int(rest[0]))
@@ -83,13 +87,17 @@ class RunningJob:
         """Pass a signal to every rank.  A further SIGINT kills: somebody at the terminal wants an end.  A further
         SIGTERM does not: job engines send it twice, and the ranks may be saving."""
         self.signals.append(signal.Signals(number))
+        # The first signal lets ranks finish their step and save.
         if len(self.signals) == 1:
             self.send_command(number)
         elif number == signal.SIGINT:
             self.send_command(signal.SIGKILL)
-        self.send_command(signal.SIGCONT)  # a rank that is stopped would not notice
+        # A signal stays pending in a stopped process; SIGCONT lets it be handled.
+        self.send_command(signal.SIGCONT)
 
     def send_command(self, number: int) -> None:
+        """Send the number of a signal, or `TERMINATE`, to the ranks' parent, which alone may signal the ranks: it has
+        not reaped them yet, so their pids cannot belong to other processes."""
         if not self.commands.closed:
             with contextlib.suppress(BrokenPipeError):  # the ranks' parent has just ended: nobody is left to obey
                 self.commands.write(bytes([number]))
@@ -101,6 +109,7 @@ def forwarding_signals(job: RunningJob) -> Generator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # Ranks run in a session of their own, so a terminal's Ctrl-C reaches this process alone and is passed on once.
     before = {number: signal.signal(number, job.forward_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -117,16 +126,19 @@ def watch_ranks(job: RunningJob, events: int) -> None:
     with selectors.DefaultSelector() as selector:
         selector.register(events, selectors.EVENT_READ)
         while len(job.codes) < job.num_processes:
-            # The pipe wakes this process at once when a rank ends; between times it looks for ranks that are stopped.
+            # The pipe wakes this process at once when a rank ends.  A stopped rank writes nothing, so it is looked for
+            # by polling in between.
             wait = POLL_SECONDS if deadline is None else max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))
             if selector.select(wait):
                 data = os.read(events, 65536)
-                if not data:
+                if not data:  # the fork server and the ranks' parent are gone; the caller finds exits missing
                     return
+                # A read may end inside of a line: what follows the last newline waits for the next read.
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     job.receive(line)
             elif deadline is not None and time.monotonic() >= deadline:
+                # Sent once.  The parent escalates to SIGKILL by itself, so this loop only waits for the ends.
                 job.send_command(TERMINATE)
                 deadline, is_terminating = None, True
             elif not is_terminating:
@@ -135,8 +147,9 @@ def watch_ranks(job: RunningJob, events: int) -> None:
             if job.is_over and not is_terminating:
                 job.send_command(signal.SIGKILL)
                 is_terminating = True
-            # The other ranks get a moment: a rank that fails by itself may still be the first cause, and says more than
-            # one that was ended.
+            # The other ranks get a moment: another rank may have failed before this one and not have been reaped yet,
+            # and a rank that fails by itself reports more than one that was ended.  A job that waits for a stopped
+            # process has had its time already.
             if deadline is None and not is_terminating and (has_failed or job.stopped.is_timed_out):
                 job.record_cause()
                 deadline = time.monotonic() + (_GRACE_SECONDS if has_failed else 0.0)

@@ -28,6 +28,8 @@ def add_exit_hook(hook: ExitHook) -> Callable[[], None]:
         atexit.unregister(call)
         _HOOKS.set(tuple(other for other in _HOOKS.get() if other != hook))
 
+    # Both ways: Weft's launcher runs the hooks before it writes the rank's result, so that it can report their errors;
+    # in other processes Python's own exit is the only end.  The hook of a session takes itself off when it has run.
     atexit.register(call)
     _HOOKS.set((*_HOOKS.get(), hook))
     return remove

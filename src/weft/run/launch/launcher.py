@@ -283,6 +283,7 @@ def _run(
         running.kills_survivors = restarts
         if hang_limits is not None:
             running.hang = HangWatch(board, folder, hang_limits, lambda: running.send_command(STACKS_SIGNAL))
+        # With `meanwhile` the caller's own code runs here first, which Ctrl-C must interrupt; handlers come after it.
         if meanwhile is None:
             stack.enter_context(forwarding_signals(running))
         if fork_server is None:
@@ -290,6 +291,7 @@ def _run(
             fork_server = stack.enter_context(new)
         running.stopped.fork_server = fork_server.pid
         fork_server.begin(folder, theirs.fileno(), reports.fileno())
+        # The fork server has copies of these ends.  Closed here, an end of file on `events` means that it is gone.
         theirs.close()
         reports.close()
         try:

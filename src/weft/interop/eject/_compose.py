@@ -75,6 +75,7 @@ def join(header: str, imports: str, sections: Iterable[str]) -> str:
 
 def prune_imports(imports: str, body: str) -> str:
     """Return the import statements without the names that `body` does not use; groups stay apart."""
+    # By the syntax tree: a name in a comment or a string is no use of it.
     used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
     groups = ["\n".join(_pruned(group, used)) for group in imports.strip().split("\n\n")]
     return "\n\n".join(group for group in groups if group)

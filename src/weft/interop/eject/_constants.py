@@ -19,13 +19,14 @@ def constants(recipe: Recipe, plan: Plan, facts: ModelFacts, token_dtype: str, c
 def axes(plan: Plan) -> dict[str, int]:
     """Return the script's mesh axes, outermost first: replicate and shard are one, except in hybrid sharding."""
     mesh, sizes = plan.mesh, dict[str, int]()
+    # torch's mesh needs two data dimensions for hybrid sharding alone; otherwise one is easier to read.
     hybrid = plan.data_parallel.shards_weights and mesh.replicate > 1
     for axis in mesh.order:
         if axis in ("pipeline", "tensor"):
             sizes[axis] = mesh.pipeline if axis == "pipeline" else mesh.tensor
         elif axis in ("replicate", "shard"):
             own = mesh.replicate if axis == "replicate" else mesh.shard
-            sizes[axis if hybrid else "data"] = own if hybrid else mesh.data
+            sizes[axis if hybrid else "data"] = own if hybrid else mesh.data  # the second of the two changes nothing
     return {axis: size for axis, size in sizes.items() if size > 1}
 
 

@@ -28,6 +28,7 @@ def check_ejectable(recipe: Recipe, plan: Plan) -> None:
     Raises:
         RecipeError: for settings of the recipe, one sentence each; PlanError: for those of the plan.
     """
+    # The recipe first: a plan may fail only because of a model that no script could train.
     if reasons := list(recipe_refusals(recipe)):
         raise RecipeError("\n".join(["This recipe cannot be ejected:", *reasons]))
     if reasons := [*runnability(plan), *plan_refusals(recipe, plan)]:
@@ -86,6 +87,8 @@ def _order_refusals(plan: Plan) -> Iterator[str]:
     mesh = plan.mesh
     order = [axis for axis in mesh.order if getattr(mesh, axis) > 1 and axis != "expert"]
     data = [order.index(axis) for axis in ("replicate", "shard") if axis in order]
+    # `fully_shard` takes (replicate, shard) as one two-dimensional mesh, which must be contiguous in the order of
+    # ranks.
     if len(data) == 2 and data[1] - data[0] != 1:
         yield "plan.mesh.order puts replicate and shard apart or shard first: the script needs them side by side."
     if plan.data_parallel.shards_gradients and "tensor" in order and data and order.index("tensor") < data[-1]:

@@ -40,6 +40,7 @@ def eject(
     check_ejectable(recipe, plan)
     facts = facts_of(recipe)
     flags = frozenset(flag for flag, is_set in _flags(recipe, plan, facts).items() if is_set)
+    # Conditions are decided here, once: the script has no branch that its plan does not take.
     composer = Composer(flags, FLAGS, _values(recipe, plan, flags))
     sections = [constants(recipe, plan, facts, token_dtype, cuts)]
     sections += [composer.render(fragment) for fragment in _fragments(recipe, flags)]
@@ -53,6 +54,8 @@ def eject(
 def _flags(recipe: Recipe, plan: Plan, facts: ModelFacts) -> Mapping[str, bool]:
     mesh, states, shape = plan.mesh, plan.data_parallel, recipe.model.shape
     data, tensor, pipeline = mesh.data > 1, mesh.tensor > 1, mesh.pipeline > 1
+    # `fully_shard` does ZeRO-2 and 3.  ZeRO-1 is torch's `ZeroRedundancyOptimizer`, over gradients that are summed as
+    # without ZeRO.
     fsdp = data and states.shards_gradients
     zero1, zero0 = data and states.gathers_after_step and not fsdp, data and not states.shards_states
     hybrid = fsdp and states.shards_weights and mesh.replicate > 1
@@ -71,6 +74,7 @@ def _flags(recipe: Recipe, plan: Plan, facts: ModelFacts) -> Mapping[str, bool]:
         "hybrid": hybrid,
         "once": not reduces_every_microbatch(plan),
         "cuts": tensor or fsdp,
+        # `fully_shard` keeps fp32 masters and casts by itself; elsewhere the script keeps them, as Weft does.
         "master": not fsdp and (narrow or tensor),
         "unequal": len(set(plan.microbatch.shares(mesh.data))) > 1,
         "counted": tensor or (pipeline and tied),
@@ -124,10 +128,13 @@ def _optimizer_values(recipe: Recipe) -> dict[str, str]:
 def _layout_values(recipe: Recipe, plan: Plan, flags: frozenset[str]) -> dict[str, str]:
     mesh, data, pipeline = plan.mesh, plan.data_parallel, plan.mesh.pipeline > 1
     even = not plan.microbatch.has_unequal_shares
+    # A stage's weights serve many microbatches, so a pipeline gathers them once per step, as Weft's plan does.
     regather = data.shards_weights and not pipeline
     cut = "cuts" in flags
     world = " and dist.get_rank() == 0" if "world" in flags else ""
     head = "head.weight" if recipe.model.shape is not None else "lm_head.weight"
+    # Parameters that several ranks hold count once in the gradient norm: norms on the first tensor rank, and a tied
+    # head, which the last stage has a copy of, on the first stage.
     counts = ['(leads or "norm" not in name)'] if "tensor" in flags else []
     counts += [f'name != "{head}"'] if {"pipeline", "tied"} <= flags else []
     words = ["norms count on the first tensor rank only"] if "tensor" in flags else []

@@ -101,6 +101,7 @@ def _fsdp(values: Values, settings: MigratedSettings, ranks: int) -> None:
         return
     said = f"{key} = {strategy}"
     settings.set(_TO[key], _STAGES[strategy], said)
+    # A parallelism_config has said the axes already; it wins over what the strategy would make of all ranks.
     if any(name in settings.plan for name in ("mesh.shard", "mesh.replicate", "mesh.tensor", "mesh.context")):
         _fill_mesh(settings, ranks)
         return
@@ -118,6 +119,8 @@ def _fsdp(values: Values, settings: MigratedSettings, ranks: int) -> None:
 
 def _strategy(values: Values) -> tuple[str, str]:
     """Return the key that says how weights are shared out, and FSDP 1's word for it."""
+    # FSDP 1 names a strategy; FSDP 2 has a flag, for which configurations that were converted may still hold FSDP 1's
+    # word.
     prefix = "fsdp_config.fsdp_"
     reshards = values.get(f"{prefix}reshard_after_forward")
     if f"{prefix}sharding_strategy" in values and not isinstance(reshards, bool):

@@ -48,6 +48,7 @@ def _mesh(values: Values, settings: MigratedSettings, processes: int | None) -> 
     data = _data_ranks(values, settings, processes, tensor * context)
     if data is None:
         return
+    # DeepSpeed names the sizes of model axes; data ranks are what the processes leave.
     if tensor > 1:
         settings.set(_TO["tensor_parallel.autotp_size"], tensor, f"tensor_parallel.autotp_size = {tensor}")
     if context > 1:
@@ -56,6 +57,7 @@ def _mesh(values: Values, settings: MigratedSettings, processes: int | None) -> 
     if shard > 0:
         _hybrid(values, settings, data, shard)
     else:
+        # A plan's stages 1 and 2 shard over all data ranks, on whichever axis these are; stage 3 over `shard` alone.
         axis = "shard" if values.get("zero_optimization.stage") == 3 else "replicate"
         settings.set(f"plan.mesh.{axis}", data, f"{processes or data} processes / tensor {tensor} / context {context}")
     _batch(values, settings, data)
@@ -104,6 +106,7 @@ def _batch(values: Values, settings: MigratedSettings, data: int) -> None:
             " configuration. Write one of them."
         )
         return
+    # As `DeepSpeedConfig` does it: two of the three numbers give the third, one alone leaves accumulation at 1.
     if micro is None:
         micro = cast(int, whole) // ((steps or 1) * data)
     if steps is None:
@@ -159,6 +162,7 @@ def _memory(values: Values, settings: MigratedSettings) -> None:
     optimizer, weights = (values.get(f"{section}.device", "none") for section in (_OFFLOADS, _WEIGHTS_OFFLOAD))
     if weights != "none" and not _may_leave(weights, values, settings):
         return
+    # A plan keeps masters and states where the weights are, so weights that leave take the optimizer with them.
     words = [f"{_WEIGHTS_OFFLOAD}.device = {weights}"] if weights != "none" else []
     words += [f"{_OFFLOADS}.device = {optimizer}"] if optimizer != "none" else []
     what = ["parameters" if weights != "none" else "optimizer"] if words else []
@@ -227,6 +231,7 @@ def _optimizer(values: Values, settings: MigratedSettings) -> None:
     word = kind.lower().replace("_", "")
     if word in _ADAM or word == "onebitadam":
         _adamw(values, settings, kind)
+        # 1-bit Adam is AdamW whose gradients are compressed after a warm-up; in a plan that is a compression.
         if word == "onebitadam":
             settings.set(_TO["communication_data_type"], "onebit", f"optimizer.type = {kind}")
             steps = values.get("optimizer.params.freeze_step", 100_000)

@@ -118,11 +118,15 @@ def read_keys(
     values: dict[str, Any] = {}
     for name, raw in _flat(table, keys, settings, ()):
         key, value = keys[name], raw
+        # `auto` asks transformers to fill a key in from TrainingArguments.  A key that has an `auto` of its own keeps
+        # it.
         if value == AUTO and AUTO not in key.choices:
             value = _fill(name, key, settings, filled)
             if value is None:
                 continue
         if key.outcome == "refused":
+            # A key without a counterpart may stay as long as its value asks for nothing: a migration refuses what would
+            # otherwise be lost, and nothing else.
             if not _is_harmless(value, key.harmless):
                 settings.refuse(name, key.says)
             continue
@@ -130,6 +134,7 @@ def read_keys(
             continue
         if key.to and not key.joins:
             settings.set(key.to, key.becomes[value] if key.becomes else value, _said(name, raw, key.says))
+        # A key that makes settings together with others is the reader's business, by the values that are returned.
         elif not key.joins and raw not in (None, False, {}, []):
             settings.notes.append(_said(name, raw, key.says))
         values[name] = value
@@ -146,6 +151,7 @@ def _is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
         return True
     if isinstance(value, Mapping) and "enabled" in value:
         return value["enabled"] is False
+    # By type, too: 0 and false are equal in Python, and mean different things here.
     return any(type(value) is type(other) and value == other for other in harmless) or (
         isinstance(value, int | float) and not isinstance(value, bool) and float(value) in harmless
     )
@@ -179,6 +185,8 @@ def _fits(name: str, key: ForeignKey, value: Any, settings: MigratedSettings) ->
         known = ", ".join(str(choice).lower() if isinstance(choice, bool) else str(choice) for choice in key.choices)
         settings.refuse(name, f"{value!r} is none of its values. Known are {known}.{_near(value, key.choices)}")
         return False
+    # JSON has one type of number, and configurations write 5e8 for buckets.  True is no number, though Python's bool is
+    # an int.
     is_whole = isinstance(value, float) and value.is_integer() and int in key.takes
     is_flag_for_number = isinstance(value, bool) and key.takes and bool not in key.takes
     if key.takes and not is_whole and (is_flag_for_number or not isinstance(value, key.takes)):

@@ -66,6 +66,7 @@ def read_arguments(facts: SystemFacts, words: Sequence[str]) -> tuple[dict[str, 
         if argument is None:
             problems.append(f"{option} is no argument of {facts.title}")
             continue
+        # As argparse does: an option takes words up to its number, and none that begins with two dashes.
         taken: list[str] = []
         while place < len(words) and not words[place].startswith("--") and len(taken) < _most(argument):
             taken.append(words[place])
@@ -128,10 +129,15 @@ def section_problems(facts: SystemFacts, section: str, table: Mapping[str, Value
 
 
 def _is_of(kind: str, value: Value) -> bool:
-    types = [_KINDS.get(each) for each in kind.split("|")]
-    if any(each is None for each in types):
-        return True  # a type of the system's own
-    return any(isinstance(value, each) and (bool in each or value is not True) for each in types if each is not None)
+    types = [_KINDS.get(name) for name in kind.split("|")]
+    if any(members is None for members in types):
+        return True  # a type of the system's own, which these facts do not describe
+    # In Python True is an int, but no parser of these systems takes it for a number.
+    return any(
+        isinstance(value, members) and (bool in members or value is not True)
+        for members in types
+        if members is not None
+    )
 
 
 # ── conditions ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -166,6 +172,7 @@ def _holds(triple: Sequence[Value], values: Mapping[str, Value]) -> bool:
         return left != right
     if operator == "in":
         return left in right
+    # An unset value equals nothing but None, and compares with nothing: such a condition does not hold.
     if left is None or right is None:
         return False
     return {
@@ -180,6 +187,6 @@ def _of(side: Value, values: Mapping[str, Value]) -> Value:
     if isinstance(side, list) and side and str(side[0]) == "*":  # pyright: ignore[reportUnknownArgumentType]
         product: Value = 1
         for term in side[1:]:  # pyright: ignore[reportUnknownVariableType]
-            product *= _of(term, values) or 1
+            product *= _of(term, values) or 1  # an unset size means one rank
         return product
     return values.get(side[1:]) if isinstance(side, str) and side.startswith("$") else side

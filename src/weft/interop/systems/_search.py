@@ -50,6 +50,7 @@ def search_within(
         raise PlanError(
             f"{system.facts.title} has no words for {sizes.name}:\n{listed}\nUse another system, or --eject."
         )
+    # A user who names a plan wants one like it: as many of its axes as the system can keep, fewer only where none fits.
     for kept in _KEPT if near is not None else ((),):
         results = list(_results(system, sizes, space, search, near, kept))
         if any(result.best for result in results):

@@ -50,11 +50,13 @@ class Accelerate(TransformersSystem):
 
     def check(self, emission: Emission, job: SystemJob) -> Iterator[str]:
         command = emission.command
+        # The placeholder stands where its parser wants a number.
         words = [word.replace("$NODE_RANK", "0") for word in command[2 : command.index(SCRIPT)]]
         _, problems = read_arguments(self.facts, words)
         yield from problems
         config = self.read(emission)
         yield from self.unknown_keys(config)
+        # Accelerate reads the entries of these sections by the names of its own options, so its parser can check them.
         nested = {**config.get("fsdp_config", {}), **config.get("parallelism_config", {})}
         for key, value in nested.items():
             _, problems = read_arguments(self.facts, [f"--{key}", str(value)])

@@ -23,6 +23,7 @@ class DeepSpeed(TransformersSystem):
         common: dict[str, Any] = {**COMMON, "sequence_parallels": (False,), "replicas": False}
         split = tuple(size for size in space.tensors if size > 1 and _splits(sizes, size))
         host = {"offloads": ("none", "optimizer")}
+        # Three parts, because AutoTP goes with stages 0 to 2, and the host takes optimizer states of stages 1 to 3.
         yield {**common, "offloads": ("none",), "tensors": (1, *split), "zeros": (0,)}
         yield {**common, **host, "tensors": (1,), "zeros": (1, 2, 3)}
         yield {**common, **host, "tensors": split, "zeros": (1, 2)}
@@ -88,6 +89,7 @@ def _config(job: SystemJob) -> dict[str, Any]:
     sharding: dict[str, Any] = {"stage": layout.stage}
     if layout.shards_states:
         sharding |= {"overlap_comm": True, "contiguous_gradients": True}
+        # It counts elements, Weft bytes.
         sharding["reduce_bucket_size"] = max(1, layout.bucket_limits[1] // layout.gradient_bytes)
     if layout.offloads_optimizer:
         sharding["offload_optimizer"] = {"device": "cpu", "pin_memory": True}

@@ -39,7 +39,10 @@ class Megatron(System):
         sequence = {"sequence_parallels": (True,) if sizes.num_experts else (False, True)}
         plain = {**common, **sequence, "schedules": ("1f1b",)}
         yield plain
+        # A part of its own: an interleaved plan that would be refused for its microbatches must not hide the best plain
+        # one.
         yield {**common, **sequence, "schedules": ("interleaved_1f1b",)}
+        # Where no tensor axis is left that goes with sequence parallelism, plans without a tensor axis still are.
         if narrowed(space, **plain) is None:
             yield {**common, "tensors": (1,), "schedules": ("1f1b",)}
 
@@ -107,6 +110,7 @@ class Megatron(System):
         if problems:
             yield from problems
             return
+        # The same numbers that Megatron-LM derives from its arguments; its own conditions are written in terms of them.
         world = job.nodes * job.per_node
         model = values["tensor_model_parallel_size"] * values["pipeline_model_parallel_size"]
         data = world // (model * values["context_parallel_size"])
@@ -128,6 +132,7 @@ def _splits(sizes: ModelSizes, tensor: int) -> bool:
 
 
 def _biases(sizes: ModelSizes) -> tuple[str, ...] | None:
+    # Its flags can say these three cases alone; None means that the model is none of them.
     has = (sizes.qkv_bias, sizes.output_bias, sizes.ffn_bias)
     every: Mapping[tuple[bool, bool, bool], tuple[str, ...]] = {
         (True, True, True): (),
@@ -150,6 +155,7 @@ def _model(job: SystemJob) -> Iterator[str]:
         if sizes.qk_norm == "head":
             yield "--qk-layernorm"
     if sizes.window is not None:
+        # It counts the tokens before the present one; Weft's window includes it.
         yield from ("--window-size", f"{sizes.window - 1},0")
         if sizes.full_attention_every:
             yield from ("--window-attn-skip-freq", str(sizes.full_attention_every))
@@ -177,6 +183,7 @@ def _latent(sizes: ModelSizes) -> Iterator[str]:
 
 def _positions(job: SystemJob) -> Iterator[str]:
     sizes = job.sizes
+    # A table of learned positions has its trained length, whatever the sequences are.
     length = sizes.learned_positions or job.sequence_length
     yield from ("--max-position-embeddings", str(length))
     if sizes.rotary:
@@ -192,6 +199,8 @@ def _experts(job: SystemJob) -> Iterator[str]:
         return
     yield from ("--num-experts", str(sizes.num_experts), "--moe-router-topk", str(sizes.top_k))
     yield from ("--moe-ffn-hidden-size", str(sizes.expert_ffn_size), "--moe-grouped-gemm")
+    # Weft's plans price an all-to-all exchange, and a balancing loss would change the training; the notes name the
+    # flags.
     yield from ("--moe-token-dispatcher-type", "alltoall", "--moe-router-load-balancing-type", "none")
     if sizes.shared_ffn_size:
         yield from ("--moe-shared-expert-intermediate-size", str(sizes.shared_ffn_size))
@@ -211,6 +220,7 @@ def _layout(job: SystemJob) -> Iterator[str]:
     yield from ("--tensor-model-parallel-size", str(layout.tensor))
     yield from ("--pipeline-model-parallel-size", str(layout.pipeline))
     if layout.pipeline > 1:
+        # By layout and not by a number of layers per stage: Weft's stages may differ in length.
         yield from ("--pipeline-model-parallel-layout", stage_layout(job))
     yield from ("--context-parallel-size", str(layout.context))
     if layout.context > 1:

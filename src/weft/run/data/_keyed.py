@@ -63,7 +63,7 @@ class Permutation:
     def __init__(self, size: int, *key: int) -> None:
         assert size > 0, size
         self.size = size
-        # Two halves of nearly equal size mix best; with rows = ⌈√size⌉ the product exceeds the size by less than a row.
+        # Two halves of nearly equal size mix best; with rows = ⌈√size⌉ fewer than `rows` cells are spare.
         rows = math.isqrt(size - 1) + 1
         self._rows = np.uint64(rows)
         self._columns = np.uint64(-(-size // rows))

@@ -91,7 +91,7 @@ def gather(
     """Read each sample from its set and put it at its place in the batch."""
     fields = with_ids(sets[0].fields) if fields is None else fields
     batch: Fields = {name: np.empty((len(ids), *field.shape), field.dtype) for name, field in fields.items()}
-    # One read for each corpus: its rows are near one another in its files.
+    # One read for each corpus, of all of its rows at once; they are put where the blend placed them.
     for corpus in np.unique(corpora).tolist():
         rows = np.flatnonzero(corpora == corpus)
         for name, values in sets[corpus].read(index[rows], ids[rows]).items():

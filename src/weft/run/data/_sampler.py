@@ -111,8 +111,7 @@ class Sampler:
         key = (epoch, corpus)
         permutation = self._orders.get(key)  # threads that read ahead may ask, and clear, at the same time
         if permutation is None:
-            # A permutation is a few keys; steps ask for at most two epochs of a corpus at a time, and old ones are
-            # dropped.
+            # A permutation is a few keys, so old epochs are dropped, and made again by the rare step that needs one.
             if len(self._orders) > 4 * len(self.sizes):
                 self._orders.clear()
             permutation = self._orders[key] = Permutation(self.sizes[corpus], self.seed, corpus, epoch)

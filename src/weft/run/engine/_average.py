@@ -27,6 +27,7 @@ class WeightAverage:
             )
         self._shards = tuple(shards)
         self._decay = decay
+        # Updated from masters and not from weights: in bf16 (1 − decay) · weight would be lost beside the average.
         self._averages = [shard.master.detach().clone() for shard in self._shards]
         self._swapped = False
 

@@ -32,6 +32,7 @@ class LossScale:
 
     def update(self, finite: bool) -> None:
         """Take up the agreed outcome of a step."""
+        # Powers of two only: scaling by them is exact, and so a resumed run or another plan has the same bits.
         left = self.hysteresis if self.tolerance_left is None else self.tolerance_left
         if finite:
             self.finite_steps += 1

@@ -83,7 +83,7 @@ class TrainingState:
         saved = state.get("loss_scale")
         if self.loss_scale is not None and isinstance(saved, Mapping):
             self.loss_scale.load_state(saved)  # pyright: ignore[reportArgumentType]
-        self.model.stores.settle()  # what is published below may be on its way
+        self.model.stores.settle()  # gathers that are under way read masters that loading has changed
         for technique in self.model.techniques:
             own = state.get(technique.saved_as)
             technique.load_state(own if isinstance(own, Mapping) else {})
@@ -191,10 +191,13 @@ def create_training(
         RecipeError: an optimizer setting that nothing reads, a group that matches no parameter.
         PlanError: techniques that do not fit this model.
     """
+    # Refused before anything is built: a mistake in the recipe must not cost the time of a large model's construction.
     check_group_globs(recipe.optimizer, [n for n, p in blueprint.module.named_parameters() if p.requires_grad])
     check_sparse_tables(recipe.optimizer, sparse_tables(blueprint.module))
     groups: list[OptimizerGroup] = []
 
+    # Groups are formed inside of `parallelize`, once the shapes of the rank's parts are known: buckets hold parameters
+    # of one group each.
     def group(shapes: Mapping[str, torch.Size]) -> dict[str, int]:
         groups.extend(group_parameters(recipe.optimizer, shapes))
         return {name: index for index, group_members in enumerate(groups) for name in group_members.names}
@@ -220,6 +223,7 @@ def create_training(
         from weft.run.engine._average import WeightAverage  # loaded where a run keeps one
 
         average = WeightAverage(shards, decay)
+    # After optimizer and average, whose states the techniques may move elsewhere.
     for technique in model.techniques:
         technique.begin(shards)
     return begin_training(recipe, model, optimizer, average, recorder)

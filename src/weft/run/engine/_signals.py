@@ -69,6 +69,7 @@ class StopRequest:
         self._previous.clear()
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        # The handler only notes the signal: a rank that left here would strand the others in a collective.
         now = time.monotonic()
         if self._requested_at is None:
             self._requested_at, self._signal = now, signal.Signals(number)

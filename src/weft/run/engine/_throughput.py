@@ -74,6 +74,7 @@ class ThroughputMeter:
         """
         assert self._seconds > 0, "no step since the last reading"
         flops = self.flops_per_sample * self._samples / self._seconds if self.flops_per_sample else None
+        # A share above 1 would mean that the measurement was disturbed, so the peak follows what training reaches.
         if flops and self.peak_flops:
             self.peak_flops = max(self.peak_flops, flops)
         rates = RateEvent(
@@ -96,6 +97,7 @@ class ThroughputMeter:
         """
         if not self._recent:
             return None
+        # A fifth of the steps is cut off at either end: compilation, evaluation and saves are rare and long.
         ordered = sorted(self._recent)
         trim = len(ordered) // 5 if len(ordered) > 2 else 0
         kept = ordered[trim : len(ordered) - trim] if trim else ordered[: max(1, len(ordered) - 1)]

@@ -105,6 +105,7 @@ class Trainer:
             RecipeError: it has done more steps than the recipe wants.
         """
         assert self._checkpointer is not None
+        # The checkpointer may fall back to an older checkpoint, so the step comes from the one that was checked last.
         saved_after: list[int] = []
 
         def check(state: JsonObject, step: int) -> None:
@@ -169,11 +170,14 @@ class Trainer:
                 losses.append(result.loss)
                 step += 1
                 self._refuse_endless_skips(result)
+                # Some rank's signal, summed with the step: all ranks leave the loop after the same step.
                 stopped = result.stop
                 if self._reports(step) or stopped:
                     reporter.report(recipe.run.steps - step)
                 if not stopped and self._due(step, recipe.run.evaluate_every):
                     validation = self._evaluate(step)
+                # Evaluation comes first: where both are due, the line in the log has the loss of the weights that are
+                # saved.
                 if stopped or self._due(step, recipe.run.save_every):
                     self._save(step)
             is_done = step == recipe.run.steps and not stopped
@@ -236,6 +240,7 @@ class Trainer:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
         limit = self._recipe.run.max_skipped_steps
         loss_scale = self._training.loss_scale
+        # fp16 skips on purpose while its loss scale falls; only at the minimum do skips say that training diverges.
         may_still_fall = loss_scale is not None and loss_scale.scale > loss_scale.minimum
         if self._skipped_in_a_row > limit and not may_still_fall:
             raise NotFiniteError(
@@ -286,6 +291,7 @@ class Trainer:
                 path = self._checkpointer.save(step, self._training.checkpoint_shards(), state)
                 self._saved_step = step
             except SaveError as error:
+                # A full disk must not end a run that can save later; the last save has no later one.
                 if not error.training_can_continue or step == self._recipe.run.steps:
                     raise
                 path, problem = self._checkpointer.folder, str(error)

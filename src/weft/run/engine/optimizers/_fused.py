@@ -41,6 +41,7 @@ def fold_scale(gradients: list[Tensor], gradient_scale: float, kind: FusedKind) 
     """
     if gradient_scale == 1.0:
         return None
+    # The kernel divides by the scale, as `GradScaler` wants it; the inverse must be finite and not denormal.
     if kind.dtype == torch.float32 and 1e-30 < abs(gradient_scale) < 1e30:
         return torch.full((), 1.0 / gradient_scale, dtype=torch.float32, device=kind.device)
     for gradient in gradients:

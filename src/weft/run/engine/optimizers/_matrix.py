@@ -77,7 +77,7 @@ def matrix_run(position: int, shard: int, segment: Segment) -> MatrixRange:
     Raises:
         PlanError: The segment begins or ends inside a row.
     """
-    shape = segment.local_shape
+    shape = segment.local_shape  # of the tensor rank's part, of which the segment is a run of elements
     step = max(shape[1:].numel(), 1)
     if segment.start % step or segment.length % step:
         raise PlanError(
@@ -100,6 +100,7 @@ class MatrixSums:
 
     def _widths(self, names: Sequence[str], view: GroupView) -> dict[str, int]:
         """Columns of every matrix whose rows are cut over `view`, also of those of which this rank holds no row."""
+        # A rank must take part in the sums of a matrix even where it holds none of its rows, with as many zeros.
         cut: dict[str, int] = {}
         for shard in self._shards:
             cut.update(shard.cut_matrices if is_cut_over(shard, view) else {})
@@ -111,6 +112,8 @@ class MatrixSums:
     def over_splits(self, sums: Sequence[tuple[Tensor, frozenset[Axis]]]) -> None:
         """Add up tensors in place, each over its axes.  All ranks of an axis bring the same shapes in the same
         order."""
+        # One collective for each axis, over all tensors together: their number, and not their bytes, would cost the
+        # time.
         for axis, view in self._views.items():
             chosen = [tensor for tensor, axes in sums if axis in axes]
             if view.group is not None and chosen:

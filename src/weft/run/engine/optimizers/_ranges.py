@@ -43,6 +43,7 @@ class StepCounts:
 
     def advance(self, skipped: Collection[str]) -> list[ShardRange]:
         """Count one update of every parameter not `skipped`, and return what to update, ascending."""
+        # The usual case costs nothing by parameter: one count, and a range for each shard.
         if not skipped and self._equal():
             self.counts += self._increment
             step = int(self.counts[0]) if len(self.counts) else 0
@@ -64,6 +65,7 @@ class StepCounts:
                 continue
             self.counts[position] += self._increment
             step, stop = int(self.counts[position]), segment.offset + segment.length
+            # Only neighbours that lie side by side in one shard can share a call, and only with equal bias corrections.
             adjacent = current is not None and position == previous + 1
             if current is not None and adjacent and (current.shard, current.step) == (index, step):
                 current = ShardRange(index, current.start, stop, step)

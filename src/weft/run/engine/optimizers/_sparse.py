@@ -52,6 +52,7 @@ def sparse_step(
     gradient = rows.values.to(table.dtype) * gradient_scale
     if rule == "adagrad":
         assert state.square_sum is not None
+        # Rows are merged: each index occurs once, so reading states by index and writing them back loses nothing.
         state.square_sum.index_add_(0, rows.indices, gradient.square())
         gradient = gradient / state.square_sum[rows.indices].sqrt_().add_(epsilon)
     elif rule == "adam":

@@ -56,6 +56,8 @@ class ParameterSums:
         self._device = mesh.device
         self._stage = mesh.within_stage
         self._num_names = len(names)
+        # Values travel as one vector with a slot for every parameter of the stage, so that ranks which hold different
+        # segments can add them without telling one another what they hold.
         places = [(shard, segment) for shard in shards for segment in shard.segments]
         position = {name: index for index, name in enumerate(names)}
         owners = [position[segment.layout.name] for _, segment in places]
@@ -66,6 +68,8 @@ class ParameterSums:
         for view in cutting_groups(shards):
             mine = [is_cut_over(shard, view) for shard, _ in places]
             partial = self._gather([int(m and not s.is_whole) for m, (_, s) in zip(mine, places, strict=True)])
+            # A parameter counts as cut if any rank of the stage holds a part of it: the ranks of a group must agree,
+            # also those whose part is empty.
             self._everywhere(partial)
             total_lengths = all_reduce(
                 self._gather([s.length * m for m, (_, s) in zip(mine, places, strict=True)]), view
@@ -108,6 +112,8 @@ class ParameterSums:
         """
         values = torch.zeros(sums.shape[0], self._num_names, dtype=sums.dtype, device=self._device)
         values.index_add_(1, self._owners, sums.to(self._device))
+        # The sum over runs has a parameter as often as this rank's parts hold it (`_copies`).  It is divided before the
+        # tensor ranks' parts are added, of which there are no copies.
         for view, partial in self._cuts:
             values = self._add_up(values, view, partial)
         values = values / self._copies

@@ -22,6 +22,8 @@ class LayerNorms:
     ) -> None:
         self._sums = ParameterSums(shards, whole_names(groups), mesh)
         self._shards = shards
+        # Slots are numbered by segment over all shards, also those that are not resident: every rank sums the same
+        # slots.
         self._num_segments = sum(len(shard.segments) for shard in shards)
         self._device = mesh.device
         self._adapt_one_dimensional = adapt_one_dimensional

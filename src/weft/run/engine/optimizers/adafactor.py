@@ -79,6 +79,8 @@ class Adafactor(ShardOptimizer):
 
     def _weight(self, position: int) -> float:
         """Weight of the newest squared gradient, 1 − β₂."""
+        # β₂ = 1 − t^−0.8 (the paper): it is 0 in the first step, so the zero start needs no bias correction, and
+        # it approaches 1 slowly enough for the second moments to keep following the gradients.
         return float(self._counts.counts[position]) ** -0.8
 
     def _turn_vector(self, position: int, gradient: Tensor) -> None:
@@ -92,6 +94,8 @@ class Adafactor(ShardOptimizer):
         rows: dict[int, Tensor] = {}
         columns: dict[int, Tensor] = {}
         for run in live:
+            # (…, R, C) on this rank → sums (…, R) and (…, C).  Sums and not means: ranks that hold other rows or
+            # columns of a matrix add theirs, and the division is by the sizes of the full matrix.
             squares = run.elements(gradients[run.shard]).square().add_(self._epsilon)
             rows[run.position], columns[run.position] = squares.sum(-1), squares.sum(-2)
         sums = [(rows[run.position], run.axes_along(-1)) for run in live]
@@ -105,6 +109,9 @@ class Adafactor(ShardOptimizer):
         self._turn_matrices(gradients, live)
 
     def _turn_matrices(self, gradients: Sequence[Tensor], live: Sequence[MatrixRange]) -> None:
+        # The second moment of element (i, j) is estimated as rowᵢ · columnⱼ / mean(row); `levels` are these means.
+        # With one factor divided by the mean here, the update is g / √(rowᵢ/mean) / √columnⱼ, and no matrix of moments
+        # is formed.
         levels = {run.position: self._rows[run.position].sum(-1, keepdim=True) for run in live}
         self._matrices.over_splits([(levels[run.position], run.axes_along(-2)) for run in live])
         self._matrices.scalars_over_cut(live, levels, self._dtype(gradients))
@@ -119,6 +126,8 @@ class Adafactor(ShardOptimizer):
 
     def _apply(self, updates: Sequence[Tensor], learning_rate: float, skipped: Collection[str]) -> None:
         """Clip the updates by their RMS, decay the parameters and move them."""
+        # The RMS is of a full parameter, of which this rank may hold a part: hence one sum over ranks for all
+        # parameters.
         rms = self._rms(updates)
         shrink = rms[0].div(_CLIP).clamp(min=1.0).reciprocal()
         for here in present(self._shards, states=False):

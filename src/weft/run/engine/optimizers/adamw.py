@@ -48,6 +48,7 @@ class AdamW(ShardOptimizer):
         updated = self._counts.advance(skipped)
         for here in present(self._shards):
             for kind, runs in gather_runs(updated, self._shards, here).items():
+                # The fused kernel always moves the variance, so ranges whose variance is frozen are updated without it.
                 frozen = [run for run in runs if self._frozen_after is not None and run.step > self._frozen_after]
                 for run in frozen:
                     self._move(run, learning_rate, gradient_scale)
@@ -62,6 +63,7 @@ class AdamW(ShardOptimizer):
         master, average = self._shards[run.shard].master[here], self._exp_avg[run.shard][here]
         variance = self._exp_avg_sq[run.shard][here]
         average.lerp_(self._gradient(run.shard)[here].mul_(gradient_scale), 1.0 - self._betas[0])
+        # The correction stays that of the last step that moved the variance.
         size = variance.sqrt().div_(math.sqrt(1.0 - self._betas[1] ** self._frozen_after)).add_(self._epsilon)
         master.mul_(1.0 - rate * settings.weight_decay)
         step = rate / (1.0 - self._betas[0] ** run.step)
@@ -70,6 +72,7 @@ class AdamW(ShardOptimizer):
     def _call(self, kind: FusedKind, runs: list[ShardRange], learning_rate: float, gradient_scale: float) -> None:
         settings = self._groups[kind.group].settings
         gradients = [self._gradient(run.shard)[run.start : run.stop] for run in runs]
+        # The kernel reads steps from tensors; ranges with equal counts share one.
         steps = {run.step: torch.full((), run.step, dtype=torch.float32, device=kind.device) for run in runs}
         torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]  no public name takes flats
             [self._shards[run.shard].master[run.start : run.stop] for run in runs],

@@ -45,6 +45,8 @@ class LAMB(ShardOptimizer):
 
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float = 1.0, skipped: Collection[str] = ()) -> None:
+        # Two passes: the ratio of a parameter needs the norm of its whole direction, and so of all ranks' parts.
+        # Directions replace gradients in place, and wait there for the sum.
         directions = [self._gradient(index) for index in range(len(self._shards))]
         runs, squares = self._counts.advance(skipped), self._norms.squares(2)
         for here in present(self._shards):
@@ -76,6 +78,7 @@ class LAMB(ShardOptimizer):
             gradient.mul_(gradient_scale)
         exp_avg.lerp_(gradient, 1.0 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
+        # From here on `gradient` holds the denominator, and then the direction: no tensor of its size is allocated.
         torch.sqrt(exp_avg_sq, out=gradient)
         gradient.div_(math.sqrt(1.0 - beta2**run.step)).add_(self._epsilon)
         torch.div(exp_avg, gradient, out=gradient)

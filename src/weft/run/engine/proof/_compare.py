@@ -81,6 +81,7 @@ def compare_ranks(outcome: PlainResult | None, mine: StepsOfRank, mesh: Mesh, pr
     # By tensor: squared distance of what counts, number of its elements; largest distance of a copy, and other dtypes.
     counted = torch.zeros(len(known), 2, dtype=torch.float64)
     worst = torch.zeros(len(known), 2, dtype=torch.float64)
+    # One tensor at a time is broadcast from rank 0: a rank never holds more than the largest one beside its own share.
     for index, one in enumerate(known):
         whole = _tensor_of_rank_0(one, outcome, mesh)
         for shard in shards.get(one.name, ()):
@@ -95,11 +96,14 @@ def compare_ranks(outcome: PlainResult | None, mine: StepsOfRank, mesh: Mesh, pr
     deviations = [*_of_draws(repeats, mine), *_of_losses(loss_distances, losses, limits)]
     largest = 0.0
     for index, one in enumerate(known):
+        # `counted` adds up the shards of a tensor; `worst` is a single copy's, which a sum over first copies would
+        # miss.
         squared = max(float(worst[index, 0]), float(counted[index, 0]))
         relative, limit = limits.relative(one, math.sqrt(squared)), limits.of(one)
         lacks = one.kind != "held" and counted[index, 1] < math.prod(one.shape)
         if one.kind == "gradient" and relative <= limit:
             largest = max(largest, relative)
+        # "not <=" and not ">": a difference that is no number counts as one.
         if lacks or not relative <= limit:
             deviations.append(Deviation(kind=one.kind, name=_bare(one), relative=relative, limit=limit))
         elif worst[index, 1] and one.kind == "buffer" and precision in _WIDE:

@@ -54,6 +54,8 @@ def digest_of(
 ) -> str:
     """Return what two starts share only if one proof holds for both: the code and settings of model, loss and
     optimizer, the plan, shapes and dtypes, and versions."""
+    # Sizes and times of files stand for their content: a start must not read all of a user's code.  What has no file,
+    # such as a notebook's functions, goes in by its byte code.
     digest = hashlib.sha256(json.dumps([_FORMAT, torch.__version__, plan.digest, *map(repr, facts)]).encode())
     digest.update(_code_in_use().encode())
     for name, module in model.named_modules():

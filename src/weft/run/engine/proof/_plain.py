@@ -115,6 +115,8 @@ class PlainSteps:
         if reason := self._too_large():
             return reason
         snapshot = Snapshot(("model", self.model), ("loss", self.loss), ("optimizer", self.optimizer))
+        # Run twice: as it is, and with weights moved by one rounding.  The distance of the two says how far rounding
+        # alone carries in this model, which is what a plan, whose sums have another order, may differ by.
         try:
             outcome = self._steps(snapshot, budget)
             snapshot.put_back()
@@ -153,6 +155,7 @@ class PlainSteps:
                     raise ArithmeticError(f"the loss of step {step + 1} is {mean}")
                 outcome.losses.append(mean)
                 look()  # a last operator may have taken long
+                # Before clipping and before the optimizer, which may write to gradients.
                 if step == 0:
                     outcome.tensors |= self._gradients()
                 self._blur(outcome)
@@ -193,6 +196,8 @@ class PlainSteps:
             if gradient is None or gradient.layout != torch.strided or not gradient.numel():
                 continue
             size = gradient.abs()
+            # An optimizer of Adam's kind divides by the size of the gradient: an element that is made of rounding moves
+            # its weight by a whole step in a direction that rounding chose.
             root = float(torch.linalg.vector_norm(size, dtype=torch.float64)) / math.sqrt(size.numel())
             small = ((size > 0) & (size < _SMALL[self.precision] * root)).cpu()
             before = outcome.blurred.get(f"weight/{name}")

@@ -25,7 +25,7 @@ class StepsOfRank:
     losses: list[float] = field(default_factory=list[float])
     norms: list[float] = field(default_factory=list[float])
     shards: list[CheckpointShard] = field(default_factory=list[CheckpointShard])
-    """Copies, named as the tensors of an `Outcome`."""
+    """Copies, named as the tensors of a `PlainResult`."""
     repeated: frozenset[str] = frozenset()
     """Keys that two draws of one forward have had."""
 
@@ -56,6 +56,8 @@ def planned_steps(
     model, device = training.model, training.model.mesh.device
     parts = [("model", part.module) for part in model.parts]
     snapshot = Snapshot(*parts, ("loss", loss), ("optimizer", optimizer), except_weights_of=[m for _, m in parts])
+    # Masters and states lie in stores, which the snapshot of modules does not reach; they are copied as a save sees
+    # them.
     before = [(shard, shard.tensor.clone()) for shard in training.checkpoint_shards()]
     state, skipped = training.state(), training.stepper.num_skipped
     outcome, ledgers = StepsOfRank(), list[DrawLedger]()
@@ -78,6 +80,7 @@ def planned_steps(
         training.model.stores.settle()
     outcome.shards += _state_now(training, snapshot)
     outcome.repeated = frozenset(key for ledger in ledgers for key in ledger.repeated)
+    # Modules first: restoring the state gathers weights into them from the masters.
     snapshot.put_back()
     with torch.no_grad():
         for shard, kept in before:

@@ -52,6 +52,7 @@ class Snapshot:
 
     def put_back(self) -> None:
         """Give everything its old value.  Not collective."""
+        # Backwards, as they were recorded: a name gets its old object before that object gets its old content.
         with torch.no_grad():
             for undo in reversed(self._undo):
                 undo()
@@ -125,6 +126,7 @@ class Snapshot:
             storage.copy_(kept)
             if not tensor.is_leaf:
                 return
+            # The content went into the storage that the tensor had; a step may have given it another one.
             if tensor.data_ptr() != storage.data_ptr() or tensor.shape != storage.shape:
                 tensor.data = storage  # an assignment to .data gave it another one
             tensor.requires_grad_(requires_grad)
@@ -139,6 +141,8 @@ class Snapshot:
             if id(base) in self._seen or base.__module__.partition(".")[0] in _FOREIGN:
                 continue
             self._seen[id(base)] = base
+            # Numbers and texts are replaced by assignment, so the name is restored; containers are changed in place, so
+            # their content is.
             for leaf, value in vars(base).items():
                 if isinstance(value, list | dict | deque | set | Tensor | types.FunctionType):
                     self._visit(f"{base.__qualname__}.{leaf}", value, depth + 1)
@@ -204,6 +208,7 @@ class Snapshot:
                 kept = self._tensors[f"{name}.{variable}"][1]
                 self._tensors[f"{name}.{variable}"] = (functools.partial(getattr, cell, "cell_contents"), kept)
         self._visit(name, (function.__defaults__, function.__kwdefaults__, dict(function.__dict__)), depth)
+        # Globals of the user's own script: a loss that appends to a list at module level keeps state there.
         for variable in names_read(function):
             if variable in function.__globals__:
                 self._visit_global(name, function.__globals__, variable, depth)

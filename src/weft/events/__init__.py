@@ -19,6 +19,7 @@ from weft.events._events import WarningEvent as WarningEvent
 from weft.events._folder import RunFolder as RunFolder
 from weft.events._format import format_duration as format_duration
 from weft.events._format import format_loss as format_loss
+from weft.events._format import text_of as text_of
 from weft.events._logs import LogSink as LogSink
 from weft.events._logs import loggers_to as loggers_to
 from weft.events._metrics import MetricsSink as MetricsSink
@@ -33,6 +34,3 @@ from weft.events._scalars import ScalarSink as ScalarSink
 from weft.events._scalars import Track as Track
 from weft.events._terminal import TerminalSink as TerminalSink
 from weft.events._terminal import WarningSink as WarningSink
-from weft.events._format import format_duration as format_duration
-from weft.events._format import format_loss as format_loss
-from weft.events._format import text_of as text_of

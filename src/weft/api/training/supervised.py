@@ -13,13 +13,13 @@ from typing import Any
 from weft.config.document import typed
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
-from weft.events import Event, LogSink, MetricsSink, Run, RunFolder, words_of
+from weft.events import Event, LogSink, MetricsSink, Run, RunFolder, text_of
 from weft.events.folder_lock import FolderLock
 from weft.events.loss_board import LossBoard
 from weft.run.checkpoint import newest_saved_step
 from weft.run.data import PreparedData
-from weft.run.engine import TrainingOutcome
-from weft.run.engine.proof import Prove
+from weft.run.engine import TrainingResult
+from weft.run.engine.proof import ProveMode
 from weft.run.launch.job_end import JobEnd
 from weft.run.launch.launcher import ForkServer, HangLimits, run_function
 from weft.run.supervise import Supervisor
@@ -35,11 +35,11 @@ class SupervisedTraining:
     lock: FolderLock
     """Makes this process the owner of the run's folder.  Every generation gets a token of its own."""
     prepared: PreparedData
-    prove: Prove
+    prove: ProveMode
     quiet: bool
     fork_server: ForkServer | None
 
-    def train(self, *, resumes: bool) -> TrainingOutcome:
+    def train(self, *, resumes: bool) -> TrainingResult:
         """Run generations of ranks until the training is done, was stopped, or failed for good.
 
         Raises:
@@ -63,7 +63,7 @@ class SupervisedTraining:
             with _signals_stop(supervisor.stop) as signals:
                 end, reason = supervisor.run(start, resumes=resumes)
             signals.added_to(end).raise_cause(reason)
-            outcome = typed(TrainingOutcome, end.values[0])
+            outcome = typed(TrainingResult, end.values[0])
             return replace(outcome, losses=losses.of_steps(first, outcome.steps))
 
     def _generation(self, number: int, resumes: bool, losses: LossBoard) -> JobEnd:
@@ -105,7 +105,7 @@ class SupervisedTraining:
         """Say what happened between two generations, when no rank writes in the folder of the run."""
         with Run(None, [LogSink(self.run.launcher_log), MetricsSink(self.run.metrics)]) as log:
             log.emit(event)
-        if not self.quiet and (words := words_of(event)) is not None:
+        if not self.quiet and (words := text_of(event)) is not None:
             print(words, flush=True)
 
 

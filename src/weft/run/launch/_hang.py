@@ -21,7 +21,7 @@ from pathlib import Path
 
 from weft.events.progress import Position, ProgressBoard
 from weft.process import children_of, cpu_seconds_of, is_stopped
-from weft.run.launch._job import RankOutcome
+from weft.run.launch._job import RankExit
 from weft.run.launch._rank_info import stacks_path
 from weft.run.launch.job_end import HANG
 
@@ -82,7 +82,7 @@ class HangWatch:
         self._first_look: _Look | None = None
         self._asked_at: float | None = None
 
-    def poll(self) -> RankOutcome | None:
+    def poll(self) -> RankExit | None:
         """Read where the ranks are, and judge."""
         now = time.monotonic()
         positions = [self._board.position(rank) for rank in range(self._board.num_ranks)]
@@ -128,7 +128,7 @@ class HangWatch:
         ordered = sorted(self._step_seconds)
         return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))] if ordered else 0.0
 
-    def _compare(self, positions: list[Position], now: float, stalled: float) -> RankOutcome | None:
+    def _compare(self, positions: list[Position], now: float, stalled: float) -> RankExit | None:
         """Look a first or a second time, once the stacks that were asked for have been written."""
         assert self._asked_at is not None
         if now - self._asked_at < _BETWEEN_LOOKS_SECONDS:
@@ -169,10 +169,10 @@ class HangWatch:
         same = _calls(now.stacks[rank]) == _calls(before.stacks.get(rank, ""))
         return same and computed < _IDLE_SHARE * (now.at - before.at)
 
-    def _outcome(self, rank: int, position: Position, look: _Look, stalled: float, idle: list[int]) -> RankOutcome:
+    def _outcome(self, rank: int, position: Position, look: _Look, stalled: float, idle: list[int]) -> RankExit:
         does = "waits outside of any collective" if rank in idle else "computes without end"
         usual = f"; 99 of 100 steps took at most {self._longest_usual():.2g} s" if self._step_seconds else ""
-        return RankOutcome(
+        return RankExit(
             rank=rank,
             host=socket.gethostname(),
             when=time.monotonic(),

@@ -20,7 +20,7 @@ from typing import BinaryIO
 from weft.events.progress import Position
 from weft.run.launch._fork_server_main import TERMINATE
 from weft.run.launch._hang import HangWatch
-from weft.run.launch._job import RankOutcome
+from weft.run.launch._job import RankExit
 from weft.run.launch._stopped import POLL_SECONDS, StoppedProcesses
 
 _GRACE_SECONDS = 1.0

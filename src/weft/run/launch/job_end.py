@@ -12,13 +12,13 @@ from typing import Any
 import weft.errors
 from weft.errors import LaunchError, WeftError
 from weft.events.progress import Position
-from weft.run.launch._job import RankOutcome
+from weft.run.launch._job import RankExit
 from weft.run.launch._report import report
 
 HANG = "Hang"
-"""`RankOutcome.error` of a rank whose step made no progress, which the launcher has noticed and ended."""
+"""`RankExit.error` of a rank whose step made no progress, which the launcher has noticed and ended."""
 PARENT_LOST = "ParentLost"
-"""`RankOutcome.error` where the process that started the ranks was killed."""
+"""`RankExit.error` where the process that started the ranks was killed."""
 
 
 class RankError(LaunchError):
@@ -37,9 +37,9 @@ class JobEnd:
     """How a job ended on this host."""
 
     num_processes: int
-    outcomes: Mapping[int, RankOutcome | None]
+    outcomes: Mapping[int, RankExit | None]
     """What each rank left, by rank; None: it ended without a word."""
-    cause: RankOutcome | None
+    cause: RankExit | None
     """How the rank ended that failed first; None where all ended well."""
     signals: tuple[signal.Signals, ...] = ()
     """Signals that this process got and passed on while the ranks ran."""

@@ -118,6 +118,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(need.reason)
 
 
+_SHARED_MEMORY = Path("/dev/shm")
 _POOL = pytest.StashKey[pool.RankPool]()
 
 
@@ -129,6 +130,7 @@ class _Traces:
     """Process id → command line."""
     ports: set[str]
     shared_memory: set[str]
+    """Names of files, anybody's: of those that have come, only the suite's own count."""
     threads: set[threading.Thread]
 
     @classmethod
@@ -139,16 +141,17 @@ class _Traces:
         return cls(
             processes={pid: name for pid, name in alive.items() if pid not in known},
             ports=pool.listening_ports({os.getpid(), *alive}),
-            shared_memory=_shared_memory(),
+            shared_memory=set(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.is_dir() else set(),
             threads=pool.living_threads(),
         )
 
     def since(self, before: _Traces) -> dict[str, object]:
         """What has come since, by what it is."""
+        files = {name for name in self.shared_memory - before.shared_memory if _is_ours(_SHARED_MEMORY / name)}
         new = {
             "processes": {pid: name for pid, name in self.processes.items() if pid not in before.processes},
             "listening ports": self.ports - before.ports,
-            "shared memory": self.shared_memory - before.shared_memory,
+            "shared memory": files - pool.mapped_elsewhere(files) if files else files,
             "threads": self.threads - before.threads,
         }
         return {what: left for what, left in new.items() if left}
@@ -174,12 +177,3 @@ def _is_ours(entry: Path) -> bool:
         return entry.stat().st_uid == os.getuid()
     except FileNotFoundError:  # gone since it was listed
         return False
-
-
-def _shared_memory() -> set[str]:
-    """Files in shared memory that no process outside this session has open: those are somebody else's."""
-    folder = Path("/dev/shm")
-    if not folder.is_dir():
-        return set()
-    found = {entry.name for entry in folder.iterdir() if _is_ours(entry)}
-    return found - pool.mapped_elsewhere(found) if found else found

@@ -25,7 +25,7 @@ def add_up(rank_info: RankInfo, offset: int) -> dict[str, float]:
 
 
 def addresses(rank_info: RankInfo) -> list[str]:
-    """Where this rank listens, in hexadecimal as the kernel writes it."""
+    """Where this rank listens."""
     with initialise_distributed("cpu", rank_info):
         dist.barrier()
         return sorted(pool.listening_ports({os.getpid()}))

@@ -26,7 +26,7 @@ def test_ranks_listen_on_loopback_only(fork_server: ForkServer) -> None:
         address for rank in launch_function(job("addresses"), {}, 2, fork_server=fork_server) for address in rank
     ]
     assert listening_for_failures
-    assert {address.partition(":")[0] for address in listening_for_failures} == {"0100007F"}
+    assert {address.partition(":")[0] for address in listening_for_failures} == {"127.0.0.1"}
 
 
 def test_error_of_all_ranks_keeps_class_and_message(fork_server: ForkServer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,7 @@ def plain(edit: str) -> list[Tensor]:
 
 
 def train(kind: str, folder: str, edit: str, *, evaluates: bool = False) -> list[Tensor]:
+    warnings.filterwarnings("ignore", message="the loop has computed a value of")  # test_session_part_reads.py
     plan = plan_of(kind, torch.distributed.get_world_size())
     split = {"0": "column", "2": "row"} if kind == "tensor" else ()
     with session_of(folder, plan, permit=(plan.compute.precision,)) as session:
@@ -377,6 +379,7 @@ def beside_stages(folder: str, edit: str) -> None:
         microbatch=MicrobatchPlan(size=BATCH // 2, per_step=2),
         compute=ComputePlan(precision="fp64"),
     )
+    warnings.filterwarnings("ignore", message="the loop has computed a value of")
     with session_of(folder, plan) as session:
         cut = CutTable(entry="first", blocks=("blocks.0", "blocks.1"), tail=("last",))
         state = prepared(session, Passes().double(), cut=cut)

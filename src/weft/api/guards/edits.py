@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from weft.api.guards.reads_of_parts import DIFFERS, ZERO, Held, PartReads, digests_of, module_of
 from weft.api.guards.state_checks import digest_of, is_due
-from weft.api.guards.watched_parameters import refuse_part_of_sum, watched_class
+from weft.api.guards.watched_parameters import Reader, refuse_part_of_sum, watched_class
 from weft.config.plan import BATCH_AXES, Axis, Plan
 from weft.errors import RecipeError
 from weft.techniques.core import ModelPart, ParameterLayout, ReducerSet
@@ -30,6 +31,17 @@ class _WatchedParameter:
     """The axis whose ranks have parts of it, other than those that only share out a step's samples."""
     trained: Tensor
     """What trains, or its copy to compute with: the storage that the parameter had from the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTensor:
+    """What an optimizer's parameter groups hold of a parameter."""
+
+    name: str
+    tensor: Tensor
+    layout: ParameterLayout
+    is_cut_by_zero: bool
+    """Whether other ranks update other parts of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +67,10 @@ class ParameterEdits:
     rank, and so would be what is written by it.  There parameters tell, too, who reads them.
     """
 
-    def __init__(self, parts: Sequence[ModelPart], stores: ReducerSet, plan: Plan) -> None:
+    def __init__(
+        self, parts: Sequence[ModelPart], stores: ReducerSet, plan: Plan, of_optimizer: Sequence[OptimizerTensor] = ()
+    ) -> None:
+        """`of_optimizer` is what the optimizer's parameter groups hold."""
         self._stores, self._plan = stores, plan
         self._watched = [
             _WatchedParameter(part.layout[name].name, parameter, _cut_by(part.layout[name]), parameter.detach())
@@ -83,8 +98,6 @@ class ParameterEdits:
         self._is_inside = False
         self.has_parts = plan.mesh.pipeline > 1 or any(watched.cut_by for watched in self._watched)
         """Whether ranks have parts of the model, by another plan than ZeRO-3, whose shares know what they are of."""
-        self._read = set[int]()
-        """Parameters of which the loop has read values, at any time: it may have kept them."""
         self._lent: dict[int, list[Tensor]] = {}
         """Digests of parameters of which the loop has `.data`, as they were when it asked."""
         self._facts: dict[str, str] = {}
@@ -103,7 +116,15 @@ class ParameterEdits:
         self._buffers_seen: list[tuple[int, int]] = []
         self._written_buffers: list[str] = []
         """Those that the loop has written into since the last step."""
-        self._watched_class = watched_class(weakref.ref(self), reads=self.has_parts)
+        held = [Held(each.name, each.parameter, f"mesh.{each.cut_by}" if each.cut_by else "") for each in self._watched]
+        held += [Held(each.name, each.tensor, _part_by(each), of_optimizer=True) for each in of_optimizer]
+        self._reads = PartReads(held, [part.module for part in parts], plan)
+        reader = Reader(weakref.ref(self))
+        self._watched_class = watched_class(weakref.ref(self), reader if self.has_parts else None)
+        self._part_class = reader.part_class
+        self._watched_of_optimizer = [
+            each.tensor for each in of_optimizer if self.has_parts or any(map(_part_by, of_optimizer))
+        ]
         self._is_watching = False
         self.watch(True)
 
@@ -120,6 +141,14 @@ class ParameterEdits:
             kind = self._watched_class if on else nn.Parameter
             for parameter in self._watched_parameters:
                 parameter.__class__ = kind
+            part_class = self._part_class if on else Tensor
+            for part in self._watched_of_optimizer:
+                part.__class__ = part_class
+
+    @property
+    def listens(self) -> bool:
+        """Whether the loop has its turn."""
+        return self._is_watching and not self._is_inside
 
     def _look_at_buffers(self, *, is_first: bool) -> None:
         seen, self._buffers_seen = (
@@ -136,14 +165,19 @@ class ParameterEdits:
             return
         self._touched = True
         if self.has_parts:
-            self._read.add(id(parameter))
+            self._reads.read([id(parameter)])
             if id(parameter) not in self._lent:
-                self._lent[id(parameter)] = _sums(data)
+                self._lent[id(parameter)] = digests_of(data)
 
     def read(self, parameters: Iterable[Tensor]) -> None:
         """Somebody has computed something of parameters."""
         if not self._is_inside:
-            self._read.update(map(id, parameters))
+            self._reads.read(map(id, parameters))
+
+    def read_across(self, weights: Iterable[int]) -> None:
+        """Somebody has computed of weights what is not computed element by element."""
+        if not self._is_inside:
+            self._reads.read_across(weights)
 
     def rebind(self, parameter: nn.Parameter, old: Tensor, new: Tensor) -> bool:
         """Somebody gives a parameter other storage.  Take its values over, and return whether that was done.
@@ -190,7 +224,10 @@ class ParameterEdits:
             self._note_edited(edited)
         names, self._written_buffers = self._written_buffers, []
         for name in names:
-            self._refuse_by_reads(name)
+            self._reads.refuse(name)
+        self._reads.check_values()
+        self._facts |= self._reads.attributes_set()
+        self._reads.forget()
 
     def note(self, *, gathered: bool = False) -> None:
         """Weft has done what it had to do: what is written from now on is somebody else's.  Unless what is `gathered`
@@ -205,6 +242,7 @@ class ParameterEdits:
             self._follow()
         self.watch(not (gathered and self.has_parts))  # a manual step's own forwards read weights as a step does
         self._lent = {}
+        self._reads.remember()
         self._touched = self._is_inside = False
 
     def release(self) -> None:
@@ -258,7 +296,7 @@ class ParameterEdits:
             for watched in self._watched
             if id(watched.parameter) in self._lent
         ]
-        now = [_sums(parameter.parameter.detach()) for parameter, _ in lent]
+        now = [digests_of(parameter.parameter.detach()) for parameter, _ in lent]
         return [each for (each, then), sums in zip(lent, now, strict=True) if not all(map(torch.equal, then, sums))]
 
     def _look(self) -> _WriteMarks:
@@ -303,6 +341,7 @@ class ParameterEdits:
     def _note_edited(self, edited: Sequence[_WatchedParameter]) -> None:
         if self.has_parts:
             self._refuse_of_parts(edited)
+        self._reads.refuse(edited[0].name)
         self._edits += 1
         mesh = self._plan.mesh
         is_same = mesh.tensor * mesh.pipeline * mesh.context == 1 and is_due(self._edits)
@@ -316,36 +355,14 @@ class ParameterEdits:
         if (cut := next((parameter for parameter in edited if parameter.cut_by), None)) is not None:
             raise RecipeError(
                 f"the loop has changed {cut.name} since the last step, {self._part_of(cut)}: what is computed of the"
-                f" whole {_DIFFERS}, or use mesh.{cut.cut_by} = 1."
+                f" whole {DIFFERS}, or use mesh.{cut.cut_by} = 1."
             )
-        if mesh.pipeline > 1 and len({_module_of(parameter.name) for parameter in edited}) > 1:
+        if mesh.pipeline > 1 and len({module_of(parameter.name) for parameter in edited}) > 1:
             raise RecipeError(
-                f"the loop has changed {first.name} and {len(edited) - 1} more weights since the last step,"
-                f" {self._stages}, change the weights of one module alone, or use mesh.pipeline = 1."
+                f"the loop has changed {first.name} and {len(edited) - 1} more weights since the last step, and other"
+                f" ranks have the other stages of the model (mesh.pipeline = {mesh.pipeline}): what is computed of"
+                f" several weights {DIFFERS}, change the weights of one module alone, or use mesh.pipeline = 1."
             )
-        self._refuse_by_reads(first.name)
-
-    def _refuse_by_reads(self, changed: str) -> None:
-        """Refuse what may have been written by what the loop has read, at any time: it may have kept that."""
-        read = [watched for watched in self._watched if id(watched.parameter) in self._read]
-        if (cut := next((parameter for parameter in read if parameter.cut_by), None)) is not None:
-            raise RecipeError(
-                f"the loop has changed {changed} since the last step, and has read {cut.name}, {self._part_of(cut)}:"
-                f" what is computed of that {_DIFFERS}, read no weights, or use mesh.{cut.cut_by} = 1."
-            )
-        others = [parameter.name for parameter in read if _module_of(parameter.name) != _module_of(changed)]
-        if self._plan.mesh.pipeline > 1 and others:
-            raise RecipeError(
-                f"the loop has changed {changed} since the last step and has read {others[0]}, {self._stages}, read the"
-                " weights of that module alone, or use mesh.pipeline = 1."
-            )
-
-    @property
-    def _stages(self) -> str:
-        return (
-            f"and other ranks have the other stages of the model (mesh.pipeline = {self._plan.mesh.pipeline}): what is"
-            f" computed of several weights {_DIFFERS}"
-        )
 
     def _part_of(self, cut: _WatchedParameter) -> str:
         return f"of which this rank has a part (mesh.{cut.cut_by} = {getattr(self._plan.mesh, cut.cut_by or '')})"
@@ -355,25 +372,9 @@ def _cut_by(layout: ParameterLayout) -> Axis | None:
     return next((axis for axis in layout.split_axes if axis not in BATCH_AXES), None)
 
 
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-_DIFFERS = "(a norm, an average) would be another on each rank. Write it as a parametrization in the model"
-
-
-@torch.no_grad()
-def _sums(tensor: Tensor) -> list[Tensor]:
-    """Digests of a tensor's values: sums of their bits along each dimension, or, of a short one, the values."""
-    if tensor.ndim < 2:
-        return [tensor.clone()]
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    bits = real.contiguous().view(_BITS[real.element_size()])
-    return [bits.sum(dim, dtype=torch.int64) for dim in range(bits.ndim)]
-
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element → whole numbers as wide."""
+def _part_by(held: OptimizerTensor) -> str:
+    axis = _cut_by(held.layout)
+    return f"mesh.{axis}" if axis else ZERO if held.is_cut_by_zero else ""
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

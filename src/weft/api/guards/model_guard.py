@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from weft.api.guards.edits import ParameterEdits
+from weft.api.guards.edits import OptimizerTensor, ParameterEdits
 from weft.api.guards.gradients import LeftGradients, LossParameters
 from weft.api.guards.plain_model import PlainModel
 from weft.api.guards.state_checks import FixedNorms
@@ -203,11 +203,20 @@ class Guard:
     def is_inside(self) -> bool:
         return self._depth > 0
 
-    def watch(self, model: ParallelModel, before: Mapping[str, nn.Parameter], recipe: Recipe, *, gathers: bool) -> None:
+    def watch(
+        self,
+        model: ParallelModel,
+        before: Mapping[str, nn.Parameter],
+        recipe: Recipe,
+        of_optimizer: Sequence[OptimizerTensor],
+        *,
+        gathers: bool,
+    ) -> None:
         """Begin to refuse what does nothing or does harm from now on.
 
         Args:
             before: parameters that the model had before its plan.
+            of_optimizer: what the optimizer's parameter groups hold.
             gathers: whether weights are gathered for each forward.
         """
         parts = [part.module for part in model.parts]
@@ -217,7 +226,7 @@ class Guard:
         self.watch_state(parts[0], model.plan)
         self._norms = FixedNorms(parts, model.blueprint, model.plan, recipe)
         if self._watches_edits and not model.plan.memory.offloads_parameters:  # which come and go by themselves
-            self._edits = ParameterEdits(model.parts, model.stores, model.plan)
+            self._edits = ParameterEdits(model.parts, model.stores, model.plan, of_optimizer)
             if self._edits.has_parts and model.plan.mesh.pipeline == 1:  # a stage is called by its schedule alone
                 root = model.parts[0].module
                 self._handles.append(root.register_forward_pre_hook(self._hush, prepend=True))

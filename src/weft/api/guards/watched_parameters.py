@@ -1,8 +1,8 @@
-"""What a loop does with parameters between two steps, as far as no version of theirs shows: they tell, or refuse."""
+"""What a loop does with weights between two steps, as far as no version of theirs shows: they tell, or refuse."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -10,11 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from weft.api.guards.elementwise import AcrossElements, flat
 from weft.errors import RecipeError
 
 
 class ParameterListener(Protocol):
     """Who is told."""
+
+    @property
+    def listens(self) -> bool:
+        """Whether the loop has its turn: what Weft does by itself is nobody's business."""
+        ...
 
     def touch(self, parameter: Tensor, data: Tensor) -> None:
         """Somebody has asked for the `.data` of a parameter, or for another tensor of the same storage."""
@@ -26,20 +32,27 @@ class ParameterListener(Protocol):
     def read(self, parameters: Iterable[Tensor]) -> None:
         """Somebody has computed something of parameters."""
 
+    def read_across(self, weights: Iterable[int]) -> None:
+        """Somebody has computed of weights, given by their identities, what is not computed element by element: a norm,
+        an average, the value at a place."""
 
-def watched_class(listener: Callable[[], ParameterListener | None], *, reads: bool) -> type[nn.Parameter]:
-    """Return a class of parameters that tell of `.data`, and, with `reads`, of every function that returns values.
+
+_Told = Callable[[], ParameterListener | None]
+
+
+def watched_class(listener: _Told, reader: Reader | None) -> type[nn.Parameter]:
+    """Return a class of parameters that tell of `.data`, and, with a `reader`, of every function that returns values.
 
     It is made anew for each model, and copies and pickles are torch's own parameters: nothing of Weft goes with them.
     """
-    kind = _watched_data(listener)
-    kind = _watched_reads(kind, listener) if reads else kind
+    kind = _watched_data(listener, reader)
+    kind = _watched_reads(kind, reader) if reader is not None else kind
     kind.__module__, kind.__qualname__ = nn.Parameter.__module__, nn.Parameter.__qualname__
     kind.__name__ = nn.Parameter.__name__
     return kind
 
 
-def _watched_data(listener: Callable[[], ParameterListener | None]) -> type[nn.Parameter]:
+def _watched_data(listener: _Told, reader: Reader | None) -> type[nn.Parameter]:
     plain = cast(Any, torch.Tensor).data
 
     class Parameter(nn.Parameter):
@@ -47,15 +60,15 @@ def _watched_data(listener: Callable[[], ParameterListener | None]) -> type[nn.P
         def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
             with torch.DisableTorchFunctionSubclass():
                 data = plain.__get__(self)
-                if (listening := listener()) is not None:
-                    listening.touch(self, data)
-            return data
+                if (told := listener()) is not None:
+                    told.touch(self, data)
+                return data if reader is None else reader.part(data, {id(self)})
 
         @data.setter
         def data(self, value: Tensor) -> None:
-            listening = listener()
+            told = listener()
             with torch.DisableTorchFunctionSubclass():
-                if listening is None or not listening.rebind(self, plain.__get__(self), value):
+                if told is None or not told.rebind(self, plain.__get__(self), value):
                     plain.__set__(self, value)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -70,7 +83,7 @@ def _watched_data(listener: Callable[[], ParameterListener | None]) -> type[nn.P
     return Parameter
 
 
-def _watched_reads(kind: type[nn.Parameter], listener: Callable[[], ParameterListener | None]) -> type[nn.Parameter]:
+def _watched_reads(kind: type[nn.Parameter], reader: Reader) -> type[nn.Parameter]:
     gradient = cast(Any, torch.Tensor).grad
 
     class ReadParameter(kind):
@@ -92,21 +105,110 @@ def _watched_reads(kind: type[nn.Parameter], listener: Callable[[], ParameterLis
 
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            keywords = kwargs or {}
-            with torch.DisableTorchFunctionSubclass():
-                result = func(*args, **keywords)
-                if not _is_value(result) or (listening := listener()) is None:
-                    return result
-                # A parameter that is returned itself was written to, or is as it was: nothing was computed of it.
-                used = [
-                    value for value in _flat((*args, *keywords.values())) if type(value) is cls and value is not result
-                ]
-                listening.read(used)
-                if len(used) == 1 and isinstance(result, Tensor) and result.data_ptr() == used[0].data_ptr():
-                    listening.touch(used[0], used[0].detach())  # whose numpy array tells nobody who writes into it
-            return result
+            return reader.call(func, args, kwargs or {})
 
     return ReadParameter
+
+
+class Reader:
+    """Calls functions for tensors that tell of reads, and tells.
+
+    `part_class` is that of what an optimizer holds of parameters, and of what is computed element by element of these
+    or of parameters: a function of that tells, too, until it is no more elementwise.
+    """
+
+    def __init__(self, listener: _Told) -> None:
+        self._listener = listener
+        self._elementwise = set[Any]()
+        """Functions that were so, and always are."""
+        self.part_class = _part_class(self)
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a function returns; what is computed element by element of a part is a part."""
+        told = self._listener()
+        with torch.DisableTorchFunctionSubclass():
+            if told is None or not told.listens:
+                return func(*args, **kwargs)
+            seen = None
+            if func in self._elementwise:
+                result = func(*args, **kwargs)
+            else:
+                with AcrossElements() as seen:
+                    result = func(*args, **kwargs)
+                if seen.is_elementwise:
+                    self._elementwise.add(func)
+            if not _is_value(result):
+                return result
+            given = [each for each in flat((*args, *kwargs.values())) if isinstance(each, Tensor)]
+            return self._told(told, result, given, seen)
+
+    def _told(self, told: ParameterListener, result: Any, given: list[Tensor], seen: AcrossElements | None) -> Any:
+        holds_tensors = any(isinstance(each, Tensor) for each in flat([result]))
+        is_across = (seen is not None and seen.is_across) or not holds_tensors
+        # What is returned itself was written to, or is as it was: nothing was computed of it.
+        parameters = [each for each in given if isinstance(each, nn.Parameter) and each is not result]
+        parts = [each for each in given if isinstance(each, self.part_class) and (is_across or each is not result)]
+        if not parameters and not parts:
+            return result
+        if parameters:
+            told.read(parameters)
+            if len(parameters) == 1 and isinstance(result, Tensor) and result.data_ptr() == parameters[0].data_ptr():
+                told.touch(parameters[0], parameters[0].detach())  # whose numpy array tells nobody who writes into it
+        weights = {id(each) for each in parameters}.union(*map(_weights_of, parts))
+        if is_across:
+            told.read_across(weights)
+            return result
+        if seen is not None and seen.copies:
+            return result
+        known = {*map(id, given)}
+        if type(result) not in (list, tuple):
+            return result if id(result) in known else self.part(result, weights)
+        return type(result)(each if id(each) in known else self.part(each, weights) for each in result)
+
+    def part(self, value: Any, weights: set[int]) -> Any:
+        """Return a tensor that tells that it was computed of these weights; anything else as it is."""
+        if type(value) is not Tensor:
+            return value
+        part = value.as_subclass(self.part_class)
+        vars(part)[_WEIGHTS] = weights
+        return part
+
+
+_WEIGHTS = "_computed_of"
+
+
+def _weights_of(part: Tensor) -> set[int]:
+    return vars(part).get(_WEIGHTS) or {id(part)}
+
+
+def _part_class(reader: Reader) -> type[Tensor]:
+    gradient = cast(Any, torch.Tensor).grad
+
+    class Part(Tensor):
+        @property
+        def grad(self) -> Tensor | None:
+            with torch.DisableTorchFunctionSubclass():
+                return gradient.__get__(self)
+
+        @grad.setter
+        def grad(self, value: Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+            with torch.DisableTorchFunctionSubclass():
+                gradient.__set__(self, value)
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return reader.call(func, args, kwargs or {})
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+            with torch.DisableTorchFunctionSubclass():
+                return memo.setdefault(id(self), self.as_subclass(Tensor).clone(memory_format=torch.preserve_format))
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            with torch.DisableTorchFunctionSubclass():
+                return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    Part.__module__, Part.__qualname__, Part.__name__ = Tensor.__module__, Tensor.__qualname__, Tensor.__name__
+    return Part
 
 
 def refuse_part_of_sum(refused: bool) -> None:
@@ -140,11 +242,3 @@ def _is_value(result: Any) -> bool:
     if isinstance(result, tuple):
         return any(isinstance(each, Tensor) for each in cast("tuple[Any, ...]", result))
     return isinstance(result, Tensor | float | complex | list | np.ndarray)
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from cast("Iterable[Any]", value)
-        else:
-            yield value

@@ -174,7 +174,7 @@ class PreparedModel:
         self._saves = Saves(parts.recorded.checkpointer(mesh), self._training, self._optimizer, self._attached, mesh)
         self._copied = CopiedState(self._parallel)
         gathers = plan.data_parallel.shards_weights and mesh.size("shard") > 1
-        self._guard.watch(self._parallel, before, recipe, gathers=gathers)
+        self._guard.watch(self._parallel, before, recipe, self._optimizer.held, gathers=gathers)
         self._calls.watch_exchanges(self.model, self._name, mesh, gathers=gathers, batch_norm=blueprint.has_batch_norm)
 
     @property

@@ -16,7 +16,8 @@ from weft.errors import DataError, LaunchError, RecipeError, WeftError
 
 LEFT = "what forwards have made of "
 """Beginning of the names of facts about state that no optimizer updates."""
-
+SET_BY_LOOP = "what the loop has set of the model: "
+"""Beginning of the names of facts about plain attributes; a rank that has none of them has not looked."""
 
 UNKNOWN = "unknown"
 """What a rank says of a fact that it cannot tell: no other rank differs from it."""
@@ -55,7 +56,8 @@ def check_same_facts(facts: Mapping[str, str], device: torch.device, group: dist
     for name in dict.fromkeys(name for one in facts_of_ranks for name in one):
         values: dict[str, list[int]] = {}
         for rank, one in enumerate(facts_of_ranks):
-            if (value := one.get(name, "nothing")) != UNKNOWN:
+            missing = UNKNOWN if name.startswith(SET_BY_LOOP) else "nothing"
+            if (value := one.get(name, missing)) != UNKNOWN:
                 values.setdefault(value, []).append(rank)
         if len(values) > 1:
             raise differs(name, values)
@@ -89,6 +91,13 @@ def differs(name: str, values: Mapping[str, Sequence[int]]) -> WeftError:
             " changed its copy by itself: in a forward by its own samples, or in the loop on some ranks only. Train on"
             " one process with the whole batch in one microbatch, or make the change between two steps, on all ranks"
             " alike."
+        )
+    if name.startswith(SET_BY_LOOP):
+        return RecipeError(
+            f"the loop has set {name.removeprefix(SET_BY_LOOP)} of the model by what it has read of weights of which"
+            f" each rank has a part, and it differs between the ranks: {whole}. Compute it in the model's forward, or"
+            " write it as a parametrization there; or use a plan that leaves weights whole (mesh.tensor = 1,"
+            " mesh.pipeline = 1)."
         )
     return RecipeError(
         f"{name} differs between the ranks: {whole}. Give every rank the same settings, and change them (a scheduler's"

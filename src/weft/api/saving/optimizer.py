@@ -7,7 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from weft.api.guards.edits import OptimizerTensor
 from weft.api.guards.model_guard import Guard
+from weft.api.guards.state_checks import is_due
 from weft.api.ranks.json_values import tensors_in
 from weft.api.saving.optimizer_states import RankStates, StateRun, keys_of, own_attributes
 from weft.errors import PlanError, RecipeError
@@ -125,6 +127,8 @@ class UserOptimizer(ShardOptimizer):
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [run.view for run in self._runs if run.shard.group == index]
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._storages = self._find_storages()
+        self._num_steps = 0
         self._places: list[int] = []
         """Where the shards' gradients lie of which the runs' `grad` are parts for good; empty: these are given anew."""
         self._given: list[Tensor | None] = []
@@ -138,6 +142,9 @@ class UserOptimizer(ShardOptimizer):
         """See `ShardOptimizer.step`; `learning_rate` is not looked at, the optimizer has its own."""
         del learning_rate
         self._refuse_new_parameters()
+        self._num_steps += 1
+        if is_due(self._num_steps):  # to look each time is 1 % of a step of 5 ms
+            self._refuse_other_storage()
         for shard in self._shards if gradient_scale != 1.0 else ():
             if shard.gradient is not None and shard.gradient.dtype == shard.master.dtype:
                 shard.gradient.mul_(gradient_scale)
@@ -173,12 +180,33 @@ class UserOptimizer(ShardOptimizer):
         """What this rank updates, in the optimizer's order."""
         return self._runs
 
+    @property
+    def held(self) -> Sequence[OptimizerTensor]:
+        """What the optimizer's parameter groups hold, for who watches what a loop does with it."""
+        return [
+            OptimizerTensor(run.name, run.view, run.segment.layout, run.shard.cut_group is not None)
+            for run in self._runs
+        ]
+
     def _refuse_new_parameters(self) -> None:
         if [len(group["params"]) for group in self._optimizer.param_groups] != self._sizes:
             raise RecipeError(
                 f"the {type(self._optimizer).__name__} was given further parameters after session.prepare, which would"
                 " not be reduced between ranks. Add them before prepare, with requires_grad as it is to be."
             )
+
+    def _find_storages(self) -> list[int]:
+        return [run.view.untyped_storage()._cdata for run in self._runs]  # pyright: ignore[reportPrivateUsage]
+
+    def _refuse_other_storage(self) -> None:
+        """What is given another tensor is no part of the weights any more: those would not train on."""
+        for run, known, storage in zip(self._runs, self._storages, self._find_storages(), strict=True):
+            if known != storage:
+                raise RecipeError(
+                    f"the loop has given what the {type(self._optimizer).__name__}'s param_groups hold of"
+                    f" {run.name} another tensor (`.data = …`), which the model's weights do not follow. Write into it:"
+                    " `with torch.no_grad(): p.copy_(new)`."
+                )
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's states on this rank."""

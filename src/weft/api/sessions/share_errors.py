@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 import weft.errors
+from weft.api.guards import watched_parameters
 from weft.config.plan import Plan
 from weft.errors import RecipeError, WeftError
 
@@ -124,10 +125,10 @@ def _how(plan: Plan) -> str:
 
 
 def _frames(error: BaseException) -> list[Any]:
-    """Frames from the loop's own to where it failed."""
+    """Frames from the loop's own to where it failed, or where a function was called for tensors that tell of it."""
     frames: list[Any] = []
     trace = error.__traceback__
-    while trace is not None:
+    while trace is not None and not (frames and _file(trace.tb_frame) == watched_parameters.__file__):
         frames.append(trace.tb_frame)
         trace = trace.tb_next
     while frames and _file(frames[0]).startswith((_HERE, "<")) or (frames and "contextlib" in _file(frames[0])):

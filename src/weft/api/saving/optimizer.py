@@ -143,7 +143,7 @@ class UserOptimizer(ShardOptimizer):
         del learning_rate
         self._refuse_new_parameters()
         self._num_steps += 1
-        if is_due(self._num_steps):  # to look each time is 1 % of a step of 5 ms
+        if is_due(self._num_steps):  # each look takes 11 µs for 148 tensors
             self._refuse_other_storage()
         for shard in self._shards if gradient_scale != 1.0 else ():
             if shard.gradient is not None and shard.gradient.dtype == shard.master.dtype:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from weft.api.guards.reads_of_parts import DIFFERS, ZERO, Held, PartReads, digests_of, module_of
+from weft.api.guards.reads_of_parts import DIFFERS, ZERO, HeldWeight, PartReads, digests_of, module_of
 from weft.api.guards.state_checks import digest_of, is_due
-from weft.api.guards.watched_parameters import Reader, refuse_part_of_sum, watched_class
+from weft.api.guards.watched_parameters import ReadWatcher, refuse_part_of_sum, watched_class
 from weft.config.plan import BATCH_AXES, Axis, Plan
 from weft.errors import RecipeError
 from weft.techniques.core import ModelPart, ParameterLayout, ReducerSet
@@ -116,10 +116,13 @@ class ParameterEdits:
         self._buffers_seen: list[tuple[int, int]] = []
         self._written_buffers: list[str] = []
         """Those that the loop has written into since the last step."""
-        held = [Held(each.name, each.parameter, f"mesh.{each.cut_by}" if each.cut_by else "") for each in self._watched]
-        held += [Held(each.name, each.tensor, _part_by(each), of_optimizer=True) for each in of_optimizer]
+        held = [
+            HeldWeight(each.name, each.parameter, f"mesh.{each.cut_by}" if each.cut_by else "")
+            for each in self._watched
+        ]
+        held += [HeldWeight(each.name, each.tensor, _part_by(each), of_optimizer=True) for each in of_optimizer]
         self._reads = PartReads(held, [part.module for part in parts], plan)
-        reader = Reader(weakref.ref(self))
+        reader = ReadWatcher(weakref.ref(self))
         self._watched_class = watched_class(weakref.ref(self), reader if self.has_parts else None)
         self._part_class = reader.part_class
         self._watched_of_optimizer = [

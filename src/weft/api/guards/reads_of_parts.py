@@ -25,7 +25,7 @@ DIFFERS = "(a norm, an average) would be another on each rank. Write it as a par
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldWeight:
     """A tensor that a loop can reach: a parameter of a rank's modules, or what an optimizer holds of one."""
 
     name: str
@@ -39,11 +39,11 @@ class Held:
 class PartReads:
     """Knows what of a model's weights the loop has read, at any time: it may have kept that."""
 
-    def __init__(self, held: Sequence[Held], parts: Iterable[nn.Module], plan: Plan) -> None:
+    def __init__(self, held: Sequence[HeldWeight], parts: Iterable[nn.Module], plan: Plan) -> None:
         self._held, self._plan = {id(each.tensor): each for each in held}, plan
         self._modules = [(name, each, frozenset(vars(each))) for part in parts for name, each in part.named_modules()]
         """Modules, and the attributes that they had at first: no forward looks at what a loop notes in others."""
-        self._read = dict[int, Held]()
+        self._read = dict[int, HeldWeight]()
         self._is_across = False
         """Whether anything was computed of weights that is not computed element by element."""
         self._values: dict[int, list[Tensor]] | None = None
@@ -65,7 +65,7 @@ class PartReads:
         if self._values is None:
             self.remember()
 
-    def _warning(self, held: Held) -> str:
+    def _warning(self, held: HeldWeight) -> str:
         what = f"of {held.name}" if not held.of_optimizer else f"of what the optimizer holds of {held.name}"
         cut = f"of which this rank has a part ({self._setting(held.cut_by)})" if held.cut_by else self._stage
         return (
@@ -74,7 +74,7 @@ class PartReads:
             f" written by it. {self._instead(held)}"
         )
 
-    def _instead(self, held: Held) -> str:
+    def _instead(self, held: HeldWeight) -> str:
         if held.cut_by == ZERO and self._plan.data_parallel.shards_weights:
             return "Compute it of the model's parameters(), and write `.full_tensor()` behind it, on every rank."
         if held.cut_by == ZERO:
@@ -126,7 +126,7 @@ class PartReads:
                 " = 1."
             )
 
-    def _other(self, cut: Held) -> str:
+    def _other(self, cut: HeldWeight) -> str:
         if cut.cut_by == ZERO and self._plan.data_parallel.shards_weights:
             return "compute it of the model's parameters() with `.full_tensor()`, or use data_parallel.zero = 0"
         if cut.cut_by == ZERO:

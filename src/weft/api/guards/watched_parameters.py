@@ -40,7 +40,7 @@ class ParameterListener(Protocol):
 _Told = Callable[[], ParameterListener | None]
 
 
-def watched_class(listener: _Told, reader: Reader | None) -> type[nn.Parameter]:
+def watched_class(listener: _Told, reader: ReadWatcher | None) -> type[nn.Parameter]:
     """Return a class of parameters that tell of `.data`, and, with a `reader`, of every function that returns values.
 
     It is made anew for each model, and copies and pickles are torch's own parameters: nothing of Weft goes with them.
@@ -52,7 +52,7 @@ def watched_class(listener: _Told, reader: Reader | None) -> type[nn.Parameter]:
     return kind
 
 
-def _watched_data(listener: _Told, reader: Reader | None) -> type[nn.Parameter]:
+def _watched_data(listener: _Told, reader: ReadWatcher | None) -> type[nn.Parameter]:
     plain = cast(Any, torch.Tensor).data
 
     class Parameter(nn.Parameter):
@@ -83,7 +83,7 @@ def _watched_data(listener: _Told, reader: Reader | None) -> type[nn.Parameter]:
     return Parameter
 
 
-def _watched_reads(kind: type[nn.Parameter], reader: Reader) -> type[nn.Parameter]:
+def _watched_reads(kind: type[nn.Parameter], reader: ReadWatcher) -> type[nn.Parameter]:
     gradient = cast(Any, torch.Tensor).grad
 
     class ReadParameter(kind):
@@ -110,7 +110,7 @@ def _watched_reads(kind: type[nn.Parameter], reader: Reader) -> type[nn.Paramete
     return ReadParameter
 
 
-class Reader:
+class ReadWatcher:
     """Calls functions for tensors that tell of reads, and tells.
 
     `part_class` is that of what an optimizer holds of parameters, and of what is computed element by element of these
@@ -181,7 +181,7 @@ def _weights_of(part: Tensor) -> set[int]:
     return vars(part).get(_WEIGHTS) or {id(part)}
 
 
-def _part_class(reader: Reader) -> type[Tensor]:
+def _part_class(reader: ReadWatcher) -> type[Tensor]:
     gradient = cast(Any, torch.Tensor).grad
 
     class Part(Tensor):

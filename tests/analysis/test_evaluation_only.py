@@ -188,7 +188,7 @@ def test_an_evaluation_that_cannot_be_followed_forbids_the_split() -> None:
 
     blueprint = images(Images(fail, when_evaluated))
     look(blueprint)
-    assert "in evaluation, Images cannot be described" in blueprint.no_tensor
+    assert "in evaluation, Images cannot be described" in blueprint.why_not("tensor")
 
 
 def test_experts_that_evaluation_calls_once_more_are_not_shared_out(tmp_path: Path) -> None:
@@ -199,9 +199,9 @@ def test_experts_that_evaluation_calls_once_more_are_not_shared_out(tmp_path: Pa
     model = ModelRecipe(hf=str(path), sequence_length=8)
     recipe = Recipe(model=model, batch=BatchRecipe(global_batch_size=8), run=RunRecipe(steps=1))
     blueprint = build_model(recipe)
-    blueprint.stacks, blueprint.no_experts = {}, ""
+    blueprint.stacks, blueprint.limits = {}, {}
     look_at_experts(blueprint)
-    assert (len(blueprint.stacks), blueprint.no_experts) == (2, "")
+    assert (len(blueprint.stacks), blueprint.why_not("expert")) == (2, "")
     block = blueprint.module.get_submodule("model.layers.1.mlp")
 
     class Twice(type(block)):
@@ -212,4 +212,6 @@ def test_experts_that_evaluation_calls_once_more_are_not_shared_out(tmp_path: Pa
 
     block.__class__, blueprint.stacks = Twice, {}
     look_at_experts(blueprint)
-    assert blueprint.no_experts.startswith("model.layers.1.mlp.experts, a MixtralExperts, is called more than once in")
+    assert blueprint.why_not("expert").startswith(
+        "model.layers.1.mlp.experts, a MixtralExperts, is called more than once in"
+    )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.analysis.blueprint import build_blueprint
+from weft.analysis.facts import facts_of_blueprint
 from weft.analysis.tensor_split.propose import propose_split
 from weft.analysis.tensor_split.try_table import try_table
 from weft.config.plan import MeshPlan, MicrobatchPlan, Plan
@@ -19,7 +20,6 @@ from weft.errors import PlanError
 from weft.model.blueprint import Blueprint
 from weft.model.families import SplitRule
 from weft.model.losses import class_loss
-from weft.run.worker import facts_of_blueprint
 from weft.techniques.check import check_plan
 
 Step = Callable[["Pair", Tensor], Tensor]
@@ -59,7 +59,7 @@ def problem(table: Mapping[str, SplitKind], module: nn.Module) -> str:
     blueprint = with_table(table, module)
     try_table(blueprint)
     assert not blueprint.notes
-    return blueprint.no_tensor.removeprefix("its split table does not fit what its forward computes: ")
+    return blueprint.why_not("tensor").removeprefix("its split table does not fit what its forward computes: ")
 
 
 @pytest.mark.parametrize(
@@ -126,13 +126,13 @@ def test_plans_with_a_tensor_axis_are_refused() -> None:
     with pytest.raises(PlanError, match="does not fit what its forward computes: first cannot be"):
         check_plan(two, recipe(), facts)
     check_plan(Plan(microbatch=MicrobatchPlan(size=4)), recipe(), facts)
-    assert build_blueprint(recipe(), two).no_tensor == blueprint.no_tensor
+    assert build_blueprint(recipe(), two).why_not("tensor") == blueprint.why_not("tensor")
 
 
 def test_a_table_that_cannot_be_tried_is_said() -> None:
     blueprint = replace(with_table(PAIR, Pair()), example=None)
     try_table(blueprint)
-    assert blueprint.no_tensor == ""
+    assert blueprint.why_not("tensor") == ""
     assert "could not be tried" in blueprint.notes[0]
 
 
@@ -141,4 +141,4 @@ def test_a_proposal_is_a_table_that_fits() -> None:
     propose_split(blueprint).apply_to(blueprint)
     assert blueprint.splits
     try_table(blueprint)
-    assert blueprint.no_tensor == ""
+    assert blueprint.why_not("tensor") == ""

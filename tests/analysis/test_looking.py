@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.analysis.blueprint import build_blueprint
+from weft.analysis.facts import facts_of_blueprint
 from weft.analysis.look import look
 from weft.config.plan import MeshPlan, Plan
 from weft.config.recipe import parse_recipe
@@ -16,7 +17,6 @@ from weft.errors import PlanError
 from weft.model.blueprint import Blueprint
 from weft.model.examples import token_example
 from weft.model.losses import token_loss
-from weft.run.worker import facts_of_blueprint
 from weft.techniques.check import check_plan
 
 
@@ -120,7 +120,7 @@ class Refusing(Base):
 def test_a_forward_that_fails_is_a_sentence_and_no_exception() -> None:
     blueprint = looked_at(Refusing)
     assert not blueprint.splits
-    assert "LookupError: no such luck" in blueprint.no_tensor
+    assert "LookupError: no such luck" in blueprint.why_not("tensor")
 
 
 def test_one_sentence_names_the_module_for_whoever_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

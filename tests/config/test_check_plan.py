@@ -266,7 +266,7 @@ def test_models_without_heads_or_sequences() -> None:
 
 def test_a_loss_that_is_no_sum_over_samples_sees_them_all_at_once() -> None:
     recipe, facts = recipe_of(), ModelFacts(per_sample_loss=False)
-    alone = dataclasses.replace(facts, no_gathering="its forward numbers samples")
+    alone = facts.limited("gathered_loss", "its forward numbers samples")
     for known in (facts, alone):
         check_plan(plan_of({"tensor": 2}, size=64), recipe, known, 2)
         with pytest.raises(PlanError, match=r"no sum over samples(.|\n)*microbatch.size = 64 and per_step = 1."):

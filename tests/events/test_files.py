@@ -16,7 +16,10 @@ from pathlib import Path
 import pytest
 
 from weft.errors import LaunchError
-from weft.events import LogSink, MetricsWriter, Run, RunFolder, Sink, WarningSink, loggers_to
+from weft.events import Run, RunFolder, Sink, loggers_to
+from weft.events.sinks.log import LogSink
+from weft.events.sinks.metrics import MetricsWriter
+from weft.events.sinks.warnings import WarningSink
 
 DAY = datetime.date(2026, 11, 20)
 

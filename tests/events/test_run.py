@@ -19,10 +19,8 @@ from weft.events import (
     CollectiveEvent,
     Emitted,
     FailureEvent,
-    LogSink,
     MemoryEvent,
     MessageEvent,
-    MetricsSink,
     PhaseEvent,
     RateEvent,
     Run,
@@ -30,6 +28,8 @@ from weft.events import (
     WarningEvent,
     loggers_to,
 )
+from weft.events.sinks.log import LogSink
+from weft.events.sinks.metrics import MetricsSink
 
 
 class Heard:

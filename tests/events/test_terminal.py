@@ -11,8 +11,8 @@ from typing import Any, TextIO
 
 import pytest
 
-from weft.events import MessageEvent, RateEvent, Run, StartEvent, StepEvent, TerminalSink, format_duration, format_loss
-from weft.events._terminal import format_step
+from weft.events import MessageEvent, RateEvent, Run, StartEvent, StepEvent, format_duration, format_loss
+from weft.events.sinks.terminal import TerminalSink, format_step
 
 
 def step_of(step: int, *, memory_bytes: int = 0, num_skipped: int = 0) -> StepEvent:

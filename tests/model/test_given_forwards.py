@@ -174,10 +174,11 @@ def test_a_head_that_does_more_is_not_found(change: str, head: str | None) -> No
 def test_backwards_that_no_forward_shows_are_no_shared_sequence(change: str, why: str) -> None:
     blueprint = build_model(recipe_of(change))
     look_at_tokens(blueprint, 2)
-    assert blueprint.no_shared_sequence.startswith(why)
-    assert bool(blueprint.no_shared_sequence) == bool(why)
+    found = blueprint.limits.get("context", "")
+    assert found.startswith(why)
+    assert bool(found) == bool(why)
 
 
 @pytest.mark.parametrize("change", ["nothing", "eager"])
 def test_a_factory_attends_by_the_interface_where_ranks_share(change: str) -> None:
-    assert not build_blueprint(recipe_of(change)).no_shared_sequence
+    assert "context" not in build_blueprint(recipe_of(change)).limits

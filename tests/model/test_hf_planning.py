@@ -11,6 +11,7 @@ import pytest
 import transformers
 
 from weft.analysis.blueprint import build_blueprint
+from weft.analysis.facts import facts_of_blueprint
 from weft.api import describe_recipe as describe_by_building
 from weft.cli._read import describe_recipe
 from weft.config.cluster import resolve_cluster
@@ -19,7 +20,6 @@ from weft.config.recipe import BatchRecipe, ModelRecipe, PermitRecipe, Recipe, R
 from weft.errors import PlanError, RecipeError
 from weft.model.description import facts_of
 from weft.planning.search import choose_plan, recipe_space, search
-from weft.run.worker import facts_of_blueprint
 from weft.techniques.check import check_plan
 
 FAMILIES = {
@@ -74,7 +74,7 @@ def test_what_search_proposes_training_accepts(family: str, seed: int, tmp_path:
     assert profile is not None
     assert described.profile is not None
     # What is read off the configuration and what the built model says are the same.
-    assert bool(described.facts.no_stages) == bool(built.no_stages)
+    assert bool(described.facts.why_not("blocks")) == bool(built.why_not("blocks"))
     assert dict(described.facts.divisible or {}) == dict(built.divisible or {})
     cluster = resolve_cluster(random.Random(f"{family} {seed}").choice(("8xh100", "2x4xa100-40gb", "4x8xh100")))
     space = recipe_space(recipe, described.profile, described.facts, cluster, Plan())
@@ -106,13 +106,15 @@ def test_a_given_setting_is_kept_or_refused_with_its_reason(family: str, setting
     key = setting.partition("=")[0]
     facts = described.facts
     sizes = facts.divisible or {}
-    refused = not sizes or any(size % 2 for size in sizes.values()) if key == "mesh.tensor" else bool(facts.no_stages)
+    refused = (
+        not sizes or any(size % 2 for size in sizes.values()) if key == "mesh.tensor" else bool(facts.why_not("blocks"))
+    )
     refused |= key == "mesh.pipeline" and (facts.num_blocks or 1) < 2
     if refused:
         with pytest.raises(PlanError, match=f"plan.{key} = ") as caught:
             recipe_space(recipe, described.profile, facts, cluster, given)
-        if key != "mesh.tensor" and facts.no_stages:
-            assert facts.no_stages in str(caught.value)
+        if key != "mesh.tensor" and facts.why_not("blocks"):
+            assert facts.why_not("blocks") in str(caught.value)
         return
     space = recipe_space(recipe, described.profile, facts, cluster, given)
     result = search(described.profile, cluster, global_batch_size=recipe.batch.global_batch_size, space=space)
@@ -177,5 +179,5 @@ def test_defaults_of_a_family_count_where_its_configuration_is_short(tmp_path: P
     config.pop("sliding_window", None)
     path.write_text(json.dumps(config))
     built = built_facts(recipe)
-    assert built.no_sequence == facts_of(recipe).no_sequence != ""
-    assert built.no_stages == facts_of(recipe).no_stages == ""
+    assert built.why_not("sequence") == facts_of(recipe).why_not("sequence") != ""
+    assert built.why_not("blocks") == facts_of(recipe).why_not("blocks") == ""

@@ -291,5 +291,5 @@ def build_channels(net: str) -> Blueprint:
     )  # fmt: skip
     look_for_blocks(blueprint)
     look(blueprint)
-    assert blueprint.splits, blueprint.no_tensor
+    assert blueprint.splits, blueprint.why_not("tensor")
     return blueprint

@@ -156,7 +156,7 @@ def build_looked(dropout: float = 0.1) -> Blueprint:
         for name, kind in (("up", "column"), ("down", "row"))
     )
     look_for_blocks(blueprint)
-    assert isinstance(blueprint.cut, FoundCut), blueprint.no_stages
+    assert isinstance(blueprint.cut, FoundCut), blueprint.why_not("blocks")
     return blueprint
 
 

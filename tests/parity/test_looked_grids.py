@@ -15,6 +15,7 @@ from pool import RankPool
 from test_dry_runs import check
 
 from weft.analysis.blueprint import build_blueprint
+from weft.analysis.facts import facts_of_blueprint
 from weft.api import describe_recipe
 from weft.config.cluster import Cluster
 from weft.config.plan import Plan
@@ -22,7 +23,6 @@ from weft.config.recipe import ModelRecipe, Recipe
 from weft.errors import PlanError
 from weft.model.description import facts_of
 from weft.planning.search import recipe_space
-from weft.run.worker import facts_of_blueprint
 from weft.techniques.check import check_plan
 
 STEPS = 3

@@ -10,12 +10,12 @@ from cells import Cell, plan
 from parity_run import Matrix, run_rank
 from pool import RankPool
 
+from weft.analysis.facts import facts_of_blueprint
 from weft.config.plan import Plan
 from weft.config.recipe import ModelRecipe, Recipe
 from weft.errors import PlanError
 from weft.model.build import build_model
 from weft.model.description import facts_of
-from weft.run.worker import facts_of_blueprint
 from weft.techniques.check import check_plan
 
 STEPS = 3

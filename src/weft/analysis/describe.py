@@ -13,13 +13,12 @@ from weft.analysis._kept import KeptStorage, kept_storages
 from weft.analysis._operators import Draft, count_kept, draft_key, operator_of, place, separate_norm_bytes
 from weft.analysis._segment import STEM, Segments, segment
 from weft.analysis._split_kinds import SplitKinds
+from weft.analysis.facts import facts_of_blueprint
 from weft.analysis.trace._events import Event, Trace, Value
 from weft.analysis.trace._graph import Graph, WrittenAttention, kind_of, written_attentions
 from weft.analysis.trace._trace import LOSS, trace
 from weft.model.blueprint import Blueprint
-from weft.model.families import FoundCut
 from weft.model.profile import Block, Operator, OperatorSplit, Profile
-from weft.techniques.data.find_whole_batch import why_no_gathering
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,15 +191,8 @@ class _Builder:
             vocabulary_size=(blueprint.vocabulary_size or 0) if blueprint.vocabulary_head else 0,
             tied=self._is_tied(),
             divisible=tuple(blueprint.divisible.items()) if blueprint.splits else (),
-            can_be_cut=blueprint.cut is not None,
-            no_pipeline=blueprint.no_pipeline,
-            no_shared_sequence=blueprint.no_context,
-            attends_alone=bool(blueprint.attending),
-            can_share_sequence=not isinstance(blueprint.cut, FoundCut),
             num_experts=_num_experts(parts),
-            has_batch_norm=bool(blueprint.batch_norm),
-            per_sample_loss=blueprint.per_sample_loss,
-            no_gathering=why_no_gathering(blueprint),
+            facts=facts_of_blueprint(blueprint),
             **holding_of(blueprint.module),
         )
 

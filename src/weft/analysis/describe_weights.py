@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from weft.analysis._holding import holding_of
+from weft.analysis.facts import facts_of_blueprint
 from weft.model.blueprint import Blueprint
 from weft.model.profile import Block, Operator, Profile
-from weft.techniques.data.find_whole_batch import why_no_gathering
 
 
 def describe_weights(blueprint: Blueprint) -> Profile:
@@ -31,11 +31,7 @@ def describe_weights(blueprint: Blueprint) -> Profile:
         blocks=(Block(name="model", operators=tuple(operators), entry_elements_per_token=0.0),),
         tail=empty,
         hidden_size=max(widths, default=1),
-        can_be_cut=False,
-        no_shared_sequence=blueprint.no_context,
-        has_batch_norm=bool(blueprint.batch_norm),
-        per_sample_loss=blueprint.per_sample_loss,
-        no_gathering=why_no_gathering(blueprint),
+        facts=facts_of_blueprint(blueprint).limited("blocks", "its forward cannot be described"),
         **holding_of(blueprint.module),
     )
 

@@ -52,7 +52,7 @@ def look_at_experts(blueprint: Blueprint) -> None:
     Enters into the blueprint how they compute (`Blueprint.stacks`), or why ranks cannot share them out.  A module of
     one's own may do with its parameters what no forward shows, so it is made of `weft.model.reference.mixture.Mixture`.
     """
-    is_known = blueprint.stacks or blueprint.no_experts
+    is_known = blueprint.stacks or "expert" in blueprint.limits
     is_of_library = type(blueprint.module).__module__.startswith("transformers.")
     if is_known or not is_of_library or all(parameter.dim() < 3 for parameter in blueprint.module.parameters()):
         return
@@ -62,7 +62,7 @@ def look_at_experts(blueprint: Blueprint) -> None:
     try:
         _look(blueprint)
     except RecipeError as problem:
-        blueprint.no_experts = f"its forward could not be followed ({str(problem).rstrip('.')})"
+        blueprint.limit("expert", f"its forward could not be followed ({str(problem).rstrip('.')})")
 
 
 def _look(blueprint: Blueprint) -> None:
@@ -76,10 +76,10 @@ def _look(blueprint: Blueprint) -> None:
     for name, module in modules.items():
         kind = type(module).__name__
         if problem := calls[name].problem or _only_in_evaluation(calls[name], evaluated[name]):
-            blueprint.no_experts = f"{name}, a {kind}, {problem}"
+            blueprint.limit("expert", f"{name}, a {kind}, {problem}")
             return
         if proven[name] is None:
-            blueprint.no_experts = f"nothing shows that {name}, a {kind}, is two products per expert"
+            blueprint.limit("expert", f"nothing shows that {name}, a {kind}, is two products per expert")
             return
     blueprint.stacks = {name: stack for name, stack in proven.items() if stack is not None}
 

@@ -15,8 +15,8 @@ _SHOWN = 2
 def look(blueprint: Blueprint) -> None:
     """Split a model as its forward allows, behind the rules that it has; never raises for what the model does.
 
-    Where nothing can be split, `no_tensor` says why.  Every process finds the same, for the analysis depends on the
-    model alone.
+    Where nothing can be split, the limit `tensor` says why.  Every process finds the same, for the analysis depends on
+    the model alone.
     """
     try:
         proposal = propose_split(blueprint)
@@ -31,13 +31,13 @@ def look(blueprint: Blueprint) -> None:
     if proposal.splits:
         blueprint.notes = (*blueprint.notes, found_split_note(proposed.rule for proposed in proposal.rules))
     elif not blueprint.splits:
-        blueprint.no_tensor = why_unsplit(proposal)
+        blueprint.limit("tensor", why_unsplit(proposal))
 
 
 def _leave_unsplit(blueprint: Blueprint, reason: str) -> None:
     """What no rule covers stays whole; that is all of a model without rules that divide anything."""
     if not blueprint.splits:
-        blueprint.no_tensor = reason
+        blueprint.limit("tensor", reason)
 
 
 def why_unsplit(proposal: Proposal) -> str:

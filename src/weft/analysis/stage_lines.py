@@ -14,7 +14,7 @@ def stage_lines(blueprint: Blueprint) -> list[str]:
     """Say where a model may be cut, what crosses there and what every stage holds; or why it cannot be cut."""
     cut = blueprint.cut
     if cut is None:
-        return [f"# Pipeline stages: none: {blueprint.no_stages or 'nothing says what its blocks are'}."]
+        return [f"# Pipeline stages: none: {blueprint.why_not('blocks')}."]
     where = f"before each of {len(cut.blocks) - 1} blocks, {cut.blocks[1]} to {cut.blocks[-1]}"
     lines = [f"# Pipeline stages: a border may lie {where}."]
     if not isinstance(cut, FoundCut):

@@ -96,7 +96,7 @@ def _sample_lines(blueprint: Blueprint, recipe: Recipe) -> list[str]:
 def _tensor_line(blueprint: Blueprint) -> str:
     """Return a line on the share of the model that tensor ranks divide, or the reason why they divide nothing."""
     if not blueprint.splits:
-        return f"Tensor axis: nothing to split: {blueprint.no_tensor or 'no table says how'}"
+        return f"Tensor axis: nothing to split: {blueprint.why_not('tensor')}"
     total = divided = 0
     for name, parameter in blueprint.module.named_parameters():
         rule, own = blueprint.rule_of(name.rpartition(".")[0]), blueprint.rule_of_parameter(name)

@@ -218,7 +218,7 @@ def chosen_space(subject: Subject, cluster: Cluster, request: SearchRequest, *, 
 
     pins = _given(request)
     if any_system:
-        profile = replace(subject.profile, can_be_cut=True)
+        profile = replace(subject.profile, facts=subject.profile.facts.limited("blocks", ""))
         space = space_of(profile, cluster, global_batch_size=subject.global_batch_size, permit=subject.permit)
         return pinned(space, pins)
     recipe = subject.recipe or _assumed_recipe(subject, cluster)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Protocol, Self, final
 
 from weft.errors import LaunchError
-from weft.events._run import Emitted
 from weft.process import is_ending, machine_name, start_of
 
 OWNER = "owner.json"
@@ -32,7 +31,6 @@ SILENT_SECONDS = 1200.0
 """Silence after which an owner on another host counts as gone, unless it asked for longer."""
 _COMMAND_LETTERS = 300
 _TRIES = 20
-_BEAT_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,22 +141,6 @@ class FolderToken:
     @classmethod
     def of_json(cls, folder: Path, owner: dict[str, Any]) -> Self:
         return cls(folder, FolderOwner(**owner))
-
-
-class OwnerSink:
-    """Lets the events of a run be its owner's signs of life."""
-
-    def __init__(self, owner: Owned) -> None:
-        self._owner = owner
-        self._due_at = 0.0
-
-    def take(self, emitted: Emitted) -> None:
-        if (now := time.monotonic()) >= self._due_at:
-            self._owner.beat()
-            self._due_at = now + _BEAT_SECONDS
-
-    def close(self) -> None:
-        """The lock outlives the events."""
 
 
 def read_owner(path: Path) -> FolderOwner | None:

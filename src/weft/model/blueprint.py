@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor, nn
 
+from weft.config.plan import Limit
 from weft.model.families import (
     DROPPED_ATTENTION,
+    NO_SEQUENCE,
     NO_VOCABULARY,
     OWN_CHECKPOINTS,
     ROUTED_FEATURES,
     UNKNOWN_ATTENTION,
     UNKNOWN_FEATURES,
     WINDOWED_ATTENTION,
+    FoundCut,
     SampleField,
     Tables,
 )
@@ -119,14 +122,10 @@ class Blueprint(Tables):
     """Tokens per sample; None where samples are no sequences."""
     attention_heads: tuple[int, int] | None = None
     """Heads of queries and of keys in every attention; None: they differ, or nothing says."""
-    no_shared_sequence: str = ""
-    """Why ranks cannot share a sequence, as its description says: a sentence without its end; empty: it does not."""
     sometimes: Sequence[str] = ()
     """Blocks that only some samples' forwards call, as far as looks have shown: none is gathered by itself."""
     stacks: Mapping[str, ExpertStack] = field(default_factory=dict[str, "ExpertStack"])
     """Modules of stacked experts that ranks can share out beside mixtures of Weft's own, and how they compute."""
-    no_experts: str = ""
-    """Why ranks cannot share out its experts: a sentence without its end; empty: they can, or nobody has looked."""
     routers: Routers | None = None
     """Modules whose load and entropy a report of a step has; None: none."""
     keep_dtype: Sequence[str] = ()
@@ -174,9 +173,34 @@ class Blueprint(Tables):
         """Whether the loss is a sum over samples."""
         return getattr(self.loss, "per_sample", True)
 
+    def why_not(self, limit: Limit) -> str:
+        """Return why the model cannot do something, as far as tables, modules and loss say: a sentence without its end;
+        empty: it can, or only looking at it would tell."""
+        if reason := self.limits.get(limit):
+            return reason
+        match limit:
+            case "blocks":
+                return "" if self.cut is not None else f"nothing says where the blocks of {self._kind} are"
+            case "tensor":
+                return "" if self.splits else f"nothing says how the layers of {self._kind} split"
+            case "pipeline":
+                return self._why_no_pipeline()
+            case "sequence":
+                return NO_SEQUENCE if isinstance(self.cut, FoundCut) else ""
+            case "context":
+                return self._why_no_context()
+            case "mesh_2d":
+                return self._why_no_mesh_2d()
+            case "mesh_3d":
+                return self._why_no_mesh_3d()
+            case "expert" | "gathered_loss":
+                return ""
+
     @property
-    def no_pipeline(self) -> str:
-        """Why it gets no pipeline stages although it may be cut: a sentence without its end; empty: it does."""
+    def _kind(self) -> str:
+        return type(self.module).__name__
+
+    def _why_no_pipeline(self) -> str:
         terms = getattr(self.loss, "auxiliary", None)
         if not terms:
             return ""
@@ -184,13 +208,9 @@ class Blueprint(Tables):
 
         return why_no_pipeline(terms)
 
-    @property
-    def no_context(self) -> str:
-        """Why ranks cannot share a sequence, as far as tables say: a sentence without its end; empty: they can."""
+    def _why_no_context(self) -> str:
         if self.sequence_length is None:
             return "its samples are no sequences"
-        if self.no_shared_sequence:
-            return self.no_shared_sequence
         if self.position_input is None or self.attention is None:
             return UNKNOWN_ATTENTION
         return self._no_sum_over_tokens
@@ -207,9 +227,7 @@ class Blueprint(Tables):
             return OWN_CHECKPOINTS
         return ""
 
-    @property
-    def no_grid(self) -> str:
-        """Why tensor ranks cannot form a grid, as far as tables say: a sentence without its end; empty: they can."""
+    def _why_no_mesh_2d(self) -> str:
         if not self.has_known_forward or self.vocabulary_size is None:
             return UNKNOWN_FEATURES
         if self.stacks or any(rule.kind == "expert" for rule in self.split):
@@ -218,17 +236,16 @@ class Blueprint(Tables):
             return NO_VOCABULARY
         return self._no_sum_over_tokens
 
-    @property
-    def no_cube(self) -> str:
-        """Why they cannot form a cube where they form other grids: a sentence without its end; empty: they can."""
-        if self.no_grid:
+    def _why_no_mesh_3d(self) -> str:
+        if self.why_not("mesh_2d"):
             return ""
         if self.attention is None or self.attending:  # how its tokens see one another its family leaves to its masks
             return WINDOWED_ATTENTION
         dropouts = (
             name for name, module in self.module.named_modules() if isinstance(module, nn.Dropout) and module.p > 0
         )
-        return DROPPED_ATTENTION if any(self.kind_of(name) == "heads" for name in dropouts) else self.no_context
+        dropped = any(self.kind_of(name) == "heads" for name in dropouts)
+        return DROPPED_ATTENTION if dropped else self.why_not("context")
 
     def described_by(self, description: Description) -> Blueprint:
         """Take what a description of the model says: its name, its widths, its heads, and what its parts cost; return
@@ -236,7 +253,9 @@ class Blueprint(Tables):
         profile = description.profile
         self.name, self.hidden_size = profile.name, profile.hidden_size
         self.divisible = dict(profile.divisible)
-        self.no_shared_sequence, self.attention_heads = profile.no_context, profile.attention_heads
+        self.attention_heads = profile.attention_heads
+        if reason := description.facts.why_not("context"):
+            self.limit("context", reason)
         self.flops_per_sample, self.block_costs = description.flops_per_sample, description.block_costs
         return self
 

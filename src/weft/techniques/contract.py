@@ -73,6 +73,10 @@ class Technique:
         """Whether ranks load `runtime.py` beside the contract, which does it (`weft.techniques.runtime`)."""
         return False
 
+    def sends(self, plan: Plan) -> bool:
+        """Whether `program.py` beside the contract says what ranks send of it: `sends(share: ModelShare)`."""
+        return False
+
     def unrunnable(self, plan: Plan) -> Iterator[str]:
         """Yield why the engine cannot run it as a plan has it, with the change to make: what needs no recipe."""
         return iter(())
@@ -114,6 +118,11 @@ class Technique:
     def needs_loop(self, plan: Plan) -> Iterator[str]:
         """Yield why it cannot run in a loop that is not Weft's, with the change to make."""
         return iter(())
+
+    def of_keyword(self, name: str, value: Any) -> Mapping[str, Any]:
+        """Return dotted setting → value for a keyword of `weft.session` that is the technique's, the setting of the
+        keyword's own value first; empty: it is not."""
+        return {}
 
     def leaves(self, plan: Plan) -> Mapping[str, tuple[Any, ...]]:
         """Return dotted setting → the values that it leaves to a search, where a plan was given this technique."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weft.config.plan import Plan
@@ -45,6 +45,26 @@ def running(plan: Plan) -> Iterator[str]:
     for technique in TECHNIQUES:
         if technique.runs(plan):
             yield f"{type(technique).__module__.rpartition('.')[0]}.runtime"
+
+
+def sending(plan: Plan) -> Iterator[str]:
+    """Yield the modules that say what a plan's techniques send (`Technique.sends`)."""
+    for technique in TECHNIQUES:
+        if technique.sends(plan):
+            yield f"{type(technique).__module__.rpartition('.')[0]}.program"
+
+
+def of_keyword(name: str, value: Any) -> Mapping[str, Any]:
+    """Return the settings that a keyword of `weft.session` stands for, by dotted key.
+
+    Raises:
+        PlanError: it is the keyword of a technique that this Weft has not got.
+    """
+    for technique in TECHNIQUES:
+        if settings := technique.of_keyword(name, value):
+            return settings
+    known = ", ".join(technique.name for technique in TECHNIQUES)
+    raise PlanError(f"{name} = {value!r} asks for a technique that this Weft does not have. It has {known}.")
 
 
 def saved_states() -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import weft.model.description._store
 from weft.analysis.blueprint import build_blueprint
+from weft.analysis.facts import facts_of_blueprint
 from weft.api import describe_recipe
 from weft.config.recipe import (
     BatchRecipe,
@@ -25,11 +26,17 @@ from weft.config.recipe import (
     Recipe,
     RunRecipe,
 )
-from weft.model.description import Description, description_of_shape, of_json, store, stored, to_json
+from weft.model.description import (
+    Description,
+    description_of_shape,
+    description_of_sizes,
+    of_json,
+    store,
+    stored,
+    to_json,
+)
 from weft.model.families import Crossing, FoundCut, Tables
-from weft.model.profile import profile_of_sizes
 from weft.model.profile.known import KNOWN_MODELS
-from weft.run.worker import facts_of_blueprint
 
 OLMO2 = {
     "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
@@ -57,7 +64,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @given(st.sampled_from(sorted(KNOWN_MODELS)))
 def test_known_models_as_text(name: str) -> None:
     sizes = KNOWN_MODELS[name].sizes
-    description = Description(profile=profile_of_sizes(sizes), sizes=sizes, sequence_length=sizes.sequence_length)
+    description = description_of_sizes(sizes)
     again = of_json(to_json(description))
     assert again == description
     kinds = [len(profile.count_blocks()) for profile in (again.profile, description.profile)]
@@ -99,8 +106,8 @@ def test_a_built_model_is_described_once(cache: Path, tmp_path: Path) -> None:
     assert stored(recipe) == description
     assert of_json(to_json(description)) == description
     built = facts_of_blueprint(build_blueprint(recipe), recipe)
-    fields = ("name", "num_blocks", "no_stages", "no_tensor", "divisible", "num_parameters", "sequence_length")
-    fields += ("vocabulary_size", "has_batch_norm", "per_sample_loss")
+    fields = ("name", "num_blocks", "limits", "divisible", "num_parameters", "sequence_length", "vocabulary_size")
+    fields += ("has_batch_norm", "per_sample_loss")
     for name in fields:
         assert getattr(description.facts, name) == getattr(built, name), name
     (file,) = cache.glob("*.json")

@@ -15,13 +15,14 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import weft.model.families
 from weft.analysis.describe import describe
+from weft.analysis.facts import facts_of_blueprint
+from weft.config.plan import Limit
 from weft.config.recipe import BatchRecipe, Recipe, RunRecipe
 from weft.model.build import build_model
 from weft.model.description import description_of, facts_of
 from weft.model.families import Tables, families, family_of
 from weft.model.hf._tables import translate_plan
 from weft.model.profile import Block, ModelSizes, Profile
-from weft.run.worker import facts_of_blueprint
 
 ROUTERS = (MixtralTopKRouter, Qwen3MoeTopKRouter)
 OF_EXPERTS = {"packed_colwise", "moe_tp_experts", "moe_experts_allreduce", "mla_kv_a_proj"}
@@ -66,9 +67,11 @@ def test_a_description_is_that_of_the_model(kind: str, seed: int, tmp_path: Path
     for name in (*blueprint.cut.stem, *blueprint.cut.tail, *blueprint.cut.blocks):
         assert module.get_submodule(name) is not None
     known, built = facts_of(recipe), facts_of_blueprint(blueprint, recipe)
-    fields = ("name", "num_blocks", "no_stages", "no_tensor", "divisible", "num_parameters", "hidden_size")
-    fields += ("vocabulary_size", "sequence_length", "has_batch_norm", "per_sample_loss", "num_experts", "no_experts")
+    fields = ("name", "num_blocks", "divisible", "num_parameters", "hidden_size", "vocabulary_size", "sequence_length")
+    fields += ("has_batch_norm", "per_sample_loss", "num_experts")
     assert {name: getattr(known, name) for name in fields} == {name: getattr(built, name) for name in fields}
+    limits: tuple[Limit, ...] = ("blocks", "tensor", "expert")
+    assert [known.why_not(limit) for limit in limits] == [built.why_not(limit) for limit in limits]
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -85,7 +88,7 @@ def test_every_layer_of_a_block_is_split_and_every_rule_is_about_something(kind:
     for rule in blueprint.split:
         if rule.divides:
             assert any(fnmatchcase(name, rule.match) for name in names(module)), rule
-    assert blueprint.splits or blueprint.no_tensor
+    assert blueprint.splits or blueprint.why_not("tensor")
     assert blueprint.vocabulary_head in names(module)
 
 
@@ -95,7 +98,7 @@ def test_tables_agree_with_the_library_where_it_has_its_own(kind: str, tmp_path:
     theirs, unknown = translate_plan(blueprint.module)
     assert not {*unknown} - OF_EXPERTS
     if not blueprint.splits:
-        assert blueprint.no_tensor
+        assert blueprint.why_not("tensor")
         return
     library = Tables(split=theirs)
     for name in names(blueprint.module):

@@ -70,7 +70,7 @@ def agrees_with_facts(recipe: Recipe) -> None:
     assert profile.vocabulary_size == (facts.vocabulary_size or 0)
     assert profile.sequence_length == (facts.sequence_length or 1)
     assert profile.tied == facts.tied
-    assert profile.has_batch_norm == facts.has_batch_norm
+    assert profile.facts == facts
     assert profile.name == facts.name
 
 

@@ -11,12 +11,13 @@ from itertools import permutations, product
 from typing import NamedTuple
 
 from weft.config.cluster import Cluster
-from weft.config.plan import AXES, Axis, ReduceEvery
+from weft.config.plan import AXES, Axis
 from weft.model.profile import Profile
 from weft.planning.price import CostModel, check_layout
 from weft.planning.search import Objective, Space
 from weft.techniques.cost_terms import Layout
 from weft.techniques.pipeline.schedules import SPLIT_BACKWARD, chunk_limits
+from weft.techniques.zero.settings import ReduceEvery
 
 RANKED: tuple[Axis, ...] = ("pipeline", "replicate", "shard", "context", "tensor")
 

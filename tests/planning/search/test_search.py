@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from search_kit import all_layouts, best_by_brute_force, cluster_of, narrow, tiny
 
 from weft.config.cluster import parse_cluster_spec
-from weft.config.plan import ReduceEvery, parse_plan
+from weft.config.plan import parse_plan
 from weft.config.recipe import BatchRecipe, DecoderShape, ModelRecipe, PermitRecipe, Recipe, RunRecipe
 from weft.errors import PlanError
 from weft.model.description import facts_of, profile_of
@@ -33,6 +33,7 @@ from weft.planning.search import (
 )
 from weft.techniques.check import check_plan, check_runnable
 from weft.techniques.cost_terms import Layout
+from weft.techniques.zero.settings import ReduceEvery
 
 BASE = Layout(precision="bf16", fused_loss=True, gradient_bytes=4, master_bytes=12)
 

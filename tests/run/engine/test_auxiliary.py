@@ -12,6 +12,7 @@ import torch
 from engine_kit import ADAMW, BATCH, Seen, Training, agreed, plan_of, recipe_of
 from torch import Tensor, nn
 
+from weft.analysis.facts import facts_of_blueprint
 from weft.comm.mesh import Mesh
 from weft.config.plan import MeshPlan, Plan
 from weft.config.recipe import OptimizerRecipe
@@ -20,7 +21,6 @@ from weft.events import StepEvent
 from weft.model.auxiliary import AuxiliaryLoss
 from weft.model.blueprint import Batch, Blueprint
 from weft.model.families import CutTable
-from weft.run.worker import facts_of_blueprint
 from weft.techniques.data.auxiliary import auxiliary_runner
 from weft.techniques.randomness.keyed_dropout import KeyedDropout
 from weft.verify.numerics import TOLERANCES, assemble, compare, one_process
@@ -183,8 +183,10 @@ def test_a_pipeline_is_refused_with_its_reason() -> None:
     cut = CutTable(entry="stem", blocks=("dropout",), tail=("router",))
     facts = facts_of_blueprint(blueprint(cut=cut), recipe_of())
     assert facts.num_blocks == 1
-    assert "its loss has auxiliary terms (balance, entropy), which need the forwards of all" in facts.no_pipeline
-    assert facts_of_blueprint(blueprint(squares, cut), recipe_of()).no_pipeline == ""
+    assert "its loss has auxiliary terms (balance, entropy), which need the forwards of all" in facts.why_not(
+        "pipeline"
+    )
+    assert facts_of_blueprint(blueprint(squares, cut), recipe_of()).why_not("pipeline") == ""
 
 
 def test_a_runner_of_a_technique_is_refused() -> None:

@@ -12,7 +12,8 @@ from engine_kit import Training, plan_of, recipe_of
 from weft.comm.telemetry import Recorder
 from weft.comm.trace_event import TraceEvent
 from weft.config.plan import DataParallelPlan
-from weft.events import Run, TerminalSink
+from weft.events import Run
+from weft.events.sinks.terminal import TerminalSink
 from weft.run.engine import Trainer
 
 PLAN = replace(plan_of(replicate=2), data_parallel=DataParallelPlan(zero=0))

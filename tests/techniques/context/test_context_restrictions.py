@@ -14,20 +14,19 @@ from torch import Tensor, nn
 
 from weft.analysis.blueprint import build_blueprint
 from weft.analysis.describe import describe
+from weft.analysis.facts import facts_of_blueprint
 from weft.config.cluster import parse_cluster_spec
 from weft.config.plan import ComputePlan, ContextParallelPlan, MeshPlan, MicrobatchPlan, Plan, TensorParallelPlan
 from weft.config.recipe import BatchRecipe, DecoderShape, EncoderShape, ModelRecipe, Recipe, RunRecipe
 from weft.errors import PlanError
 from weft.model.blueprint import Batch, Blueprint
 from weft.model.build import build_model
-from weft.model.description import facts_of, profile_of
+from weft.model.description import description_of_sizes, facts_of, profile_of
 from weft.model.families import OWN_CHECKPOINTS, UNKNOWN_ATTENTION, FoundCut
 from weft.model.losses import token_loss
-from weft.model.profile import profile_of_sizes
 from weft.model.profile.known import known_model
 from weft.planning.price import check_layout
 from weft.planning.search import recipe_space
-from weft.run.worker import facts_of_blueprint
 from weft.techniques.check import check_plan
 from weft.techniques.context.attention import AttentionModule, wrap_attention
 from weft.techniques.context.form import AttentionForm
@@ -112,8 +111,8 @@ def test_a_loss_of_ones_own_shares_no_sequence() -> None:
         check_plan(plan_of(context=2), own, facts_of(own))
     check_plan(plan_of(context=2), decoder(), facts_of(decoder()))
     blueprint = build_model(decoder())
-    assert blueprint.no_context == ""
-    assert "its loss is a sum over tokens" in replace(blueprint, loss=mean_of_samples).no_context
+    assert blueprint.why_not("context") == ""
+    assert "its loss is a sum over tokens" in replace(blueprint, loss=mean_of_samples).why_not("context")
 
 
 @pytest.mark.parametrize(
@@ -162,11 +161,11 @@ def test_a_model_is_as_causal_as_it_says(held: int) -> None:
 
 def test_a_blueprint_must_say_how_its_tokens_see_one_another() -> None:
     recipe, blueprint = decoder(), build_model(decoder())
-    assert blueprint.no_context == ""
+    assert blueprint.why_not("context") == ""
     for silent in (replace(blueprint, attention=None), replace(blueprint, position_input=None)):
-        assert describe(silent).no_context == UNKNOWN_ATTENTION
+        assert describe(silent).facts.why_not("context") == UNKNOWN_ATTENTION
         facts = facts_of_blueprint(silent, recipe)
-        assert facts.no_context == UNKNOWN_ATTENTION
+        assert facts.why_not("context") == UNKNOWN_ATTENTION
         with pytest.raises(PlanError, match="cannot be had for this model"):
             check_plan(plan_of(context=2), recipe, facts)
 
@@ -202,8 +201,8 @@ def test_a_reference_model_is_what_its_shape_tells(shape: DecoderShape | Encoder
 def agree(recipe: Recipe, blueprint: Blueprint, why: str) -> None:
     planned, built = facts_of(recipe), facts_of_blueprint(blueprint, recipe)
     assert planned.attention_heads == built.attention_heads
-    assert bool(planned.no_context) == bool(built.no_context) == bool(why)
-    assert why in planned.no_context
+    assert bool(planned.why_not("context")) == bool(built.why_not("context")) == bool(why)
+    assert why in planned.why_not("context")
     assert (listed(recipe) == (1,)) is bool(why)
     if planned.attention_heads is not None and not why:
         with pytest.raises(PlanError, match="no equal shares of"):
@@ -212,7 +211,7 @@ def agree(recipe: Recipe, blueprint: Blueprint, why: str) -> None:
 
 def test_a_model_that_predicts_no_tokens_is_known_by_its_architecture(tmp_path: Path) -> None:
     recipe = of_config(LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, tmp_path)
-    assert "a LlamaForSequenceClassification predicts no token" in facts_of(recipe).no_context
+    assert "a LlamaForSequenceClassification predicts no token" in facts_of(recipe).why_not("context")
 
 
 @pytest.mark.parametrize(("scheme", "processes"), [("ulysses", None), ("ulysses", 16), ("ring", 32)])
@@ -229,4 +228,4 @@ def test_a_small_model_fits_the_plan_that_it_checks(scheme: str, processes: int 
 
 
 def test_known_models_of_other_systems_may_share_a_sequence() -> None:
-    assert profile_of_sizes(known_model("llama-3.1-8b").sizes).no_context == ""
+    assert description_of_sizes(known_model("llama-3.1-8b").sizes).facts.why_not("context") == ""

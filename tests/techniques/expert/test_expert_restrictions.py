@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from weft.analysis.facts import facts_of_blueprint
 from weft.config.cluster import parse_cluster_spec
 from weft.config.plan import (
     ComputePlan,
@@ -22,7 +23,6 @@ from weft.errors import PlanError
 from weft.model.build import build_model
 from weft.model.description import facts_of, profile_of
 from weft.planning.search import recipe_space
-from weft.run.worker import facts_of_blueprint
 from weft.techniques.check import check_plan, runnability
 from weft.techniques.registry import check_no_loop, unwritten
 

@@ -15,12 +15,12 @@ from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock
 
 from weft.analysis.blueprint import build_blueprint
+from weft.analysis.facts import facts_of_blueprint
 from weft.config.plan import MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
 from weft.errors import PlanError
 from weft.model.blueprint import Blueprint
 from weft.model.stacked import ExpertStack, num_stacked, prove_stacks
-from weft.run.worker import facts_of_blueprint
 from weft.techniques.check import check_plan
 
 EXPERTS, HIDDEN, FFN = 4, 12, 20
@@ -144,14 +144,14 @@ def looked_at(folder: Path, **config: Any) -> Blueprint:
 def test_a_family_without_a_file_is_looked_at(tmp_path: Path) -> None:
     blueprint = looked_at(tmp_path, model_type="olmoe", architectures=["OlmoeForCausalLM"], num_experts=6)
     assert blueprint.experts == {f"model.layers.{layer}.mlp.experts": 6 for layer in range(2)}
-    assert blueprint.no_experts == ""
+    assert blueprint.why_not("expert") == ""
 
 
 def test_a_family_whose_experts_all_compute_everything_is_refused(tmp_path: Path) -> None:
     sizes = {"num_local_experts": 4, "intermediate_size_mlp": 20, "interleave_moe_layer_step": 1}
     blueprint = looked_at(tmp_path, model_type="llama4_text", architectures=["Llama4ForCausalLM"], **sizes)
     assert blueprint.experts == {}
-    assert "Llama4TextExperts, is not called with tokens, choices and their weights" in blueprint.no_experts
+    assert "Llama4TextExperts, is not called with tokens, choices and their weights" in blueprint.why_not("expert")
     recipe = Recipe(
         model=ModelRecipe(factory="a:model"), batch=BatchRecipe(global_batch_size=4), run=RunRecipe(steps=1)
     )
@@ -187,8 +187,8 @@ def test_forwards_that_use_experts_otherwise_are_refused(
     monkeypatch.setattr(OlmoeSparseMoeBlock, "forward", forward)
     blueprint = looked_at(tmp_path, model_type="olmoe", architectures=["OlmoeForCausalLM"], num_experts=6)
     assert blueprint.experts == {}
-    assert blueprint.no_experts.startswith("model.layers.0.mlp.experts, a OlmoeExperts, ")
-    assert said in blueprint.no_experts
+    assert blueprint.why_not("expert").startswith("model.layers.0.mlp.experts, a OlmoeExperts, ")
+    assert said in blueprint.why_not("expert")
 
 
 def test_a_block_of_the_library_is_what_its_stack_says() -> None:

@@ -163,7 +163,7 @@ def test_a_network_without_a_pair_is_refused_by_name() -> None:
     blueprint = blueprint_of(lambda net, x: x.softmax(1))
     look(blueprint)
     assert not blueprint.splits
-    assert "runs along it (_softmax)" in blueprint.no_tensor
+    assert "runs along it (_softmax)" in blueprint.why_not("tensor")
 
 
 def convnet(**sizes: object) -> Recipe:

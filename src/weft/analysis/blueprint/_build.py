@@ -77,14 +77,14 @@ def look_for_blocks(blueprint: Blueprint, plan: Plan | None = None) -> None:
 
     Enters into the blueprint where the model may be cut into stages and what its parts cost, or why it cannot be cut.
     """
-    if blueprint.cut is not None or blueprint.no_stages or not (plan is None or _needs_blocks(plan)):
+    if blueprint.cut is not None or "blocks" in blueprint.limits or not (plan is None or _needs_blocks(plan)):
         return
     # Ranks do without descriptions and the analysis of graphs, thousands of lines, unless they need them.
     from weft.analysis.find_cut import find_cut
 
     cut = find_cut(blueprint)
     if isinstance(cut, str):
-        blueprint.no_stages = cut
+        blueprint.limit("blocks", cut)
     else:
         blueprint.cut, blueprint.block_costs = cut
 

@@ -20,6 +20,8 @@ def look_for_a_split(blueprint: Blueprint, recipe: Recipe) -> None:
 
 def _take_split(blueprint: Blueprint, tables: Tables) -> None:
     blueprint.split, blueprint.localise, blueprint.divisible = tables.split, tables.localise, tables.divisible
-    blueprint.vocabulary_head, blueprint.no_tensor = tables.vocabulary_head, tables.no_tensor
+    blueprint.vocabulary_head = tables.vocabulary_head
+    if reason := tables.limits.get("tensor"):
+        blueprint.limit("tensor", reason)
     if tables.splits:  # other notes that were kept are not of this model: its folder may have got weights since
         blueprint.notes = (*blueprint.notes, found_split_note(tables.split))

@@ -32,8 +32,8 @@ _Rules = Mapping[str, SplitRule]
 def try_table(blueprint: Blueprint) -> None:
     """See whether a model may be split by its table, where that was written by hand and divides channels.
 
-    Enters into the blueprint why it may not be (`no_tensor`), or in a note that its forwards could not be followed.
-    Every process finds the same, for the analysis depends on the model alone.
+    Enters into the blueprint why it may not be (the limit `tensor`), or in a note that its forwards could not be
+    followed.  Every process finds the same, for the analysis depends on the model alone.
     """
     if not any(rule.kind in ("channel_out", "channel_in", "channels") for rule in blueprint.split):
         return
@@ -48,7 +48,7 @@ def try_table(blueprint: Blueprint) -> None:
         blueprint.notes = (*blueprint.notes, note)
         return
     if problem:
-        blueprint.no_tensor = f"its split table does not fit what its forward computes: {problem}"
+        blueprint.limit("tensor", f"its split table does not fit what its forward computes: {problem}")
 
 
 def table_problem(blueprint: Blueprint) -> str:

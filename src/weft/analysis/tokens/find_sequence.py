@@ -63,20 +63,20 @@ def look_at_tokens(blueprint: Blueprint, ranks: int = 1) -> None:
     Enters into the blueprint how ranks may share its sequence, or why they cannot.  A module of one's own may do in its
     backward what no forward shows, so it must say it itself (`Blueprint.attention`).
     """
-    length, known = blueprint.sequence_length, blueprint.attention is not None or blueprint.no_shared_sequence
+    length, known = blueprint.sequence_length, blueprint.attention is not None or "context" in blueprint.limits
     if known or length is None or not type(blueprint.module).__module__.startswith("transformers."):
         return
     from weft.model.hf import register, take_interface  # models of one's own may need nothing of transformers
 
     register()  # a model that a factory made knows Weft's attention then, as those of folders do
     if problem := own_backward(blueprint.module):
-        blueprint.no_shared_sequence = f"{problem} (`Blueprint.attention` says how its tokens meet)"
+        blueprint.limit("context", f"{problem} (`Blueprint.attention` says how its tokens meet)")
         return
     undo = take_interface(blueprint.module)
     sequence = find_shared_sequence(blueprint, {tokens_of(length, ranks, rank) for rank in range(ranks)})
     if isinstance(sequence, str):
         undo()
-        blueprint.no_shared_sequence = sequence
+        blueprint.limit("context", sequence)
         return
     blueprint.position_input, blueprint.attention = sequence.position_input, sequence.attention
     blueprint.attending, blueprint.padding_token = sequence.attending, sequence.padding_token

@@ -10,12 +10,12 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from weft.analysis.facts import facts_of_blueprint
 from weft.api.ranks.agreement import LEFT
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
 from weft.errors import PlanError, RecipeError
 from weft.model.blueprint import BATCH_NORMS, Blueprint, takes_statistics
-from weft.run.worker import facts_of_blueprint
 from weft.techniques.build import ParallelModel
 from weft.techniques.check import check_plan
 

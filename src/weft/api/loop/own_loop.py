@@ -359,7 +359,7 @@ class OwnLoop:
     def settle(self, seed: int | None, local_steps: int | None) -> None:
         """See `SessionInternals.settle`."""
         planning = self._planning
-        known = planning.given.local_steps if planning.plan is None else planning.plan.data_parallel.local_steps
+        known = planning.given.local_steps if planning.plan is None else planning.plan.data_parallel.round_length
         if local_steps not in (None, known) and (self._open or planning.plan is not None):
             raise RecipeError(
                 f"local_steps = {local_steps} came after a plan with {known} was given, or chosen at a"

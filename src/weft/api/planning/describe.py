@@ -13,6 +13,7 @@ from torch import nn
 from weft.analysis.blueprint import build_blueprint
 from weft.analysis.describe import describe
 from weft.analysis.describe_weights import describe_weights
+from weft.analysis.facts import facts_of_blueprint
 from weft.analysis.look import look
 from weft.analysis.tensor_split.try_table import try_table
 from weft.config.cluster import Cluster, KnownMachine, known_machine
@@ -22,7 +23,6 @@ from weft.model.blueprint import Blueprint
 from weft.model.description import Description, description_of, store, stored
 from weft.model.families import Tables
 from weft.run.launch import RankInfo
-from weft.run.worker import facts_of_blueprint
 
 _WEIGHTS_ALONE = "a forward of the model cannot be described, so plans are compared by its weights alone"
 
@@ -77,7 +77,6 @@ def _kept(recipe: Recipe, blueprint: Blueprint) -> Description:
 def _described(blueprint: Blueprint, recipe: Recipe) -> Description:
     """What one forward on the meta device shows; where that cannot be run (the model brings no example, or its forward
     depends on values), what its weights alone tell."""
-    facts = facts_of_blueprint(blueprint, recipe)
     profile, notes = None, ()
     if blueprint.example is not None:
         dtype = torch.bfloat16 if "bf16" in recipe.permit.precision else torch.float32
@@ -85,14 +84,16 @@ def _described(blueprint: Blueprint, recipe: Recipe) -> Description:
             profile = describe(blueprint, dtype=dtype)
     if profile is None:
         profile, notes = describe_weights(blueprint), (_WEIGHTS_ALONE,)
+    name = facts_of_blueprint(blueprint, recipe).name
+    facts = replace(
+        profile.facts,
+        name=name,
+        attention_heads=profile.attention_heads,
+        hidden_size=profile.hidden_size,
+        tied=profile.tied,
+    )
     return Description(
-        profile=replace(profile, name=facts.name),
-        tables=replace(Tables(**blueprint.of_tables), no_stages=facts.no_stages, no_tensor=facts.no_tensor),
-        sequence_length=blueprint.sequence_length,
-        vocabulary_size=blueprint.vocabulary_size,
-        num_experts=facts.num_experts or 0,
-        no_experts=facts.no_experts,
-        notes=notes,
+        profile=replace(profile, name=name, facts=facts), tables=Tables(**blueprint.of_tables), notes=notes
     )
 
 

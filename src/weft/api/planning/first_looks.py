@@ -66,7 +66,7 @@ class FirstLooks:
         """What plans are chosen and checked by, with what was found."""
         if not self.coupling.in_loss:
             return facts
-        return replace(facts, per_sample_loss=False, no_gathering=self.coupling.no_gathering)
+        return replace(facts, per_sample_loss=False).limited("gathered_loss", self.coupling.no_gathering)
 
     def declared(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         """The loss, which says of itself what was found."""

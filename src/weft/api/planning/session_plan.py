@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.analysis.facts import facts_of_blueprint
 from weft.api.batches.batch_shape import taken_apart
 from weft.api.batches.losses import LossOfUser
 from weft.api.batches.stream import UserBatch, infer_inputs, shape_of
@@ -24,7 +25,6 @@ from weft.model.blueprint import Blueprint
 from weft.model.families import CutTable, SplitRule
 from weft.planning.search import choose_plan
 from weft.run.launch import RankInfo, threads_of_user
-from weft.run.worker import facts_of_blueprint
 from weft.techniques.check import check_plan, check_runnable
 from weft.techniques.describe import describe_plan
 from weft.techniques.registry import check_no_loop
@@ -123,7 +123,7 @@ class Planning:
                 machine.cluster,
                 facts,
                 self.world_size,
-                profile=replace(description.profile, no_gathering=facts.no_gathering),
+                profile=replace(description.profile, facts=facts),
                 pins=looks.limits(self.given, self.world_size).pins(recipe.batch.global_batch_size, self.world_size),
             )
             plan = self.given.beyond(with_timeout(choice.plan, self.timeout_seconds))

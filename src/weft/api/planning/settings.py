@@ -10,7 +10,7 @@ from typing import Any
 
 from weft.config.plan import Plan, load_plan, plan_settings, with_settings
 from weft.errors import PlanError
-from weft.techniques.local_steps.settings import local_sgd
+from weft.techniques.registry import of_keyword
 
 _SETTINGS = "weft.session(settings=…)"
 _NUMBER = "weft.session(microbatches=…)"
@@ -77,8 +77,9 @@ class PlanSettings:
     def _laid_over(self, plan: Plan, world_size: int) -> Plan:
         """A plan with the settings.  How many replicas average is a part of the mathematics, so under local steps that
         is not for a search to choose: every data rank is one, unless the settings make replicas of several."""
-        settings, rounds, local = dict(self.settings), local_sgd(self.local_steps), dict[str, Any]()
-        length = next(iter(rounds))
+        settings, local = dict(self.settings), dict[str, Any]()
+        rounds = of_keyword("local_steps", self.local_steps) if self.local_steps else {}
+        length = next(iter(rounds), "")
         if self.local_steps and world_size == 1:
             settings = {key: value for key, value in settings.items() if key not in rounds}
         elif self.local_steps and settings.get(length) != 0:
@@ -135,7 +136,7 @@ def session_arguments(plan: Plan | str | Path, seconds: float | None = None) -> 
         "plan": plan,
         **({"permit": ("fp32", precision)} if precision != "fp32" else {}),
         **({"compression": (data.compression,)} if data.compression != "none" else {}),
-        **({"local_steps": data.local_steps} if data.local_steps else {}),
+        **({"local_steps": data.round_length} if data.round_length else {}),
     }
 
 

@@ -47,7 +47,7 @@ class ReplicaRounds:
     def __init__(self, training: TrainingState, calls: RankCalls, name: str, guard: Guard) -> None:
         self._training: TrainingState | None = training
         self._calls, self._name, self._guard = calls, name, guard
-        self._length = training.model.plan.data_parallel.local_steps
+        self._length = training.model.plan.data_parallel.round_length
         self._told: set[str] = set()
 
     @contextmanager

@@ -21,20 +21,7 @@ from weft.api.ranks.agreement import gather_texts
 from weft.comm.mesh import Mesh
 from weft.config.plan import Plan, dump_plan
 from weft.errors import LaunchError, WeftError
-from weft.events import (
-    Emitted,
-    Event,
-    LogSink,
-    MetricsSink,
-    OnEvent,
-    OwnerSink,
-    Run,
-    RunFolder,
-    ScalarSink,
-    Sink,
-    Track,
-    loggers_to,
-)
+from weft.events import Emitted, Event, Listening, OnEvent, Run, RunFolder, Track, loggers_to, sinks_of
 from weft.events.folder_lock import FolderLock
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.launch import RankInfo
@@ -140,19 +127,20 @@ class SessionRuns:
         own = folder_of_rank_0(lambda: self._create(number, plan))
         self._folder = self._folder if self._folder is not None else own
         lock = self._lock_of(self._folder, plan)
-        sinks: list[Sink] = []
         if self._record:
             with suppress(OSError):  # of other hosts, where they share no files; the log counts what it loses
                 own.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            sinks.append(LogSink(self._folder.log(self._rank)))
-        if self._record and self._rank == 0:
-            sinks.append(MetricsSink(own.metrics))
-            self._rank_info.report_run_folder(self._folder.path)
-        if self._rank == 0:
-            sinks.append(OwnerSink(lock))
-        if self._track is not None and self._rank == 0:
-            sinks.append(ScalarSink(self._track, prefix=f"model-{number}/" if number > 1 else ""))
-        run = self._stack.enter_context(Run(self._rank, sinks))
+            if self._rank == 0:
+                self._rank_info.report_run_folder(self._folder.path)
+        listening = Listening(
+            rank=self._rank,
+            folder=self._folder if self._record else None,
+            model_folder=own if self._record else None,
+            owner=lock,
+            track=self._track,
+            track_prefix=f"model-{number}/" if number > 1 else "",
+        )
+        run = self._stack.enter_context(Run(self._rank, list(sinks_of(listening))))
         if number == 1:
             self._stack.enter_context(loggers_to(run, all_of_process=False))
         if self._note:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from weft.analysis.blueprint import build_blueprint
+from weft.analysis.facts import facts_of_blueprint
 from weft.api.planning.describe import describe_recipe
 from weft.api.training.check_report import CheckFailure, CheckReport, describe_case
 from weft.api.training.one_process import OneProcess
@@ -28,7 +29,6 @@ from weft.model.description import description_of, facts_of
 from weft.planning.search import choose_plan
 from weft.run.launch import RankInfo
 from weft.run.launch.launcher import ForkServer, RankError, launch_function, open_fork_server
-from weft.run.worker import facts_of_blueprint
 from weft.techniques.check import check_plan, check_runnable
 from weft.techniques.randomness.draws import draws_of
 from weft.techniques.registry import exact

@@ -13,9 +13,11 @@ from typing import Any
 from weft.config.document import typed
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
-from weft.events import Event, LogSink, MetricsSink, Run, RunFolder, text_of
+from weft.events import Event, Run, RunFolder, text_of
 from weft.events.folder_lock import FolderLock
 from weft.events.loss_board import LossBoard
+from weft.events.sinks.log import LogSink
+from weft.events.sinks.metrics import MetricsSink
 from weft.run.checkpoint import newest_saved_step
 from weft.run.data import PreparedData
 from weft.run.engine import TrainingResult

@@ -16,6 +16,7 @@ from typing import Literal, Unpack
 import torch.distributed as dist
 
 from weft.analysis.blueprint import build_blueprint
+from weft.analysis.facts import facts_of_blueprint
 from weft.api.planning.describe import describe_blueprint, machine_for
 from weft.api.planning.first_looks import branches_by_first_looks, refuse_by_first_looks
 from weft.api.planning.requested import requested_plan
@@ -43,7 +44,7 @@ from weft.run.engine import TrainingResult
 from weft.run.engine.proof import ProveMode
 from weft.run.launch import RankInfo, initialise_distributed, threads_of_user
 from weft.run.launch.launcher import ForkServer, RankError, open_fork_server
-from weft.run.worker import facts_of_blueprint, train_rank
+from weft.run.worker import train_rank
 from weft.techniques.check import check_plan, check_runnable
 from weft.techniques.describe import describe_plan
 from weft.verify.dry_run import plan_and_measured

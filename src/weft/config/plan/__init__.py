@@ -1,6 +1,7 @@
 """The plan: how a recipe is split over a cluster.  No torch."""
 
 from weft.config.plan._cuts import balanced_cuts as balanced_cuts
+from weft.config.plan._facts import Limit as Limit
 from weft.config.plan._facts import ModelFacts as ModelFacts
 from weft.config.plan._facts import default_ffn_size as default_ffn_size
 from weft.config.plan._fill import complete_plan as complete_plan
@@ -19,9 +20,9 @@ from weft.config.plan._plan import Axis as Axis
 from weft.config.plan._plan import ContextParallelPlan as ContextParallelPlan
 from weft.config.plan._plan import DataParallelPlan as DataParallelPlan
 from weft.config.plan._plan import ExpertParallelPlan as ExpertParallelPlan
+from weft.config.plan._plan import LayoutSettings as LayoutSettings
 from weft.config.plan._plan import MemoryPlan as MemoryPlan
 from weft.config.plan._plan import MeshPlan as MeshPlan
-from weft.config.plan._plan import MeshSettings as MeshSettings
 from weft.config.plan._plan import PipelineParallelPlan as PipelineParallelPlan
 from weft.config.plan._plan import Plan as Plan
 from weft.config.plan._plan import PlanKeywords as PlanKeywords
@@ -39,4 +40,3 @@ from weft.techniques.data.settings import even_shares as even_shares
 from weft.techniques.data.settings import split_batch as split_batch
 from weft.techniques.expert.settings import EXPERT_LENDERS as EXPERT_LENDERS
 from weft.techniques.recompute.settings import Recompute as Recompute
-from weft.techniques.zero.settings import ReduceEvery as ReduceEvery

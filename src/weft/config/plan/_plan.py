@@ -17,7 +17,7 @@ from weft.techniques.buckets.settings import BucketSettings, ReducePrecisionSett
 from weft.techniques.compression.settings import CompressionSettings
 from weft.techniques.compute.settings import ComputePlan
 from weft.techniques.context.settings import ContextSettings
-from weft.techniques.data.settings import MicrobatchPlan
+from weft.techniques.data.settings import MicrobatchPlan, ReplicaAveraging
 from weft.techniques.expert.settings import EXPERT_LENDERS, ExpertSettings
 from weft.techniques.fused_loss.settings import FusedLossSettings
 from weft.techniques.local_steps.settings import LocalStepsSettings
@@ -84,10 +84,27 @@ class MeshPlan(MeshSettings):
 
 
 # A section inherits its settings from the techniques that have a part in it; the last one named comes first in a file.
+# This is the registry of settings: a name here gives a technique its place in plan files and in the flat layouts of
+# prices.
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelSettings(LocalStepsSettings, CompressionSettings, BucketSettings, ZeroSettings, ReplicaAveraging):
+    """Settings of how data ranks keep and reduce gradients, as a price knows them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySettings(FusedLossSettings, OffloadSettings, RecomputeSettings):
+    """Settings of what is kept and what is computed again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutSettings(DataParallelSettings, MemorySettings, MeshSettings):
+    """All settings that a flat layout (`weft.techniques.cost_terms.Layout`) has as a plan has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataParallelPlan(LocalStepsSettings, ReducePrecisionSettings, CompressionSettings, BucketSettings, ZeroSettings):
+class DataParallelPlan(ReducePrecisionSettings, DataParallelSettings):
     """How data ranks keep and reduce gradients."""
 
     def __post_init__(self) -> None:
@@ -129,7 +146,7 @@ class PipelineParallelPlan(PipelineSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan(FusedLossSettings, OffloadSettings, RecomputeSettings):
+class MemoryPlan(MemorySettings):
     """The activations that are kept, those that are computed again, and the states that are offloaded."""
 
     def __post_init__(self) -> None:

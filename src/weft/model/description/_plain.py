@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from weft.config.plan import default_ffn_size
+from weft.config.plan import ModelFacts, default_ffn_size
 from weft.config.recipe import ConvNetShape, MlpShape
 from weft.model.profile import STATISTIC_BYTES, Block, Operator, OperatorSplit, Profile, linear
 
@@ -60,7 +60,7 @@ def profile_of_convnet(shape: ConvNetShape) -> Profile:
         tail=Block(name="tail", operators=(*_norm_and_relu("head", shape), head), entry_elements_per_token=features),
         hidden_size=channels,
         divisible=(("channels", channels) if shape.norm == "batch" else ("norm_groups", channels // _grouped(shape)),),
-        has_batch_norm=shape.norm == "batch",
+        facts=ModelFacts(has_batch_norm=shape.norm == "batch"),
     )
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from weft.config.plan import default_ffn_size
 from weft.config.recipe import ConvNetShape, DecoderShape, EncoderShape, MlpShape, ReferenceShape
 from weft.model.description._plain import profile_of_convnet, profile_of_mlp
-from weft.model.profile import ModelSizes, Profile, profile_of_sizes, why_no_pipeline
+from weft.model.profile import ModelSizes, Profile, profile_of_sizes
 
 
 def sizes_of_shape(shape: ReferenceShape) -> ModelSizes | None:
@@ -25,8 +23,7 @@ def profile_of_shape(shape: ReferenceShape) -> Profile:
         return profile_of_convnet(shape)
     if isinstance(shape, EncoderShape):
         return profile_of_sizes(_encoder(shape))
-    terms = shape.auxiliary_losses
-    return replace(profile_of_sizes(_decoder(shape)), no_pipeline=why_no_pipeline(terms) if terms else "")
+    return profile_of_sizes(_decoder(shape))
 
 
 def _decoder(shape: DecoderShape) -> ModelSizes:

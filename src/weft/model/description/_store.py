@@ -20,11 +20,8 @@ from weft.files import cache_folder, write_whole
 from weft.model.description._description import Description
 from weft.model.description._text import of_json, to_json
 
-_DESCRIBING = (
-    *("blueprint", "describe", "description", "families", "models", "plan", "profile", "recipe", "stand_ins"),
-    "techniques/tensor",
-)
-"""Packages of Weft whose code decides what a description says."""
+_DESCRIBING = ("analysis", "config", "model", "techniques/data", "techniques/tensor")
+"""Folders of Weft whose code decides what a description says."""
 _MOST_BYTES = 32 << 20
 _MOST_KEPT = 256
 """Descriptions in the folder: whatever another code or configuration has made is never asked for again."""
@@ -97,13 +94,15 @@ def _parts(recipe: Recipe, kind: str) -> Iterator[bytes]:
     settings = {field.name: getattr(recipe.model, field.name) for field in fields(recipe.model) if field.name != "hf"}
     yield repr((settings, recipe.data.documents, "bf16" in recipe.permit.precision)).encode()
     yield repr([sys.version, *(_version(name) for name in ("torch", "transformers", "peft"))]).encode()
-    weft = Path(__file__).parents[1]
+    weft = Path(__file__).parents[2]
     spec = importlib.util.find_spec("transformers")  # without importing it
     folders = [weft / name for name in _DESCRIBING]
     if spec is not None and spec.origin is not None and kind.isidentifier():  # a name from a file leads nowhere else
         folders.append(Path(spec.origin).parent / "models" / kind)
     for folder in folders:
-        for file in sorted(folder.rglob("*.py")):
+        files = sorted(folder.rglob("*.py"))
+        assert files or folder.parent.name == "models", f"{folder} has moved: what is kept would outlive its code"
+        for file in files:
             yield file.read_bytes()
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
+from weft.config.plan import Limit
 from weft.config.recipe import SplitKind
 
 INHERITED = ("sequence", "replicate", "heads", "features", "expert")
@@ -166,10 +167,8 @@ class Tables:
     divisible: Mapping[str, int] = field(default_factory=dict[str, int])
     """Named sizes that the tensor axis must divide, for error messages: {"num_heads": 8, "num_kv_heads": 4}."""
     cut: Cut | None = None
-    no_stages: str = ""
-    """Why `cut` is None: a sentence without its end."""
-    no_tensor: str = ""
-    """Why no rule splits a layer: a sentence without its end."""
+    limits: Mapping[Limit, str] = field(default_factory=dict[Limit, str])
+    """What the model cannot do → why, as far as its family or looking at it has shown: sentences without their end."""
     vocabulary_head: str | None = None
     """Name of the linear head whose output only the vocabulary loss reads; it may be fused with the loss."""
     notes: Sequence[str] = ()
@@ -179,6 +178,10 @@ class Tables:
     def splits(self) -> bool:
         """Whether a rule lets the tensor axis divide a layer."""
         return any(rule.divides for rule in self.split)
+
+    def limit(self, limit: Limit, reason: str) -> None:
+        """Enter that the model cannot do something, and why: a sentence without its end."""
+        self.limits = {**self.limits, limit: reason}
 
     def rule_of(self, name: str) -> SplitRule | None:
         """The first rule that matches a module, else that of the nearest one around it when it covers its inside."""

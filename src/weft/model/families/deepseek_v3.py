@@ -42,8 +42,10 @@ class DeepseekV3(Family):
 
     def tables(self, config: Config, sizes: ModelSizes) -> Tables:
         return Tables(
-            no_tensor="all heads of its latent attention share one rotary key, of which no rule says whose gradient it"
-            " is",
+            limits={
+                "tensor": "all heads of its latent attention share one rotary key, of which no rule says whose gradient"
+                " it is"
+            },
             cut=CutTable(
                 entry="model.embed_tokens",
                 blocks=tuple(f"model.layers.{index}" for index in range(sizes.num_layers)),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from weft.config.plan import ModelFacts
 
 OperatorKind = Literal["matmul", "attention", "elementwise", "gather", "convolution"]
 OperatorSplit = Literal["column", "row", "heads", "vocab", "expert", "sequence", "replicate"]
@@ -133,25 +135,10 @@ class Profile:
     """Whether embedding and head share their weight; a pipeline then holds it on both ends and adds their gradients."""
     divisible: tuple[tuple[str, int], ...] = ()
     """Named sizes that the tensor axis must divide; empty: no split table, data and ZeRO plans only."""
-    can_be_cut: bool = True
-    """Whether Weft knows where one block ends and the next begins; pipeline stages, recomputation and a shared sequence
-    need that.  True for models that other systems train."""
-    no_pipeline: str = ""
-    """Why it gets no stages although it can be cut: a sentence without its end; empty: it does."""
-    can_share_sequence: bool = True
-    """Whether tensor ranks can share the sequence of a model that can be cut."""
-    no_shared_sequence: str = ""
-    """Why context ranks cannot share a sequence, beyond what its operators show: a sentence without its end; empty:
-    nothing more is against it.  Empty for models that other systems train."""
-    attends_alone: bool = False
-    """Whether looking at its forward has shown that attention is all that lets its tokens see one another."""
+    facts: ModelFacts = field(default_factory=ModelFacts)
+    """What a plan must know of it beside what it computes.  Without limits, for models that other systems train."""
     num_experts: int = 0
     """Routed experts per mixture block; 0: none.  The expert axis must divide it."""
-    has_batch_norm: bool = False
-    per_sample_loss: bool = True
-    """Whether the loss is a sum over samples (`Blueprint.loss`)."""
-    no_gathering: str = ""
-    """Why data ranks cannot gather their samples for a loss that is none; empty: they can."""
     trained_share: float = 1.0
     """Share of the parameters that are trained; the others are frozen."""
     coded_share: float = 0.0
@@ -170,19 +157,6 @@ class Profile:
         return length * sum(part.forward_flops(length) for part in self.parts)
 
     @property
-    def no_context(self) -> str:
-        """Why the engine lets no ranks share a sequence of it: a sentence without its end; empty: it does."""
-        if self.sequence_length == 1:
-            return f"samples of a {self.name} are no sequences"
-        if self.no_shared_sequence:
-            return self.no_shared_sequence
-        if self.no_pipeline:
-            return "its loss has auxiliary terms over the batch"
-        if self.has_batch_norm or not self.per_sample_loss:
-            return "its statistics or its loss are no sums over tokens"
-        return "" if self.attends_alone else self._no_shared_attention()
-
-    @property
     def attention_heads(self) -> tuple[int, int] | None:
         """Heads of queries and of keys, where all attention has as many."""
         every = (operator for block, _ in self.count_blocks() for operator in block.operators)
@@ -196,16 +170,10 @@ class Profile:
             operator.kind == "attention" and operator.dropout for part in self.parts for operator in part.operators
         )
 
-    def _no_shared_attention(self) -> str:
-        operators = [operator for part, _ in self.count_blocks() for operator in part.operators]
-        attention = [operator for operator in operators if operator.kind == "attention"]
-        if any(operator.kind == "convolution" for operator in operators):
-            return "convolutions mix its tokens"
-        if not attention:
-            return "nothing in its blocks is known to let tokens see one another"
-        if any(operator.window is not None for operator in attention):
-            return "its attention sees a window of tokens"
-        return ""
+    @property
+    def has_windows(self) -> bool:
+        """Whether some attention sees a window of tokens."""
+        return any(each.window is not None for part, _ in self.count_blocks() for each in part.operators)
 
     def count_blocks(self) -> list[tuple[Block, int]]:
         """Return each kind of block once, with how many there are."""

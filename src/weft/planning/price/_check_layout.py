@@ -135,13 +135,13 @@ def _length_problem(profile: Profile, layout: Layout) -> str:
 
 
 def _check_whole_batch(profile: Profile, layout: Layout) -> Iterator[str]:
-    if profile.per_sample_loss:
+    if profile.facts.per_sample_loss:
         return
     path, problem = whole_batch_problem(
         ranks=layout.data,
         is_split=layout.microbatches > 1,
         pipeline=layout.pipeline,
-        no_gathering=profile.no_gathering,
+        no_gathering=profile.facts.why_not("gathered_loss"),
     )
     if path == ("mesh",):
         yield f"data = {layout.data} {problem} Use 1."

@@ -308,7 +308,7 @@ class CostModel:
     # ── what the parts need ───────────────────────────────────────────────────────────────────────────────────────
 
     def _key(self, layout: Layout) -> CostKey:
-        return key_of(layout, self.groups(layout), has_batch_norm=self.profile.has_batch_norm)
+        return key_of(layout, self.groups(layout), has_batch_norm=bool(self.profile.facts.has_batch_norm))
 
     def _threads(self, layout: Layout) -> float:
         """Cores of one rank, where cores are the devices."""

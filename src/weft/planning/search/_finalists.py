@@ -187,7 +187,7 @@ class Finalists:
         """The score by closed form, less what closed forms may be too long, and without the update."""
         groups = self._cost_model.groups(layout)
         sharded = (layout.shard, layout.reduce_every, groups.shard) if layout.shards_weights else None
-        statistics = groups.data if self._cost_model.profile.has_batch_norm else None
+        statistics = groups.data if self._cost_model.profile.facts.has_batch_norm else None
         key = (
             _TIMED(layout),
             layout.data,

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.config.plan import ReduceEvery
 from weft.planning.search._bounds import Floats
 from weft.planning.search._space import Space, chunk_choices, divisors
 from weft.planning.search._splits import Bools, CandidateTable, Ints, Splits
 from weft.techniques.pipeline.cost import FOLDED, flights
 from weft.techniques.pipeline.schedules import SPLIT_BACKWARD, Schedule, chunk_limits
+from weft.techniques.zero.settings import ReduceEvery
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

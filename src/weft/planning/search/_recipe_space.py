@@ -39,7 +39,7 @@ def recipe_space(recipe: Recipe, profile: Profile, facts: ModelFacts, cluster: C
     case = Case(pins, recipe, facts, None)
     if recipe.model.split:
         space = replace(space, tensors=(1,))  # what a table of one's own divides, only building the model tells
-    if recipe_problem(recipe) or facts.no_context:
+    if recipe_problem(recipe) or facts.why_not("context"):
         space = replace(space, contexts=(1,))
     space = replace(
         space,

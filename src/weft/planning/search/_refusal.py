@@ -81,7 +81,7 @@ def _nothing_at_all(
         )
     fixed = ", ".join(f"plan.{key}" for key in pins.origins)
     problem = f"No plan for a {profile.name} has all of {fixed} as they were given, with global_batch_size = {batch}."
-    if profile.has_batch_norm and any(key.startswith("microbatch") for key in pins.origins):
+    if profile.facts.has_batch_norm and any(key.startswith("microbatch") for key in pins.origins):
         return PlanError(
             f"{problem} Its BatchNorm takes the statistics of the whole batch, so that gradients cannot accumulate over"
             " several microbatches: take one, or call eval() of each BatchNorm beforehand, which then takes none."

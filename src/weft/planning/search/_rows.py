@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple, get_args
 
-from weft.config.plan import Recompute, ReduceEvery
+from weft.config.plan import Recompute
 from weft.planning.search._bounds import Floats
 from weft.planning.search._space import Space
 from weft.planning.search._splits import CandidateTable, Ints, Splits
 from weft.techniques.cost_terms import Layout
 from weft.techniques.pipeline.schedules import Schedule
-from weft.techniques.zero.settings import stage_of
+from weft.techniques.zero.settings import ReduceEvery, stage_of
 
 REDUCE_EVERY: tuple[ReduceEvery, ...] = get_args(ReduceEvery)
 """Words of `Layout.reduce_every`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from weft.config.cluster import Cluster
-from weft.config.plan import Axis, Plan, Recompute, ReduceEvery
+from weft.config.plan import Axis, Plan, Recompute
 from weft.config.recipe import PermitRecipe
 from weft.errors import PlanError
 from weft.model.profile import Profile
@@ -18,7 +18,7 @@ from weft.techniques.expert.settings import ExpertExchange
 from weft.techniques.offload.settings import Offload as Offload
 from weft.techniques.pipeline.schedules import Schedule
 from weft.techniques.tensor.settings import TensorScheme
-from weft.techniques.zero.settings import Stage
+from weft.techniques.zero.settings import ReduceEvery, Stage
 
 _SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
@@ -113,25 +113,23 @@ def space_of(
     """
     devices, blocks = cluster.num_devices, len(profile.blocks)
     length = profile.sequence_length
-    whole_batch = not profile.per_sample_loss
-    stays_whole = whole_batch and bool(profile.no_gathering)
-    can_recompute = profile.can_be_cut and not profile.has_batch_norm
+    facts, whole_batch = profile.facts, not profile.facts.per_sample_loss
+    stays_whole = whole_batch and "gathered_loss" in facts.limits
+    can_recompute = "blocks" not in facts.limits and not facts.has_batch_norm
     return Space(
-        pipelines=tuple(range(1, min(blocks, devices) + 1)) if profile.can_be_cut and not profile.no_pipeline else (1,),
+        pipelines=(1,) if facts.why_not("blocks", "pipeline") else tuple(range(1, min(blocks, devices) + 1)),
         tensors=_tensors(profile, devices),
         contexts=tuple(c for c in divisors(length) if c <= devices and (c == 1 or length % (2 * c) == 0)),
         experts=tuple(e for e in divisors(profile.num_experts) if e <= devices) if profile.num_experts else (1,),
         datas=(1,) if stays_whole else None,
         microbatch_sizes=(global_batch_size,) if stays_whole else divisors(global_batch_size),
-        single_microbatch=profile.has_batch_norm or whole_batch,
+        single_microbatch=bool(facts.has_batch_norm) or whole_batch,
         gathers_samples=whole_batch,
-        shares_within_stages=profile.can_share_sequence,
+        shares_within_stages="sequence" not in facts.limits,
         precisions=_precisions(cluster, permit),
         recomputes=get_args(Recompute) if can_recompute else ("none",),
         per_block_recompute=can_recompute,
-        sequence_parallels=(False, True)
-        if length > 1 and profile.can_be_cut and profile.can_share_sequence
-        else (False,),
+        sequence_parallels=(False,) if length == 1 or facts.why_not("blocks", "sequence") else (False, True),
         offloads=_OFFLOADS if cluster.has_accelerators else ("none",),
         fused_losses=(True, False) if profile.vocabulary_size else (True,),
         algorithms=_algorithms(cluster),

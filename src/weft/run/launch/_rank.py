@@ -18,9 +18,10 @@ from typing import IO, Any
 from weft.errors import WeftError
 from weft.run.launch._failure_notice import RankFailure, failure_pipe_path, notify_other_ranks
 from weft.run.launch._job import LaunchJob, RankExit
-from weft.run.launch._rank_info import FAILURE_PIPE_VARIABLE, RankInfo, stacks_path
+from weft.run.launch._rank_info import RankInfo, stacks_path
 from weft.run.launch._secondary_errors import is_secondary_error
 from weft.run.launch._threads import set_threads_of_job
+from weft.run.launch.launchers._variables import FAILURE_PIPE_VARIABLE
 
 _TRACE_FRAMES = 4
 _OWN_FILES = ("<frozen runpy>", "<frozen importlib._bootstrap>", __file__)

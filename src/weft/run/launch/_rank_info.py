@@ -10,11 +10,12 @@ from pathlib import Path
 
 from weft.errors import LaunchError
 from weft.events.progress import ProgressBoard, ProgressRow
+from weft.extensions import extensions_of, load_extension
 from weft.files import write_whole
 
-FAILURE_PIPE_VARIABLE = "WEFT_SUPERVISOR"
-"""Environment variable that `weft launch` sets beside the standard ones: the rank's `RankInfo.failure_pipe`."""
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_PACKAGE = "weft.run.launch.launchers"
+_PLACE = ("RANK", "WORLD_SIZE")
+"""Variables that only a launcher sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,33 +28,34 @@ class RankInfo:
     local_world_size: int
     """Ranks on this host."""
     store: str | None = None
-    """Path of the file store of this host's ranks; None: they meet at MASTER_ADDR and MASTER_PORT, as torchrun's do."""
+    """Path of the file store of this host's ranks; None: they meet at `address`."""
     failure_pipe: str | None = None
     """Path of the FIFO of failure notices; None: there is no launcher that writes any."""
+    address: str | None = None
+    """Address (`host:port`) at which the ranks of all hosts meet; None: they meet at `store`, or there is one rank."""
+    launcher_serves: bool = False
+    """Whether the launcher listens at `address`; otherwise rank 0 does."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> RankInfo | None:
-        """Read what torchrun, or `weft launch`, gave to a script; None under plain Python.
+        """Read what a launcher gave to a script; None under plain Python.
+
+        Every file in `weft/run/launch/launchers` is asked by its `rank_info(environment)`, in the order of their names.
 
         Raises:
-            LaunchError: only some of the variables are set, or one of them is no number.
+            LaunchError: a launcher's variables do not hang together, or the launcher is none that Weft knows.
         """
-        set_variables = [name for name in _VARIABLES if environment.get(name)]
-        if "RANK" not in set_variables and "WORLD_SIZE" not in set_variables:
-            return None
-        missing = [name for name in _VARIABLES if name not in set_variables and name != "LOCAL_RANK"]
-        if missing:
+        names = extensions_of(_PACKAGE)
+        for name in names:
+            info: RankInfo | None = load_extension(_PACKAGE, name).rank_info(environment)
+            if info is not None:
+                return info
+        if stray := [name for name in _PLACE if environment.get(name)]:
             raise LaunchError(
-                f"{' and '.join(set_variables)} {'is' if len(set_variables) == 1 else 'are'} set, but"
-                f" {' and '.join(missing)} not, so the ranks cannot find each other. Start the script with"
-                " `weft launch -n N` or torchrun, or unset them all."
+                f"{' and '.join(stray)} {'is' if len(stray) == 1 else 'are'} set, but by no launcher that Weft knows"
+                f" ({', '.join(names) or 'it has none'}). Start the script with one of these, or unset them."
             )
-        rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-        if not 0 <= rank < world_size:
-            raise LaunchError(f"RANK = {rank} is not below WORLD_SIZE = {world_size}. Ranks count from 0.")
-        local_rank = _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in set_variables else rank
-        local_size = _number(environment, "LOCAL_WORLD_SIZE") if environment.get("LOCAL_WORLD_SIZE") else world_size
-        return cls(rank, world_size, local_rank, local_size, failure_pipe=environment.get(FAILURE_PIPE_VARIABLE))
+        return None
 
     def progress_row(self) -> ProgressRow | None:
         """Where this rank writes how far it has come, for its launcher to read; None where there is no launcher."""
@@ -89,10 +91,3 @@ def stacks_path(folder: Path, rank: int) -> Path:
 def run_folder_note(folder: Path) -> Path:
     """Return the file in a job's private folder in which ranks name the folder of their run."""
     return folder / "run-folder"
-
-
-def _number(environment: Mapping[str, str], name: str) -> int:
-    value = environment[name]
-    if not value.isdecimal():
-        raise LaunchError(f"{name} = {value!r} in the environment is no number. Give a whole number from 0.")
-    return int(value)

@@ -7,7 +7,6 @@ counts, in the store itself, how often it has come, and ranks that have come equ
 
 from __future__ import annotations
 
-import os
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -67,7 +66,7 @@ def _store_of_group(store: Store, rank_info: RankInfo, timeout: timedelta) -> St
 
 def _is_of_rank_0(rank_info: RankInfo) -> bool:
     """Whether rank 0's own process has the store, and not whoever started the ranks."""
-    return rank_info.store is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    return rank_info.store is None and not rank_info.launcher_serves
 
 
 def _store(rank_info: RankInfo, timeout: timedelta) -> Store:
@@ -76,9 +75,14 @@ def _store(rank_info: RankInfo, timeout: timedelta) -> Store:
 
     if rank_info.store is not None:
         return dist.FileStore(rank_info.store)  # whoever started the ranks removes the file: a later group needs it
-    if rank_info.world_size == 1 and RankInfo.from_environment() is None:
+    if rank_info.address is None and rank_info.world_size == 1:
         return dist.HashStore()
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if rank_info.address is None:
+        raise LaunchError(
+            f"rank {rank_info.rank} of {rank_info.world_size} has no address at which its ranks meet. Give RankInfo a"
+            " store or an address."
+        )
+    host, _, port = rank_info.address.rpartition(":")
     if not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise LaunchError(f"MASTER_PORT = {port!r} in the environment is no port. Give a number from 1 to 65535.")
     is_host = _is_of_rank_0(rank_info) and rank_info.rank == 0

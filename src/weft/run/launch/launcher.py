@@ -16,8 +16,11 @@ from typing import Any
 
 from weft.config.plan import COLLECTIVE_TIMEOUT_SECONDS
 from weft.errors import LaunchError
-from weft.events import FailureEvent, LogSink, MetricsSink, Run, RunFolder, Sink, WarningEvent, WarningSink
+from weft.events import FailureEvent, Run, RunFolder, Sink, WarningEvent
 from weft.events.progress import ProgressBoard
+from weft.events.sinks.log import LogSink
+from weft.events.sinks.metrics import MetricsSink
+from weft.events.sinks.warnings import WarningSink
 from weft.run.launch._cells import check_arguments, collect_sources
 from weft.run.launch._fork_server import ForkServer as ForkServer
 from weft.run.launch._fork_server import open_fork_server as open_fork_server

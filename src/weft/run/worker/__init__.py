@@ -1,6 +1,5 @@
 """The ranks of a training.  A rank gets a finished plan, and knows nothing of how plans are found."""
 
-from weft.run.worker._facts import facts_of_blueprint as facts_of_blueprint
 from weft.run.worker._run import run_rank as run_rank
 from weft.run.worker._run import train_rank as train_rank
 from weft.run.worker._run import training_of as training_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,31 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.analysis.blueprint import build_blueprint
+from weft.analysis.facts import facts_of_blueprint
 from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder
 from weft.config.document import plain
 from weft.config.plan import Plan, load_plan
 from weft.config.recipe import Recipe, load_recipe
 from weft.errors import CollectiveError
-from weft.events import (
-    FolderToken,
-    LogSink,
-    MessageEvent,
-    MetricsSink,
-    OwnerSink,
-    Run,
-    RunFolder,
-    Sink,
-    TerminalSink,
-    WarningSink,
-    loggers_to,
-)
+from weft.events import FolderToken, Listening, MessageEvent, Run, RunFolder, Sink, loggers_to, sinks_of
 from weft.events.loss_board import LossSink
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.data import PreparedData, data_shape, open_data
 from weft.run.engine import Trainer, TrainingResult, create_training
 from weft.run.launch import Distributed, RankInfo, initialise_distributed
-from weft.run.worker._facts import facts_of_blueprint
 from weft.techniques.check import check_plan
 
 if TYPE_CHECKING:
@@ -88,18 +75,12 @@ def _own_groups() -> Generator[None]:
 
 
 @contextmanager
-def _events_of(folder: RunFolder, recipe: Recipe, rank: int, quiet: bool) -> Generator[Run]:
+def _events_of(listening: Listening) -> Generator[Run]:
     """Open the event stream of this rank: into the run's folder, and on rank 0 to the terminal.  The error that ends
     the rank is one of the events."""
-    sinks: list[Sink] = [LogSink(folder.log(rank))]
-    if rank == 0:
-        sinks.append(WarningSink())
-    if rank == 0 and not quiet:
-        constant = recipe.optimizer.is_constant_rate
-        sinks.append(TerminalSink(sys.stdout, shows_learning_rate=not constant))
-    with Run(rank, sinks) as events, loggers_to(events, all_of_process=True):
-        if rank == 0:
-            events.attach(MetricsSink(folder.metrics))
+    with Run(listening.rank) as events, loggers_to(events, all_of_process=True):
+        for sink in sinks_of(listening):  # one that cannot open its file says so to those before it
+            events.attach(sink)
         try:
             yield events
         except Exception as error:
@@ -136,11 +117,17 @@ def train_rank(
         distributed = stack.enter_context(joining)
         if distributed.rank == 0:
             distributed.rank_info.report_run_folder(run.path)
-        events = stack.enter_context(_events_of(run, recipe, distributed.rank, quiet))
+        listening = Listening(
+            rank=distributed.rank,
+            folder=run,
+            owner=token,
+            prints_steps=not quiet,
+            prints_learning_rate=not recipe.optimizer.is_constant_rate,
+            prints_warnings=True,
+        )
+        events = stack.enter_context(_events_of(listening))
         for sink in sinks:
             events.attach(sink)
-        if token is not None and distributed.rank == 0:
-            events.attach(OwnerSink(token))
         training = training_of(recipe, plan, distributed, run, prepared, events, prove=prove, token=token)
         with training as trainer, _own_groups():
             if resume is not None:

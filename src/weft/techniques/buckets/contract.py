@@ -21,6 +21,9 @@ class Buckets(Technique):
     name = "buckets"
     part = BucketSettings
 
+    def sends(self, plan: Plan) -> bool:
+        return True
+
     def unrunnable(self, plan: Plan) -> Iterator[str]:
         data = plan.data_parallel
         if data.algorithm == "auto":

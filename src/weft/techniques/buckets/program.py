@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from weft.techniques.buckets.contract import Buckets
 from weft.techniques.buckets.formation import BucketEntry, Formed, form_buckets
-from weft.techniques.compression.program import is_taken
-from weft.techniques.compression.program import sends as packed_sends
+from weft.techniques.compression.program import is_taken, packed_sends
 from weft.techniques.compression.wire import Frame, ParameterSpan
-from weft.techniques.send_trace import HeldParameter, ModelShare, RankSend
+from weft.techniques.send_trace import HeldParameter, ModelShare, RankSend, Shape
 from weft.techniques.zero.contract import Zero, reduction_rounds
 
 _FLAG_BYTES, _INDEX_BYTES = 4, 8
@@ -31,7 +30,7 @@ class Key(NamedTuple):
 
 
 def buckets_of(share: ModelShare, members: Sequence[HeldParameter]) -> list[Formed[Key]]:
-    """Return the buckets of the parameters that lie in such, exactly as the engine forms them."""
+    """Return the buckets of `members`, exactly as the engine forms them."""
     data = share.plan.data_parallel
     entries = [
         BucketEntry(_key(share, held), held.num_elements, held.num_elements * share.master_bytes) for held in members
@@ -49,8 +48,32 @@ def _key(share: ModelShare, held: HeldParameter) -> Key:
     return Key(held.part, held.group, held.counts, held.partial_over, held.is_expert, tie, is_compressed)
 
 
-def sends(share: ModelShare, members: Sequence[HeldParameter]) -> Iterator[RankSend]:
-    """Yield what a step sends for `members`, the trained parameters that lie in buckets."""
+class Masters(NamedTuple):
+    """What the optimizer of a rank works on, whoever has cut it."""
+
+    cut: list[tuple[HeldParameter, Shape]]
+    """Parameters that ZeRO-3 has cut, and what this rank has of them."""
+    in_buckets: list[HeldParameter]
+    tables: list[HeldParameter]
+    """Tables with sparse gradients, which stay whole."""
+
+
+def masters_of(share: ModelShare) -> Masters:
+    """Return who holds each of this rank's trained parameters."""
+    tables = [held for held in share.held if held.parameter.is_sparse]
+    members = [held for held in share.held if not held.parameter.is_sparse]
+    if not (share.plan.data_parallel.shards_weights and share.shards > 1):
+        return Masters([], members, tables)
+    from weft.techniques.zero.cuts import kept_out, shard_shape  # only ranks that cut weights load it
+
+    whole = kept_out(share)
+    cut = [(held, shard_shape(share, held)) for held in members if held.name not in whole]
+    return Masters(cut, [held for held in members if held.name in whole], tables)
+
+
+def sends(share: ModelShare) -> Iterator[RankSend]:
+    """Yield what a step sends for the trained parameters that lie in buckets."""
+    members = masters_of(share).in_buckets
     formed = buckets_of(share, members)
     for number, bucket in enumerate(formed):
         held = [members[place] for place in bucket.places]
@@ -114,10 +137,15 @@ def _weights(share: ModelShare, bucket: Formed[Key], name: str) -> Iterator[Rank
             )
 
 
+def own_region(share: ModelShare, bucket: Formed[Key]) -> tuple[int, int]:
+    """Return the elements of a bucket whose masters this rank has: first and end."""
+    _, _, index = share.summing_of(is_expert=bucket.key.is_expert)
+    return bucket.regions[index if len(bucket.regions) > 1 else 0]
+
+
 def _over_model(share: ModelShare, bucket: Formed[Key], names: Sequence[str]) -> Iterator[RankSend]:
     """Sums of what other axes hold of the same parameters: parts of gradients, and copies of tied weights."""
-    _, _, index = share.summing_of(is_expert=bucket.key.is_expert)
-    start, stop = bucket.regions[index if len(bucket.regions) > 1 else 0]
+    start, stop = own_region(share, bucket)
     mine = (stop - start) * share.gradient_bytes
     if bucket.key.partial_over:
         yield RankSend(

@@ -24,7 +24,7 @@ def is_taken(share: ModelShare, held: HeldParameter, shape: Shape) -> bool:
     return codec is not None and not is_copied and codec.takes(shape)
 
 
-def sends(share: ModelShare, frame: Frame, axis: str, members: int, count: int, name: str) -> Iterator[RankSend]:
+def packed_sends(share: ModelShare, frame: Frame, axis: str, members: int, count: int, name: str) -> Iterator[RankSend]:
     """Yield what `count` reductions of a storage send."""
     codec = codec_of(share)
     assert codec is not None, "what is not compressed travels as it is"
@@ -64,7 +64,7 @@ def between_replicas(share: ModelShare, members: Sequence[HeldParameter]) -> Ite
             frame = frame_of([(chosen[place][0].name, chosen[place][1]) for place in places])
             name = f"copies of {chosen[places[0]][0].name} … ({len(places)})"
             if is_compressed:
-                yield from sends(share, frame, "replicate", replicas, 1, name)
+                yield from packed_sends(share, frame, "replicate", replicas, 1, name)
                 continue
             yield RankSend(
                 operation="all_reduce",

@@ -37,6 +37,9 @@ class Context(Technique):
     def runs(self, plan: Plan) -> bool:
         return plan.mesh.context > 1
 
+    def sends(self, plan: Plan) -> bool:
+        return plan.mesh.context > 1
+
     def needs_loop(self, plan: Plan) -> Iterator[str]:
         if plan.mesh.context > 1:
             yield (
@@ -88,10 +91,10 @@ class Context(Technique):
 
         if problem := recipe_problem(case.recipe):
             raise case.refuse(path, f"{problem}.\nUse 1.")
-        if facts.no_context:
-            raise case.refuse(path, f"cannot be had for this model: {facts.no_context}.\nUse 1.")
-        if facts.no_sequence and case.plan.mesh.pipeline > 1:
-            raise case.refuse(path, f"cannot join mesh.pipeline > 1 for this model: {facts.no_sequence}.\nUse 1.")
+        if reason := facts.why_not("context"):
+            raise case.refuse(path, f"cannot be had for this model: {reason}.\nUse 1.")
+        if (reason := facts.why_not("sequence")) and case.plan.mesh.pipeline > 1:
+            raise case.refuse(path, f"cannot join mesh.pipeline > 1 for this model: {reason}.\nUse 1.")
         if facts.num_blocks is not None and facts.sequence_length is None:
             problem = f"has no sequence to share: samples of a {facts.name} are no sequences.\nUse 1."
             raise case.refuse(path, problem)

@@ -178,9 +178,9 @@ def _check_built(build: Build) -> None:
     """Refuse what only the built model shows.
 
     Raises:
-        PlanError: what `Blueprint.no_context` says.
+        PlanError: what `Blueprint.why_not` says of `context`.
     """
-    problem = build.blueprint.no_context
+    problem = build.blueprint.why_not("context")
     if not problem and build.plan.compute.compile and build.blueprint.modifies_scores:
         problem = "it caps its scores, adds slopes to them or has sinks, which blocks that are compiled do not share"
     if problem:

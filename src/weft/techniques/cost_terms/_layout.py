@@ -7,21 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
-from weft.config.plan import MeshSettings, Plan, plan_settings
+from weft.config.plan import LayoutSettings, Plan, plan_settings
 from weft.config.settings import DeclaredSetting
 from weft.techniques.buckets.settings import FIRST_BUCKET_BYTES as FIRST_BUCKET_BYTES
-from weft.techniques.buckets.settings import BucketSettings
-from weft.techniques.compression.settings import CompressionSettings
 from weft.techniques.context.settings import ContextScheme
 from weft.techniques.expert.settings import ExpertExchange
-from weft.techniques.fused_loss.settings import FusedLossSettings
-from weft.techniques.local_steps.settings import LocalStepsSettings
-from weft.techniques.offload.settings import OffloadSettings
 from weft.techniques.pipeline.schedules import SPLIT_BACKWARD, PricedSchedule
 from weft.techniques.pipeline.settings import TORCH_SCHEDULES
-from weft.techniques.recompute.settings import RecomputeSettings
 from weft.techniques.tensor.settings import TensorScheme
-from weft.techniques.zero.settings import Stage, ZeroSettings
+from weft.techniques.zero.settings import Stage
 
 PricedPrecision = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "fp4"]
 ELEMENT_BYTES: Mapping[str, int] = {"fp64": 8, "fp32": 4, "tf32": 4}
@@ -31,16 +25,7 @@ _FEW = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout(
-    LocalStepsSettings,
-    CompressionSettings,
-    BucketSettings,
-    FusedLossSettings,
-    OffloadSettings,
-    RecomputeSettings,
-    ZeroSettings,
-    MeshSettings,
-):
+class Layout(LayoutSettings):
     """A point of the search space.  Everything is explicit; nothing is looked up elsewhere.
 
     `expert` may borrow more ranks than `EXPERT_LENDERS` have: those of tensor, as other systems allow.  Where bounds

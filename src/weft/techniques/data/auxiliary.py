@@ -139,6 +139,6 @@ def auxiliary_runner(build: Build, parts: Sequence[ModelPart], mesh: Mesh, runne
     terms = auxiliary_of(build.blueprint.loss)
     if runner is not None:
         raise PlanError(
-            f"The model cannot be cut into stages: {build.blueprint.no_pipeline}. Use plan.mesh.pipeline = 1."
+            f"The model cannot be cut into stages: {build.blueprint.why_not('pipeline')}. Use plan.mesh.pipeline = 1."
         )
     return AuxiliaryRunner(parts[0], build.blueprint, mesh, terms, dtype=build.dtypes.compute)

@@ -37,6 +37,9 @@ class Data(Technique):
         Removal("accumulation", _without_accumulation),
     )
 
+    def sends(self, plan: Plan) -> bool:
+        return True
+
     def check(self, case: Case) -> None:
         _check_batch(case)
         _check_batch_statistics(case)
@@ -115,7 +118,7 @@ def _check_whole_batch_loss(case: Case) -> None:
         ranks=ranks,
         is_split=set(plan.microbatch.shares(ranks)) != {1},
         pipeline=plan.mesh.pipeline,
-        no_gathering=case.facts.no_gathering,
+        no_gathering=case.facts.why_not("gathered_loss"),
     )
     if path == ("mesh",):
         fix = f"Use mesh.replicate = 1, mesh.shard = 1, microbatch.size = {batch} and per_step = 1."

@@ -4,13 +4,24 @@ sparse tables, the agreement on a step, flags of use."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from weft.techniques.data.contract import Data
-from weft.techniques.send_trace import HeldParameter, ModelShare, RankSend
+from weft.techniques.send_trace import ModelShare, RankSend
 
 _DOUBLE, _FLAG, _INDEX = 8, 4, 8
 """Bytes of a slot of the agreement (fp64), of a flag of use (fp32), and of a row's number (int64)."""
+
+
+def sends(share: ModelShare) -> Iterator[RankSend]:
+    """Yield all of it."""
+    yield from statistics(share)
+    yield from samples(share)
+    yield from auxiliary(share)
+    yield from rows(share)
+    yield from agreement(share)
+    yield from flags(share)
+    yield from routing(share)
 
 
 def statistics(share: ModelShare) -> Iterator[RankSend]:
@@ -87,11 +98,13 @@ def routing(share: ModelShare) -> Iterator[RankSend]:
     )
 
 
-def rows(share: ModelShare, tables: Sequence[HeldParameter]) -> Iterator[RankSend]:
+def rows(share: ModelShare) -> Iterator[RankSend]:
     """Yield the exchange of rows of each table, over those who see other samples and then over those who have parts:
     how many each rank brings, their numbers and their values, as many as the rank with the most has."""
     axis, ranks, _ = share.summing
-    for held in tables:
+    for held in share.held:
+        if not held.parameter.is_sparse:
+            continue
         row = math.prod(held.shape[1:]) * share.gradient_bytes
         groups = ((axis, ranks), ("tensor", share.plan.mesh.tensor if held.partial_over else 1))
         for number, (over, size) in enumerate(group for group in groups if group[1] > 1):
@@ -107,11 +120,11 @@ def rows(share: ModelShare, tables: Sequence[HeldParameter]) -> Iterator[RankSen
                 )
 
 
-def agreement(share: ModelShare, *, is_fingerprinted: bool = False) -> Iterator[RankSend]:
+def agreement(share: ModelShare) -> Iterator[RankSend]:
     """Yield the one all-reduce of a step's totals over all ranks.
 
     Loss, count and squared norm by replica, flags of use and stopping, and a slot per rank for its memory, and where
-    batches are compared (`is_fingerprinted`) one more for its batch.
+    batches are compared one more for its batch.
     """
     world = share.plan.mesh.world_size
     replicas = share.plan.mesh.replicate if share.sums_apart else 1
@@ -119,7 +132,7 @@ def agreement(share: ModelShare, *, is_fingerprinted: bool = False) -> Iterator[
         yield RankSend(
             operation="all_reduce",
             axis=share.world_axis,
-            size_bytes=_DOUBLE * (3 * replicas + 2 + world * (2 if is_fingerprinted else 1)),
+            size_bytes=_DOUBLE * (3 * replicas + 2 + world * (2 if share.is_fingerprinted else 1)),
             phase="agreement",
             technique=Data.name,
             reason="loss, count, norm and memory of the step",

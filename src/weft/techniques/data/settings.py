@@ -12,6 +12,38 @@ from weft.errors import PlanError
 _RULES = Rules(PlanError)
 
 
+class ReplicaAveraging:
+    """How often replicas meet: in every step, where no technique says otherwise.
+
+    Everything that asks this of a plan or a layout asks it by these names, so that it need not know the technique.
+    """
+
+    @property
+    def round_length(self) -> int:
+        """Steps that each replica takes by itself before replicas average their weights; 0: none."""
+        return 0
+
+    @property
+    def replicas_step_alone(self) -> bool:
+        """Whether gradients meet inside a replica only."""
+        return self.round_length > 0
+
+    def ends_round(self, step: int, num_steps: int | None) -> bool:
+        """Whether a round ends with a step, from 0, of a training of `num_steps`: its last one ends there, too.  None:
+        nobody knows them yet."""
+        return self.replicas_step_alone and ((step + 1) % self.round_length == 0 or step + 1 == num_steps)
+
+    def average_seconds(self, master_bytes: int, seconds_per_byte: float, memory_bytes_per_second: float) -> float:
+        """Return seconds per element and step of averaging the replicas at the end of a round: nothing hides it.
+
+        Args:
+            master_bytes: of one element.
+            seconds_per_byte: of an all-reduce over the replicas.
+            memory_bytes_per_second: of a rank's device.
+        """
+        return 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchPlan:
     """How the global batch falls into microbatches."""

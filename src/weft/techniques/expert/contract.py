@@ -37,6 +37,9 @@ class Expert(Technique):
     def runs(self, plan: Plan) -> bool:
         return plan.mesh.expert > 1
 
+    def sends(self, plan: Plan) -> bool:
+        return plan.mesh.expert > 1
+
     def needs_loop(self, plan: Plan) -> Iterator[str]:
         if plan.mesh.expert > 1:
             yield (

@@ -18,8 +18,8 @@ def model_problem(case: Case) -> str:
     if problem := _recipe_problem(case.recipe):
         return f"{problem}.\nUse 1."
     ranks, experts = case.plan.mesh.expert, case.facts.num_experts
-    if experts == 0 and case.facts.no_experts:
-        return f"cannot share out the experts of a {case.facts.name}: {case.facts.no_experts}.\nUse 1."
+    if experts == 0 and (reason := case.facts.why_not("expert")):
+        return f"cannot share out the experts of a {case.facts.name}: {reason}.\nUse 1."
     if experts == 0:
         return f"has nothing to share out: a {case.facts.name} has no mixtures that ranks can take apart.\nUse 1."
     if experts is not None and experts % ranks:

@@ -33,7 +33,10 @@ class ExpertRanks(TechniqueRuntime):
     def split(self, part: ModelPart) -> None:
         blueprint = self._build.blueprint
         if not blueprint.experts:
-            why = blueprint.no_experts or "this model has no mixture of experts (weft.model.reference.mixture.Mixture)"
+            why = (
+                blueprint.why_not("expert")
+                or "this model has no mixture of experts (weft.model.reference.mixture.Mixture)"
+            )
             raise PlanError(
                 f"plan.mesh.expert = {self._build.plan.mesh.expert} shares out experts, but {why}."
                 " Use plan.mesh.expert = 1."

@@ -24,3 +24,6 @@ class FusedLoss(Technique):
 
     def runs(self, plan: Plan) -> bool:
         return plan.memory.fuses_loss or plan.mesh.tensor > 1  # split logits need a loss that knows of the split
+
+    def sends(self, plan: Plan) -> bool:
+        return plan.mesh.tensor > 1

@@ -24,6 +24,9 @@ class LocalSteps(Technique):
     def runs(self, plan: Plan) -> bool:
         return plan.data_parallel.replicas_step_alone
 
+    def sends(self, plan: Plan) -> bool:
+        return plan.data_parallel.replicas_step_alone
+
     def unrunnable(self, plan: Plan) -> Iterator[str]:
         mesh, data = plan.mesh, plan.data_parallel
         named = f"{_KEY} = {data.local_steps}"
@@ -85,6 +88,12 @@ class LocalSteps(Technique):
         if plan.data_parallel.replicas_step_alone:
             named = f"{_KEY} = {plan.data_parallel.local_steps}"
             yield f"{named}: the script sums gradients over all data ranks in every step. Use 0."
+
+    def of_keyword(self, name: str, value: Any) -> Mapping[str, Any]:
+        if name != "local_steps":
+            return {}
+        values = {"local_steps": value, "outer_learning_rate": 1.0, "outer_momentum": 0.0}  # plain averages: local SGD
+        return {f"data_parallel.{setting}": each for setting, each in values.items()}
 
     def leaves(self, plan: Plan) -> Mapping[str, tuple[Any, ...]]:
         if not plan.data_parallel.replicas_step_alone:

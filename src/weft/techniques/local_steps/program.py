@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterator
 
+from weft.techniques.buckets.program import buckets_of, masters_of, own_region
 from weft.techniques.local_steps.contract import LocalSteps
 from weft.techniques.send_trace import ModelShare, RankSend
 
 
-def sends(share: ModelShare, masters: Iterable[tuple[str, int]]) -> Iterator[RankSend]:
-    """Yield one all-reduce for each of this rank's masters, given by name and elements."""
-    if not share.sums_apart or share.plan.mesh.replicate == 1:
+def sends(share: ModelShare) -> Iterator[RankSend]:
+    """Yield one all-reduce for each of this rank's masters."""
+    if share.plan.mesh.replicate == 1:
         return
-    for name, elements in masters:
+    for name, elements in _masters(share):
         if elements:  # none of a parameter with fewer rows than ranks
             yield RankSend(
                 operation="all_reduce",
@@ -23,3 +25,13 @@ def sends(share: ModelShare, masters: Iterable[tuple[str, int]]) -> Iterator[Ran
                 technique=LocalSteps.name,
                 reason=f"average of replicas, {name}",
             )
+
+
+def _masters(share: ModelShare) -> Iterator[tuple[str, int]]:
+    """Yield name and elements of each storage of masters: a bucket has one under its first parameter's name."""
+    masters = masters_of(share)
+    yield from ((held.name, math.prod(shape)) for held, shape in masters.cut)
+    yield from ((held.name, held.num_elements) for held in masters.tables)
+    for bucket in buckets_of(share, masters.in_buckets):
+        start, stop = own_region(share, bucket)
+        yield masters.in_buckets[bucket.places[0]].name, stop - start

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 from weft.config.document import Rules
 from weft.errors import PlanError
+from weft.techniques.data.settings import ReplicaAveraging
 
 _RULES = Rules(PlanError)
 _AVERAGE_PASSES = 4.0
@@ -14,7 +15,7 @@ _AVERAGE_PASSES = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalStepsSettings:
+class LocalStepsSettings(ReplicaAveraging):
     """The part of `data_parallel` that is about local steps."""
 
     local_steps: int = 0
@@ -40,14 +41,8 @@ class LocalStepsSettings:
         return replace(self, **{name: getattr(_DEFAULTS, name) for name in names})
 
     @property
-    def replicas_step_alone(self) -> bool:
-        """Whether gradients meet inside a replica only."""
-        return self.local_steps > 0
-
-    def ends_round(self, step: int, num_steps: int | None) -> bool:
-        """Whether a round ends with a step, from 0, of a training of `num_steps`: its last one ends there, too.  None:
-        nobody knows them yet."""
-        return (step + 1) % self.local_steps == 0 or step + 1 == num_steps
+    def round_length(self) -> int:
+        return self.local_steps
 
     @property
     def outer_copies(self) -> int:
@@ -57,21 +52,8 @@ class LocalStepsSettings:
         return 2 if self.outer_momentum else 1
 
     def average_seconds(self, master_bytes: int, seconds_per_byte: float, memory_bytes_per_second: float) -> float:
-        """Return seconds per element and step of averaging the replicas at the end of a round: nothing hides it.
-
-        Args:
-            master_bytes: of one element.
-            seconds_per_byte: of an all-reduce over the replicas.
-            memory_bytes_per_second: of a rank's device.
-        """
         passes = (_AVERAGE_PASSES + 2.0 * self.outer_copies) * master_bytes
         return (seconds_per_byte * master_bytes + passes / memory_bytes_per_second) / self.local_steps
 
 
 _DEFAULTS = LocalStepsSettings()
-
-
-def local_sgd(steps: int) -> dict[str, Any]:
-    """Return settings by dotted key, that of the rounds' length first: rounds of so many steps, with plain averages."""
-    values = {"local_steps": steps, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
-    return {f"data_parallel.{name}": value for name, value in values.items()}

@@ -36,8 +36,8 @@ class Offloading(Technique):
             yield from conflicts(plan)
 
     def check_model(self, case: Case) -> None:
-        if case.plan.memory.offloads_activations and case.facts.no_stages:
-            raise case.refuse(("memory", "offload"), f'works block by block: {case.facts.no_stages}.\nUse "none".')
+        if case.plan.memory.offloads_activations and (reason := case.facts.why_not("blocks")):
+            raise case.refuse(("memory", "offload"), f'works block by block: {reason}.\nUse "none".')
 
     def problems(self, settings: OffloadSettings, *, on_cores: bool) -> Iterator[str]:
         if settings.offloads_to_host and on_cores:

@@ -39,13 +39,16 @@ class Pipeline(Technique):
     def runs(self, plan: Plan) -> bool:
         return plan.mesh.pipeline > 1
 
+    def sends(self, plan: Plan) -> bool:
+        return plan.mesh.pipeline > 1
+
     def check_model(self, case: Case) -> None:
         plan, blocks = case.plan, case.facts.num_blocks
         stages, chunks = plan.num_stages, plan.pipeline_parallel.chunks_per_rank
         if plan.mesh.pipeline == 1:
             return
         self._check_schedule(case)
-        if reason := case.facts.no_stages or case.facts.no_pipeline:
+        if reason := case.facts.why_not("blocks", "pipeline"):
             problem = f"cannot cut this model into stages: {reason}.\nUse 1, and data ranks."
             raise case.refuse(("mesh", "pipeline"), problem)
         if blocks is not None and stages > blocks:

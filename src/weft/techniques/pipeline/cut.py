@@ -53,10 +53,9 @@ def cut_table_of(blueprint: Blueprint) -> Cut:
     """
     if blueprint.cut is None:
         kind = type(blueprint.module).__name__
-        because = f": {blueprint.no_stages}" if blueprint.no_stages else ""
         raise PlanError(
             f"plan.mesh.pipeline > 1 cuts the model into stages, but {kind} has no table of where it may be"
-            f" cut{because}. Set plan.mesh.pipeline = 1, or let the model's factory return"
+            f" cut: {blueprint.why_not('blocks')}. Set plan.mesh.pipeline = 1, or let the model's factory return"
             " a weft.model.blueprint.Blueprint with cut = CutTable(entry=…, blocks=…, tail=…)."
         )
     if isinstance(blueprint.cut, CutTable):

@@ -40,8 +40,8 @@ class Recomputation(Technique):
     def check_model(self, case: Case) -> None:
         memory, blocks = case.plan.memory, case.facts.num_blocks
         path = ("memory", "recompute")
-        if case.facts.no_stages and memory.recompute != "none":
-            raise case.refuse(path, f'works block by block: {case.facts.no_stages}.\nUse "none".')
+        if (reason := case.facts.why_not("blocks")) and memory.recompute != "none":
+            raise case.refuse(path, f'works block by block: {reason}.\nUse "none".')
         if isinstance(memory.recompute, tuple) and blocks is not None and len(memory.recompute) != blocks:
             problem = f"has {len(memory.recompute)} words for {blocks} blocks.\nGive one word for all, or {blocks}."
             raise case.refuse(path, problem)

@@ -75,6 +75,8 @@ class ModelShare:
     """How many count in each microbatch of the step; None: all."""
     on_cores: bool = True
     """Whether it computes on a CPU."""
+    is_fingerprinted: bool = False
+    """Whether ranks compare their batches, as in a session."""
     is_widened: bool = False
     """Whether nothing in the model is narrower than the plan's precision, as trials in fp64 have it."""
     cuts_anywhere: bool = True

@@ -40,6 +40,9 @@ class Tensor(Technique):
     def runs(self, plan: Plan) -> bool:
         return plan.mesh.tensor > 1
 
+    def sends(self, plan: Plan) -> bool:
+        return plan.mesh.tensor > 1
+
     def needs_loop(self, plan: Plan) -> Iterator[str]:
         scheme = plan.tensor_parallel.scheme
         if scheme != "1d":
@@ -77,12 +80,12 @@ class Tensor(Technique):
             from weft.techniques.tensor.mesh_2d.limits import check_grid_model  # as above
 
             check_grid_model(case)
-        if tensor > 1 and sizes != {} and (why := case.facts.no_tensor):
+        if tensor > 1 and sizes != {} and (why := case.facts.why_not("tensor")):
             raise case.refuse(("mesh", "tensor"), f"cannot be had: {why}.\nMend model.split, leave it out, or use 1.")
         if has_grid or tensor == 1 or sizes is None or case.recipe.model.split:
             return  # A split table of one's own says itself what must divide; it is looked at when the model is built.
         if not sizes:
-            why = case.facts.no_tensor or f"a {case.facts.name} has no layers for the tensor axis"
+            why = case.facts.why_not("tensor") or f"a {case.facts.name} has no layers for the tensor axis"
             fix = "Use 1: data ranks share the model (plan.data_parallel.zero)."
             raise case.refuse(("mesh", "tensor"), f"has nothing to split: {why}.\n{fix}")
         wrong = {name: size for name, size in sizes.items() if size % tensor}
@@ -102,11 +105,11 @@ class Tensor(Technique):
         facts, path = case.facts, ("tensor_parallel", "sequence")
         if not case.plan.tensor_parallel.sequence:
             return
-        if facts.no_stages:
-            problem = f"needs to know where the blocks begin and end: {facts.no_stages}.\nUse false."
+        if reason := facts.why_not("blocks"):
+            problem = f"needs to know where the blocks begin and end: {reason}.\nUse false."
             raise case.refuse(path, problem)
-        if facts.no_sequence:
-            raise case.refuse(path, f"cannot be had for this model: {facts.no_sequence}.\nUse false.")
+        if reason := facts.why_not("sequence"):
+            raise case.refuse(path, f"cannot be had for this model: {reason}.\nUse false.")
         if facts.num_blocks is not None and facts.sequence_length is None:
             problem = f"has no sequence to split: samples of a {facts.name} are no sequences.\nUse false."
             raise case.refuse(path, problem)

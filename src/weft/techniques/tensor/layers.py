@@ -83,10 +83,9 @@ def _check_table(blueprint: Blueprint, view: GroupView) -> None:
             f" gets data and"
             " ZeRO plans only. Write its table under [model.split], or use plan.mesh.tensor = 1."
         )
-    if blueprint.no_tensor:
+    if reason := blueprint.why_not("tensor"):
         raise PlanError(
-            f"plan.mesh.tensor = {view.size} cannot be had: {blueprint.no_tensor}. Mend the table, or use"
-            " plan.mesh.tensor = 1."
+            f"plan.mesh.tensor = {view.size} cannot be had: {reason}. Mend the table, or use plan.mesh.tensor = 1."
         )
     check_sizes(blueprint, view.size)
     if any(rule.kind in ("channel_out", "channel_in") for rule in blueprint.split):

@@ -49,6 +49,9 @@ class Zero(Technique):
     part = ZeroSettings
     removals = (Removal("ZeRO", _without),)
 
+    def sends(self, plan: Plan) -> bool:
+        return plan.data_parallel.shards_weights and plan.mesh.shard * plan.mesh.context > 1
+
     def check(self, case: Case) -> None:
         mesh, data = case.plan.mesh, case.plan.data_parallel
         if not data.shards_states and mesh.shard > 1 and mesh.expert == 1:  # else experts are shared out

@@ -24,6 +24,16 @@ def cut_dim(share: ModelShare, parameter: Parameter) -> int | None:
     return dim_of_shards(share.local_shape(parameter), ranks, is_expert=is_expert) if ranks > 1 else None
 
 
+def kept_out(share: ModelShare) -> set[str]:
+    """Names of trained parameters that stay whole under ZeRO-3: tied ones, tables with sparse gradients, and those that
+    nobody can cut."""
+    return {
+        held.name
+        for held in share.held
+        if held.is_tied or held.parameter.is_sparse or cut_dim(share, held.parameter) is None
+    }
+
+
 def shard_shape(share: ModelShare, held: HeldParameter) -> Shape:
     """Return what this rank holds of a parameter that is cut: the last runs are shorter."""
     _, ranks, index = sharding_of(share, is_expert=held.is_expert)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from weft.techniques.compression.program import between_replicas
 from weft.techniques.send_trace import HeldParameter, ModelShare, Parameter, Part, RankSend
 from weft.techniques.zero.contract import Zero, reduction_rounds
-from weft.techniques.zero.cuts import cut_dim, padded, shard_shape, sharding_of
+from weft.techniques.zero.cuts import cut_dim, kept_out, padded, shard_shape, sharding_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +24,6 @@ class Unit:
     """Ranks that share them out."""
     weights: tuple[Parameter, ...]
     trained: tuple[Parameter, ...]
-
-
-def kept_out(share: ModelShare) -> set[str]:
-    """Names of trained parameters that stay whole under ZeRO-3: tied ones, tables with sparse gradients, and those that
-    nobody can cut."""
-    return {
-        held.name
-        for held in share.held
-        if held.is_tied or held.parameter.is_sparse or cut_dim(share, held.parameter) is None
-    }
 
 
 def holds_weights(share: ModelShare) -> bool:

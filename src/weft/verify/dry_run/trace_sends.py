@@ -130,7 +130,7 @@ def _gathers(blueprint: Blueprint) -> tuple[SampleGather, ...]:
 
 
 def _parameters(blueprint: Blueprint, region: SequenceRegion | None) -> Iterator[Parameter]:
-    module, forms_grid = blueprint.module, not blueprint.no_grid
+    module, forms_grid = blueprint.module, not blueprint.why_not("mesh_2d")
     splits = split_parameters(blueprint, GroupView((0,), 0, None)) if blueprint.splits else {}
     names, sparse, experts = first_names(module), sparse_tables(module), blueprint.experts
     for name, tensor in module.named_parameters(remove_duplicate=False):
@@ -219,7 +219,7 @@ class _SendTracer:
     """Index, tensors kept at the entry and at the exit of each call that stands in the open block."""
 
     def __post_init__(self) -> None:
-        self._experts, self._forms_grid = self.blueprint.experts, not self.blueprint.no_grid
+        self._experts, self._forms_grid = self.blueprint.experts, not self.blueprint.why_not("mesh_2d")
         self._top_k = {name: mixture.router.top_k for name, mixture in self.blueprint.mixtures.items()}
         self.region = sequence_region(self.blueprint) if isinstance(self.blueprint.cut, CutTable) else None
 

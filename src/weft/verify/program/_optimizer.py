@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from weft.techniques.buckets.program import buckets_of, masters_of, own_region
 from weft.techniques.send_trace import HeldParameter, ModelShare, RankSend, Shape
 
 _SUM_BYTES = 8
@@ -13,17 +14,12 @@ _KINDS: Mapping[str, int] = {"lamb": 2, "lars": 2, "adafactor": 1}
 """Sums of each parameter: of weights and gradients; of Adafactor's updates."""
 
 
-def sends(
-    share: ModelShare, cut: Mapping[str, int], here: Sequence[tuple[HeldParameter, Shape]], rows_cut: str
-) -> Iterator[RankSend]:
-    """Yield what the optimizer sends in a step in which every parameter is used.
-
-    `cut`: axes over which ZeRO cuts parameters of this stage, with their ranks; `rows_cut` is the one over which it
-    cuts them anywhere between rows, if there is one.  `here`: what this rank holds of which parameter.
-    """
+def sends(share: ModelShare) -> Iterator[RankSend]:
+    """Yield what the optimizer sends in a step in which every parameter is used."""
     kinds = _KINDS.get(share.recipe.optimizer.name)
     if kinds is None or not share.held:
         return
+    cut, here, rows_cut = _cut(share)
     axes = sorted(cut, key=lambda axis: cut[axis])
     if share.recipe.optimizer.name == "adafactor":
         kinds += share.recipe.optimizer.relative_step
@@ -33,6 +29,22 @@ def sends(
         axes.append("tensor")
     for axis in axes:
         yield _sum(share, axis, kinds * len(share.held) * _SUM_BYTES, "of whole parameters")
+
+
+def _cut(share: ModelShare) -> tuple[Mapping[str, int], Sequence[tuple[HeldParameter, Shape]], str]:
+    """Axes over which ZeRO cuts parameters of this stage, with their ranks; what this rank holds of which parameter;
+    and the axis over which parameters are cut anywhere between rows, if there is one."""
+    masters = masters_of(share)
+    here = [(held, shape) for held, shape in masters.cut if math.prod(shape)]
+    axes = {"shard": share.shards} if masters.cut else {}
+    for bucket in buckets_of(share, masters.in_buckets):
+        axis, ranks, _ = share.summing_of(is_expert=bucket.key.is_expert)
+        start, stop = own_region(share, bucket)
+        offsets = zip((masters.in_buckets[place] for place in bucket.places), bucket.offsets, strict=True)
+        here += [(held, held.shape) for held, offset in offsets if start <= offset < stop]
+        if share.plan.data_parallel.bucket_stage > 0 and ranks > 1 and ranks not in axes.values():
+            axes[axis] = ranks
+    return axes, here, "shard" if masters.cut else ""
 
 
 def _statistics(

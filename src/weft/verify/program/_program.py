@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
-from weft.techniques.buckets import program as buckets
-from weft.techniques.data import program as data
-from weft.techniques.fused_loss import program as fused_loss
-from weft.techniques.local_steps.program import sends as averages
-from weft.techniques.pipeline import program as pipeline
-from weft.techniques.send_trace import HeldParameter, ModelShare, Outline, Phase, RankSend, Shape, When
-from weft.techniques.tensor import program as tensor
+from weft.techniques.registry import sending
+from weft.techniques.send_trace import ModelShare, Outline, Phase, RankSend, When
 from weft.verify.program import _optimizer as optimizer
 from weft.verify.program._compare import Traffic
 
@@ -58,7 +53,7 @@ def occasions_of(recipe: Recipe, plan: Plan, step: int, *, is_first: bool, some_
         occasions.append("first")
     if some_unused:
         occasions.append("unused")
-    if chosen.replicas_step_alone and chosen.ends_round(step, recipe.run.steps):
+    if chosen.ends_round(step, recipe.run.steps):
         occasions.append("round")
     if chosen.frozen_after is not None:
         occasions.append("warm_up" if step < chosen.frozen_after else "after_warm_up")
@@ -80,8 +75,7 @@ def program_of(
     """Return the program of `rank` of a plan's world.
 
     `labels` are how many count in each microbatch of the rank's step, which the data decide; by default all do.
-    `on_cores`: ranks compute on a CPU.  `cuts_anywhere`, `is_widened`: see `ModelShare`.  `is_fingerprinted`: ranks
-    compare batches, as in a session.
+    `on_cores`: ranks compute on a CPU.  `cuts_anywhere`, `is_fingerprinted`, `is_widened`: see `ModelShare`.
     """
     share = ModelShare(
         outline=outline,
@@ -91,66 +85,10 @@ def program_of(
         labels=labels,
         on_cores=on_cores,
         cuts_anywhere=cuts_anywhere,
+        is_fingerprinted=is_fingerprinted,
         is_widened=is_widened,
     )
-    return RankProgram(tuple(_sends(share, is_fingerprinted)))
-
-
-def _sends(share: ModelShare, is_fingerprinted: bool) -> Iterator[RankSend]:
-    yield from tensor.sends(share)
-    if share.plan.mesh.context > 1:
-        from weft.techniques.context import program as context  # as few ranks as that have it load it
-
-        yield from context.sends(share)
-    if share.plan.mesh.expert > 1:
-        from weft.techniques.expert import program as expert  # as few ranks as that have it load it
-
-        yield from expert.sends(share)
-    yield from data.statistics(share)
-    yield from data.samples(share)
-    yield from data.auxiliary(share)
-    yield from fused_loss.sends(share)
-    yield from pipeline.sends(share)
-    tables = [parameter for parameter in share.held if parameter.parameter.is_sparse]
-    kept_out = {parameter.name for parameter in tables}
-    members = [parameter for parameter in share.held if parameter.name not in kept_out]
-    cut: list[tuple[HeldParameter, Shape]] = []
-    if share.plan.data_parallel.shards_weights and share.shards > 1:
-        from weft.techniques.zero import program as zero  # as above
-
-        yield from zero.sends(share)
-        kept_out = zero.kept_out(share)
-        cut = [
-            (parameter, zero.shard_shape(share, parameter)) for parameter in members if parameter.name not in kept_out
-        ]
-        members = [parameter for parameter in members if parameter.name in kept_out]
-    yield from data.rows(share, tables)
-    yield from buckets.sends(share, members)
-    yield from data.agreement(share, is_fingerprinted=is_fingerprinted)
-    yield from data.flags(share)
-    yield from data.routing(share)
-    yield from _update(share, cut, members, tables)
-
-
-def _update(
-    share: ModelShare,
-    cut: Sequence[tuple[HeldParameter, Shape]],
-    members: Sequence[HeldParameter],
-    tables: Sequence[HeldParameter],
-) -> Iterator[RankSend]:
-    """Yield the sends of averages and optimizers, over parameters that ZeRO-3 has cut, buckets, and tables."""
-    masters = [(parameter.name, math.prod(shape)) for parameter, shape in cut]
-    masters += [(parameter.name, parameter.num_elements) for parameter in tables]
-    here: list[tuple[HeldParameter, Shape]] = [(parameter, shape) for parameter, shape in cut if math.prod(shape)]
-    axes = {"shard": share.shards} if cut else {}
-    for bucket in buckets.buckets_of(share, members):
-        axis, ranks, index = share.summing_of(is_expert=bucket.key.is_expert)
-        start, stop = bucket.regions[index if len(bucket.regions) > 1 else 0]
-        bucket_members = [members[place] for place in bucket.places]
-        masters.append((bucket_members[0].name, stop - start))
-        offsets = zip(bucket_members, bucket.offsets, strict=True)
-        here += [(member, member.shape) for member, offset in offsets if start <= offset < stop]
-        if share.plan.data_parallel.bucket_stage > 0 and ranks > 1 and ranks not in axes.values():
-            axes[axis] = ranks
-    yield from averages(share, masters)
-    yield from optimizer.sends(share, axes, here, "shard" if cut else "")
+    sends: list[RankSend] = []
+    for name in sending(plan):  # only the programs of this plan's techniques are loaded
+        sends += import_module(name).sends(share)
+    return RankProgram((*sends, *optimizer.sends(share)))

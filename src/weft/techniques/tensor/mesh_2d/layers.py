@@ -72,7 +72,7 @@ def _check_built(build: Build, shape: GridShape) -> None:
         PlanError: a model of which it is not known how its features meet, or that draws by functions.
     """
     blueprint, scheme = build.blueprint, build.plan.tensor_parallel.scheme
-    problem = blueprint.no_grid or (blueprint.no_cube if shape.is_cube else "")
+    problem = blueprint.why_not("mesh_2d") or (blueprint.why_not("mesh_3d") if shape.is_cube else "")
     given = sorted({*blueprint.inputs.values()} - {"tokens"})
     if not problem and shape.is_cube and given:
         problem = f"its forward reads {' and '.join(given)} beside tokens, of other samples than its layers work on"

@@ -55,8 +55,8 @@ def check_grid_model(case: Case) -> None:
     is_cube = case.plan.tensor_parallel.scheme == "3d"  # also where a search has yet to choose the ranks
     if problem := model_problem(case, is_cube=is_cube):
         raise case.refuse(path, f'{problem}.\nUse "1d".')
-    if case.plan.mesh.pipeline > 1 and facts.no_sequence:
-        problem = f"cannot join mesh.pipeline = {case.plan.mesh.pipeline} for this model: {facts.no_sequence}"
+    if case.plan.mesh.pipeline > 1 and (reason := facts.why_not("sequence")):
+        problem = f"cannot join mesh.pipeline = {case.plan.mesh.pipeline} for this model: {reason}"
         raise case.refuse(path, f'{problem}.\nUse "1d", or no pipeline.')
     sizes = facts.divisible
     if shape is not None and sizes and (problem := sizes_problem(shape, sizes, facts.hidden_size)):
@@ -124,7 +124,7 @@ def model_problem(case: Case, *, is_cube: bool) -> str:
     empty: they can."""
     if problem := _recipe_problem(case.recipe, is_cube=is_cube):
         return problem
-    problem = case.facts.no_grid or (case.facts.no_cube if is_cube else "")
+    problem = case.facts.why_not("mesh_2d", "mesh_3d") if is_cube else case.facts.why_not("mesh_2d")
     return f"cannot be had for this model: {problem}" if problem else ""
 
 

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from weft.events._events import EndEvent, FailureEvent, RateEvent, StartEvent, StepEvent, WarningEvent
 from weft.events._format import format_duration, format_loss, text_of
 from weft.events._run import Emitted
+from weft.events._sinks import Listening
 
 
 class TerminalSink:
@@ -80,22 +81,6 @@ class TerminalSink:
             self._lost = True
 
 
-class WarningSink:
-    """Prints warnings, undecorated, and with `failures` how ranks ended."""
-
-    def __init__(self, stream: TextIO | None = None, *, failures: bool = False) -> None:
-        self._stream = stream if stream is not None else sys.stderr
-        self._failures = failures
-
-    def take(self, emitted: Emitted) -> None:
-        event = emitted.event
-        if isinstance(event, WarningEvent) or (self._failures and isinstance(event, FailureEvent)):
-            print(event.text, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """The stream stays open."""
-
-
 def format_step(
     step: StepEvent, rate: RateEvent | None, widths: dict[str, int] | None = None, *, learning_rate: bool = False
 ) -> str:
@@ -131,3 +116,8 @@ def _columns(step: StepEvent, rate: RateEvent | None, learning_rate: bool) -> It
 
 def _rate(per_second: float) -> str:
     return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.1f}"
+
+
+def create(run: Listening) -> TerminalSink | None:
+    """See `weft.events.sinks`."""
+    return TerminalSink(shows_learning_rate=run.prints_learning_rate) if run.prints_steps and run.rank == 0 else None

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from weft.events._events import CollectiveEvent, EvaluationEvent, Event, PhaseEvent, RateEvent, StepEvent
 from weft.events._run import Emitted
-
-Track = Callable[[str, float, int], object]
-"""`track(name, value, step)`: TensorBoard's `writer.add_scalar`, or a line for another tracker."""
+from weft.events._sinks import Listening, Track
 
 _OF_STEPS = ("loss", "gradient_norm", "learning_rate", "loss_scale", "num_skipped", "memory_bytes")
 _OF_RATES = ("samples_per_second", "tokens_per_second", "flops_per_second", "peak_share")
@@ -59,3 +57,8 @@ def _scalars(event: Event) -> Iterator[tuple[str, float | None]]:
 
 def _below(group: str, values: Mapping[str, float]) -> Iterator[tuple[str, float]]:
     return ((f"{group}/{name.removesuffix('_seconds')}", value) for name, value in values.items())
+
+
+def create(run: Listening) -> ScalarSink | None:
+    """See `weft.events.sinks`."""
+    return ScalarSink(run.track, run.track_prefix) if run.track is not None and run.rank == 0 else None

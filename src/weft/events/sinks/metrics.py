@@ -22,6 +22,7 @@ from weft.events._events import (
     fields_of_event,
 )
 from weft.events._run import Emitted
+from weft.events._sinks import Listening
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,11 @@ class MetricsSink:
             }
         )
         self._seconds, self._communication = {}, {}
+
+
+def create(run: Listening) -> MetricsSink | None:
+    """See `weft.events.sinks`."""
+    return MetricsSink(run.of_model.metrics) if run.of_model is not None and run.rank == 0 else None
 
 
 def _sound(value: Metric | Mapping[str, Metric]) -> Metric:

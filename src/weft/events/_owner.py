@@ -68,6 +68,8 @@ class FolderOwner:
     def shares_kernel(self) -> bool:
         """Whether a lock of this machine's kernel shows whether it lives: it runs here, maybe in another container, or
         ran here before the machine was started anew."""
+        # host/boot/pid namespace: on the same host locks of an earlier boot are gone, and in the same boot this kernel
+        # has the lock, whichever container its owner runs in.
         theirs, ours = self.machine.split("/"), machine_name().split("/")
         return theirs[0] == ours[0] or (len(theirs) > 1 and theirs[1:2] == ours[1:2])
 

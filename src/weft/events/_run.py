@@ -64,6 +64,8 @@ class Run:
         if os.getpid() != self._process:
             self._begin_in_child()
         with self._lock:
+            # A sink that emits is inside of this very loop (the lock lets its thread in): its event waits for its turn,
+            # so that all sinks get events in one order.
             self._waiting.append(Emitted(event, self.rank, self._count, time.time()))
             self._count += 1
             if self._is_delivering:

@@ -135,9 +135,13 @@ class FolderLock:
 
     def _try(self, descriptor: int, path: Path, waited: float) -> str | None:
         """Become the owner by an open file.  None: try again, for another has just made, removed or taken it."""
+        # Opened, locked, and only then compared with the name: a file that was removed in between would be locked by
+        # nobody else, and two processes could own one folder.
         locked = _lock(descriptor)
         last = _read(descriptor)
         if locked is False:
+            # The lock of an owner that is ending may outlive its process for a moment, as may a fork's copy of the
+            # file.
             if last is None or last.ended or last.is_gone or waited < _ENDING_SECONDS:
                 return None
             raise self._in_use(last, "")
@@ -151,6 +155,7 @@ class FolderLock:
             if not owner.is_(read_owner(path)):
                 return None
         self._descriptor, self._token = descriptor, FolderToken(path.parent, owner)
+        # A forked child has the same open file, and with it the lock: it must not keep it when the owner ends.
         os.register_at_fork(after_in_child=_ForgetInChild(self))
         return line
 
@@ -159,6 +164,8 @@ class FolderLock:
         if last is None or last.ended:
             return ""
         silent = max(time.time() - beat_at, 0.0)
+        # Three kinds of evidence, the surest first: this kernel's lock; the process table of this machine and
+        # container; and, for another host, silence alone.
         if locked and last.shares_kernel:
             why = "has ended"
         elif last.is_here:

@@ -57,6 +57,8 @@ class MetricsWriter:
         try:
             if self._descriptor is None:
                 raise OSError("the file is not open")
+            # At a known end and not by appending: a line that the disk took only in part is overwritten by the next
+            # one.
             if os.pwrite(self._descriptor, content, self._end) != len(content):  # the disk took a part: not a line
                 os.ftruncate(self._descriptor, self._end)
                 raise OSError("the disk took only a part of the line")

@@ -26,6 +26,7 @@ def peers_to_ask(mesh: MeshPlan, rank: int) -> tuple[int, ...]:
 def disagreements(one: RankReport, other: RankReport) -> list[str]:
     """Return, for every group that both ranks are in, the first operation that they would not start alike."""
     problems: list[str] = []
+    # Group by group, because a backend keeps the order within a group alone; between groups ranks may differ.
     mine, theirs = _by_group(one.issued), _by_group(other.issued)
     for ranks in mine.keys() | theirs.keys():
         if one.rank not in ranks or other.rank not in ranks:

@@ -101,7 +101,10 @@ def dry_run_rank(
         PlanError: what building the plan's rank refuses.
     """
     whole, few, counts = microbatch_counts(plan, rank)
+    # Two short runs give a line through (count, bytes), on which the whole step lies: they cost 3 × `few` microbatches
+    # instead of `whole`, so they pay only where the step is clearly longer than that.
     counts = counts if whole > _FEW * few else (whole,)
+    # All ranks of a plan draw alike, so a caller that looks at several finds the draws once.
     draws = draws or find_draws(plan, build)
     runs = [_run(recipe, plan, build, rank, count, activation, draws) for count in counts]
     totals = [_totals(run.issued) for run in runs]
@@ -145,6 +148,8 @@ def _compared(report: RankReport, recipe: Recipe, plan: Plan, blueprint: Bluepri
     def predicted(plan: Plan) -> Counter[tuple[str, str, int]]:
         return program_of(recipe, plan, outline, report.rank, cuts_anywhere=False).traffic(*occasions)
 
+    # The step ran without compilation, so it is held against the program of the uncompiled plan; what compiling saves
+    # is the difference of two predictions.
     ran = predicted(_uncompiled(plan))
     fewer = sum((ran - predicted(plan)).values())
     notes = report.notes
@@ -195,6 +200,7 @@ def _run(
     plan = _on_cpu(plan)
     with fake_world(rank, plan.mesh.world_size), warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
+        # Outside of fake tensors: meshes look at their ranks, and building a model may look at its weights.
         mesh = Mesh(plan.mesh, torch.device("cpu"), alone=True)
         prepare_device_mesh(plan, mesh)
         blueprint = build()
@@ -263,6 +269,8 @@ def _totals(issued: Iterable[Issued]) -> dict[tuple[str, str], tuple[float, floa
 def _state_bytes(training: TrainingState) -> StateBytes:
     """Bytes of the storages behind each kind of state, each storage once, in the order weights, masters, …; not of
     those that are elsewhere."""
+    # What a technique keeps elsewhere counts as seen already.  Then every storage goes to the first kind that has it:
+    # under fp32 weights are their own masters, and must not count twice.
     seen = {identity for technique in training.model.techniques for identity in technique.away()}
     parts = training.model.parts
     shards = training.model.stores.shards
@@ -293,6 +301,7 @@ def _gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
 def _bytes_of(tensors: Iterable[Tensor], seen: set[int]) -> int:
     total = 0
     for tensor in tensors:
+        # By storage and not by tensor: views of one flat buffer are many tensors, and padding belongs to none.
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
         identity = storage._cdata  # pyright: ignore[reportPrivateUsage]  fake storages have no address
         if identity not in seen:

@@ -50,6 +50,8 @@ class CallFlow(TorchDispatchMode):
             made = args[0].new_empty(args[0].shape[0], args[1].shape[2])  # the kernel would ask for bf16
         else:
             made = func(*args, **(kwargs or {}))
+        # A result depends on every call that one of its operands depends on.  Operators that read a shape pass nothing
+        # on.
         if self._places and not func.overloadpacket.__name__.startswith(_OF_A_SHAPE):
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             places = frozenset().union(*(self.places(tensor) for tensor in read))
@@ -67,6 +69,7 @@ def _storage(tensor: Tensor) -> int:
 def has_parts(calls: Iterable[ModuleCall | None]) -> bool:
     """Return whether tensor ranks have parts of what was computed from such calls, in their order: of heads, which a
     proposed table may leave whole."""
+    # The last call along the way decides: a row-parallel layer sums parts up, a column-parallel one divides again.
     last = [call for call in calls if call is not None and call.kind in ("column", "row", "vocab")][-1:]
     return any(call.kind == "column" and not call.gathers_output for call in last)
 

@@ -69,6 +69,7 @@ def measure_peak_memory(
         with fake_world(rank, plan.mesh.world_size), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a rank alone; what is worth hearing comes again when the run starts
             free = _CPU_RESERVE_BYTES if device.type == "cpu" else _ACCELERATOR_RESERVE_BYTES
+            # Taken first, so that the step runs into the limit as early as it would with communicators beside it.
             reserved = torch.empty(free, dtype=torch.uint8, device=device)
             _step(recipe, plan, build, device, activation)
             del reserved
@@ -95,6 +96,7 @@ def _step(
     runner = training.model.runner
     if isinstance(runner, PipelineRunner):
         runner.assume(activation)
+    # As many microbatches as are ever in flight: further ones find the memory of earlier ones free.
     count = microbatch_counts(plan, mesh.rank)[2][-1]
     training.stepper([example_batch(blueprint, plan)] * count, step=0, learning_rate=0.0)
 

@@ -26,6 +26,7 @@ class WorldReport:
 
 def representative_ranks(plan: Plan) -> tuple[int, ...]:
     """Return a rank of the first, second and last stage: data and tensor ranks of a stage are alike."""
+    # A middle stage has neither embedding nor head; one stands for all of them.
     stages = sorted({0, min(1, plan.mesh.pipeline - 1), plan.mesh.pipeline - 1})
     origin = axis_coordinates(plan.mesh, 0)
     return tuple(rank_at(plan.mesh, {**origin, "pipeline": stage}) for stage in stages)
@@ -54,6 +55,7 @@ def dry_run_world(
         place = axis_coordinates(plan.mesh, rank)
         if plan.mesh.pipeline == 1 or place["pipeline"] == 0:
             return None
+        # The first stage's rank at the same place of the axes that shape an activation; other axes do not change it.
         own: dict[Axis, int] = {"tensor": place["tensor"], "context": place["context"]}
         like: dict[Axis, int] = {**axis_coordinates(plan.mesh, asked[0]), **own, "pipeline": 0}
         return of(rank_at(plan.mesh, like)).activation

@@ -52,6 +52,7 @@ def trace_sends(blueprint: Blueprint) -> Outline:
             f"{type(blueprint.module).__name__} brings no example batch, so what its ranks would send cannot be"
             " predicted. Give its Blueprint an `example`."
         )
+    # A copy on the meta device: shapes cost no memory, and hooks and replaced forwards do not touch the user's model.
     notes = _SendTracer(blueprint, copy_on_meta(blueprint.module).to("meta").train())
     batch = blueprint.example(_SAMPLES)
     auxiliary = notes.run({name: field.to("meta") for name, field in batch.items()})
@@ -238,11 +239,14 @@ class _SendTracer:
             return tuple(term.sums(outputs, batch)[0].numel() for term in terms.values())
 
     def _keep(self, tensor: Tensor) -> Tensor:
+        # Autograd saves this tensor for the backward.  The count says where a recomputation may stop, and the calls
+        # that it depends on must be repeated by it.
         self._num_kept += 1
         self._needed |= self._flow.places(tensor)
         return tensor
 
     def _install(self) -> None:
+        # The first name of a shared module counts; under its other names it would be noted twice.
         done: set[int] = set()
         wholes: list[str] = []
         for name, module in self.module.named_modules(remove_duplicate=False):
@@ -456,7 +460,8 @@ class _SendTracer:
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._block = None
-            # Torch's recomputation stops at the last tensor that the forward had kept.
+            # Torch's recomputation stops at the last tensor that the forward had kept: what a block does after it is
+            # not repeated, nor are the sends of that part.
             for place, at_entry, at_exit in self._in_block:
                 call = self.calls[place]
                 assert call is not None, "what began in a block has ended with it"
@@ -484,12 +489,15 @@ class _SendTracer:
         return (_SAMPLES, self._tokens, *shape[1:]) if is_row else shape
 
     def _number(self, tensor: Tensor) -> int:
+        # A version is part of the number: after a change in place a tensor is another value, which must be gathered
+        # again.
         self._alive.append(tensor)
         return self._seen.setdefault((id(tensor), tensor._version), len(self._seen))
 
 
 def _crossing(cut: Cut | None, index: int) -> tuple[int, int] | None:
     """Elements that cross before a block, of two samples, where a cut was found."""
+    # A table's cut hands on one activation, whose shape is the block's own input.
     if not isinstance(cut, FoundCut) or index == 0:
         return None
     grows, stays = 0, 0

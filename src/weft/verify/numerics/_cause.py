@@ -181,6 +181,8 @@ def _near(one: float, other: float) -> bool:
 
 def _gradient(evidence: Evidence) -> str:
     """Gradients differ under an equal loss: a backward or a reduction is wrong."""
+    # In the order of how much a rule proves: a subset of samples that adds up exactly, or one factor for all, leaves no
+    # doubt, while a kind of parameters that alone differs is a hint.
     for rule in _GRADIENT_RULES:
         sentence = rule(evidence)
         if sentence is not None:
@@ -452,6 +454,8 @@ def _data_index(plan: Plan, rank: int) -> int:
 
 def _axis_of_disagreement(evidence: Evidence, kind: str, key: str) -> str | None:
     """The axis along which two ranks hold different values of the same elements."""
+    # Only copies of the same elements are compared.  Two ranks that differ along one axis alone name it; others say
+    # less.
     copies = list(_shards(evidence, kind, key))
     for (rank, shard), (other_rank, other) in itertools.combinations(copies, 2):
         same = (shard.split, shard.start, shard.tensor.shape) == (other.split, other.start, other.tensor.shape)

@@ -124,7 +124,7 @@ def compare_results(
         values = differences.get(kind, {})
         for name in sorted(values, key=lambda name: _position(name, order)):
             limit = limits.of(kind, name)
-            if not values[name] <= limit:
+            if not values[name] <= limit:  # not ">": nan is beyond every limit
                 step = int(name.split()[1]) if name.startswith("step ") else 1
                 mismatches.append(Mismatch(kind=kind, name=name, relative=values[name], limit=limit, step=step))
     mismatches.sort(key=_when)
@@ -210,9 +210,13 @@ class _CheckLimits:
         """Gradients that are nothing but rounding noise in this precision."""
         if exact is not None:
             norms = {name: float(tensor.double().norm()) for name, tensor in exact.gradients.items()}
+            # A key bias has no effect on softmax: its gradient is zero in exact arithmetic, and noise in a lower
+            # precision.
             whole = math.sqrt(sum(norm * norm for norm in norms.values()))
             self.unjudged = frozenset(name for name, norm in norms.items() if norm <= _NOTHING * whole)
         self._noise: dict[Quantity, dict[str, float]] = {}
+        # The noise of a tensor is the largest distance of any of these runs from the reference: each is a draw of
+        # rounding.
         for other in nudged if exact is None else (exact, *nudged):
             distances = _distances(other, reference, lambda name: name not in self.unjudged)
             if exact is None:

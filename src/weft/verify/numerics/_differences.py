@@ -44,6 +44,8 @@ def assemble(ranks: Sequence[Sequence[CheckpointShard]]) -> dict[str, Tensor]:
                 parts_by_index[index] = torch.full((shape.numel(),), torch.nan, dtype=torch.float64)
             run = parts_by_index[index][shard.start : shard.start + shard.tensor.numel()]
             new = shard.tensor.detach().to("cpu", torch.float64)
+            # NaN marks elements that no rank has brought yet.  The first copy is taken; a later one must equal it to
+            # 1e-5, else the element becomes NaN, which no comparison passes.
             missing = run.isnan()
             scale = float(new.norm())
             disagree = (~missing) & ((run - new).abs() > 1e-5 * scale)
@@ -62,6 +64,8 @@ def _join(shard: CheckpointShard, parts_by_index: Mapping[int, Tensor]) -> Tenso
 
 def compare(reference: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> list[Difference]:
     """Return the difference of every tensor, largest first; a missing, unexpected or non-finite one is infinite."""
+    # ‖Δ‖ / max(‖g‖, 1e-6·‖G‖): a gradient that is zero in exact arithmetic has no relative error of its own, so tiny
+    # ones are measured by a millionth of the whole gradient.
     whole = float(torch.sqrt(sum((tensor.double().square().sum() for tensor in reference.values()), torch.zeros(()))))
     differences: list[Difference] = []
     for name in reference.keys() | candidate.keys():

@@ -44,10 +44,13 @@ class KeepFp64(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         tensors = [*_tensors(args), *_tensors(options.values())]
+        # What has no fp64 operand was narrow from the start: the same under every plan, and left as it is.
         if not any(tensor.dtype == _WIDE for tensor in tensors):
             return _without_wide(func, args, options)
         name = func.overloadpacket.__name__
         if options.get("dtype") in _NARROW and name in _CASTS:
+            # In a backward a cast leads into the gradient of a narrow tensor, which autograd wants in that tensor's
+            # type.
             if self._watches_only or _in_backward():
                 self.narrowed[name] = _NARROW[options["dtype"]]
             else:

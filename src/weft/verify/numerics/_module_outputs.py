@@ -57,6 +57,7 @@ def first_different_output(
         whole = reference.get(name)
         if whole is None or whole.shape[1:] != output.shape[1:] or whole.ndim == 0:
             continue
+        # Samples lie along dim 0, and the first rank has the first of them.
         rows = whole[: output.shape[0]]
         scale = float(rows.norm())
         if rows.shape == output.shape and not float((rows - output).norm()) <= _CLOSE * scale:

@@ -59,6 +59,7 @@ class PlainLoop:
             with KeepFp64(watches_only=self.inside != "wide"):
                 total, count = run(_inputs(blueprint, batch), batch, step)
                 (total / count).backward()
+            # A trial's gradients are those of the loss sum times 1 / global batch size; these are of the mean.
             if step == 0:
                 scale = float(count) / self.recipe.batch.global_batch_size
                 gradients = {f"gradient/{name}": _gradient(p) * scale for name, p in trained.items()}

@@ -141,6 +141,7 @@ def _scale_microbatches(plan: Plan, mesh: MeshPlan) -> MicrobatchPlan:
     enough = 2 * mesh.pipeline + 1 if mesh.pipeline > 1 else 3
     if fewest < plan.mesh.pipeline:  # a pipeline that never fills must not fill here either
         enough = max(1, mesh.pipeline - 1)
+    # Differences between ranks stay, by 2 at most: one more microbatch shows unequal shares as well as ten.
     base = min(fewest, enough)
     chosen = [shares[index] for index in _spread(len(shares), mesh.data)]
     # Evenly spread positions may miss the data ranks whose shares differ.  That some differ must stay.

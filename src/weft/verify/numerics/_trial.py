@@ -92,7 +92,7 @@ def run_trial(
     if inspect is not None:
         inspect(training)
     initial = _model_state(training)
-    # Before casts are left out: the samples round, like everybody's.
+    # Made before casts are ignored: samples round as everybody's do.
     batches = [data.microbatches(step) for step in range(max(steps, 1))]
     kept = KeepFp64(watches_only=inside != "wide")
     results: list[StepEvent] = []

@@ -20,6 +20,7 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
     if kinds is None or not share.held:
         return
     cut, here, rows_cut = _cut(share)
+    # In the order in which ranks make the sums: by size of the group, as `cutting_groups` sorts them.
     axes = sorted(cut, key=lambda axis: cut[axis])
     if share.recipe.optimizer.name == "adafactor":
         kinds += share.recipe.optimizer.relative_step

@@ -38,6 +38,7 @@ class RankProgram:
             if send.phase not in phases or (send.when != "always" and send.when not in occasions):
                 continue
             times = 1 if send.rows_of is None else (rows or {}).get(send.rows_of, send.assumed_rows)
+            # None: only the data know how many rows are sent, so the exchange is left out.
             if times or (times is not None and send.assumed_rows is not None):  # an exchange without rows is one
                 traffic[send.axis, send.operation, times * send.size_bytes] += send.count
         return traffic

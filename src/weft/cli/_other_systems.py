@@ -33,6 +33,7 @@ def run_for(
     priced = None if plan is None else price_plan(subject, cluster, plan)
     within, notes = priced, list[str]()
     reasons = [] if priced is None else list(system.refusals(job_of(priced, priced.best[0], sizes)))
+    # Where the user's plan cannot be had, the nearest one that can is searched, and shown beside the given one.
     if priced is None or reasons:
         near = None if priced is None else priced.best[0].layout
         space = chosen_space(subject, cluster, request, any_system=True)

@@ -198,6 +198,8 @@ def _recipe(
     from weft.techniques.describe import describe_plan
 
     is_elsewhere = cluster is not None and plan == "auto" and processes is None and eject is None
+    # A search needs a free choice: with a plan, a number of processes or a script to eject, the plan is what the flags
+    # say.
     subject = None
     if plan == "auto" and processes is None and eject is None:
         subject = recipe_subject(recipe, request.of_recipe)

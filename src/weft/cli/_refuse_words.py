@@ -25,6 +25,7 @@ def refuse_words(app: App, commands: tuple[str, ...], arguments: ArgumentCollect
     for argument in arguments:
         for token in argument.tokens:
             name = token.keyword or argument.name
+            # A flag has an empty value and an implicit one; an option that was given "" has no implicit value.
             if not token.value and token.implicit_value is UNSET and argument.field_info.name not in _MAY_BE_EMPTY:
                 more = ", or leave it out" if not argument.required else ""
                 raise WeftError(f"{name} was given an empty text, which names nothing. Give it a value{more}.")

@@ -49,11 +49,10 @@ def train(
     rank_info = RankInfo.from_environment()  # of a rank that torchrun has started
     if rank_info is not None and plan == "auto" and processes is None:
         processes = rank_info.world_size
-    with (
-        open_fork_server() as fork_server
-    ):  # which imports torch while the plan is searched, and while this process imports it
+    # The fork server imports torch while this process searches the plan and imports torch itself.
+    with open_fork_server() as fork_server:
         choice = read_choice(recipe, plan, overrides, processes, trials=trials, fork_server=fork_server)
-        check_runnable(choice.plan)  # before torch is imported
+        check_runnable(choice.plan)  # before torch is imported, so that a refusal comes at once
         from weft.api import run_name
         from weft.api import train as run
 

@@ -69,6 +69,7 @@ class BatchSource:
         Raises:
             DataError: A sample is broken (NaN, a token outside the vocabulary); names it.
         """
+        # With and without threads the same samples: a step decides them, and not the order of reads.
         source = self._reader if self._prefetcher is None else self._prefetcher
         return self._as_microbatches(source.read(step))
 

@@ -148,6 +148,8 @@ class TokenStream:
         """Return tokens [start, stop) of the stream, fewer at its end, as int64."""
         stop = min(stop, len(self))
         result = np.empty(max(stop - start, 0), np.int64)
+        # Documents of a split that are neighbours are joined to runs; a window may cross several, also of different
+        # shards.
         run = int(np.searchsorted(self._starts, start, side="right")) - 1
         at = start
         while at < stop:
@@ -238,6 +240,7 @@ class PreparedCorpus:
 
     def _threshold(self, fraction: float) -> int:
         """Documents whose rank is at most this are validation documents."""
+        # Hashes are uniform over 64 bits, so a fraction of their range is that fraction of the documents.
         limit = min(int(fraction * 2.0**64), 2**64 - 1)
         ranks = (self._documents(index)[1] for index in range(len(self.manifest.shards)))
         return max(limit, min(int(some.min()) for some in ranks if len(some)))

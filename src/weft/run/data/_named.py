@@ -122,6 +122,8 @@ class FileFields:
         self._rows = open_rows(path) if rows is None else rows
         self._chosen = np.arange(self._rows.size)
         if split != "all" and validation_fraction < 1.0:
+            # By row number and not by content: a row has several fields, and its number is its identity in a fixed
+            # file.
             is_held = uniform(_KEY, self._chosen) < validation_fraction
             self._chosen = self._chosen[is_held == (split == "validation")]
         self.fields = _all_fields(named)
@@ -142,6 +144,7 @@ class FileFields:
         rows = [self._rows.row(at) for at in self._chosen[index].tolist()]
         values: Fields = {}
         made = [self._made(row) for row in rows]
+        # Fields that follow from others (masks, positions) are made after them, unless the file has them.
         derived = [name for name, field in self._named.items() if field.follows and name not in rows[0].values]
         for name, field in self._named.items():
             if name not in derived:

@@ -53,6 +53,8 @@ def write_samples(prepared: PreparedData, steps: int, tokens: Path, order: Path)
     with tokens.open("wb") as out:
         for corpus, (spec, stream) in enumerate(_pairs(specs, streams)):
             mine = np.flatnonzero(corpora == corpus)
+            # A sample of packed text is a window of the stream at index × sequence length; the next window begins with
+            # the token that is this one's last label.
             if stream is not None:
                 for start in range(0, len(stream), _CHUNK_TOKENS):
                     out.write(stream.read(start, start + _CHUNK_TOKENS).astype(dtype).tobytes())

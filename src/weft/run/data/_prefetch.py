@@ -12,6 +12,7 @@ from weft.run.data._fields import Fields
 from weft.run.data._reader import TrainReader
 
 _STEPS_PER_WORKER = 2
+"""Steps that are read ahead, for each thread."""
 STUCK_SECONDS = 360.0
 """Time after which a read that has not come back is an error: storage that hangs must not hold a run for ever."""
 
@@ -35,6 +36,7 @@ class Prefetcher:
             DataError: a sample is broken, or storage does not answer.
         """
         coming = range(step, step + self._depth + 1)
+        # After a resume, or a jump, steps that were read ahead are of no use.
         for left in [other for other in self._ahead if other not in coming]:
             self._ahead.pop(left).cancel()
         for ahead in coming:

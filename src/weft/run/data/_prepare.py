@@ -68,10 +68,12 @@ def prepare(
     listing = list_sources(sources)
     loaded = load_tokenizer(tokenizer)
     check_vocabulary(span_of(loaded), vocabulary_size, str(tokenizer))
+    # The folder is named by what decides its content, so that runs with equal data share it, and none meets other data.
     fingerprint = _fingerprint(listing, text_field, digest_tokenizer(loaded))
     target = base if folder else base / fingerprint
     make_folder(target)
     with locked(target, lambda: progress("waiting for another process that prepares the same data", 0, 0)) as lock:
+        # Looked for under the lock: the process that was waited for has usually written it.
         if (target / MANIFEST).is_file():
             return _reuse(target, fingerprint)
         try:
@@ -227,6 +229,7 @@ def check_vocabulary(span: int, vocabulary_size: int, tokenizer: str) -> None:
 
 def _share_out(listing: FileListing) -> list[list[FileSegment]]:
     """Group segments into shards of similar size.  Depends on the files alone, so that restarts agree."""
+    # Not by the number of workers: the same files must give the same shards on every machine.
     shard_bytes = max(_SMALLEST_SHARD_BYTES, -(-listing.num_bytes // _MOST_SHARDS))
     shards: list[list[FileSegment]] = [[]]
     size = 0

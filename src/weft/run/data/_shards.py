@@ -77,6 +77,8 @@ def write_shard(task: ShardTask, tokenizer: Tokenizer, advance: Callable[[int], 
         for stream in (tokens_file, documents_file):
             stream.flush()
             os.fsync(stream.fileno())
+    # Files first, then the record that names their digests: a shard without a record, or with one that does not fit, is
+    # made again.
     record = ShardRecord(num_tokens, num_documents, largest, *(digest_of_file(aside) for aside in asides))
     for aside, path in zip(asides, paths, strict=True):
         os.replace(aside, path)
@@ -102,6 +104,7 @@ def _batches(segments: Sequence[FileSegment], text_field: str) -> Iterator[list[
 def _encode(texts: list[str], tokenizer: Tokenizer, separator: int) -> tuple[Any, Any]:
     """Return the documents' tokens, each with its separator, and the table (length, hash of the text)."""
     encoded = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    # A document without tokens leaves no separator: an empty document would train the model to predict two in a row.
     pieces: list[list[int]] = []
     table: list[tuple[int, int]] = []
     for text, ids in zip(texts, encoded, strict=True):

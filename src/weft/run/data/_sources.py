@@ -173,7 +173,7 @@ def _classify(path: Path) -> SourceFile | None:
         ) from error
     kind = kinds.get(path.suffix.lower())
     if kind is None:
-        if b"\0" in head:
+        if b"\0" in head:  # no text has one, and nearly all binary formats have some at their beginning
             return None
         kind = "text"
     return SourceFile(str(path), kind, num_bytes)
@@ -266,6 +266,8 @@ def read_documents(segment: FileSegment, text_field: str) -> Iterator[str]:
 def _lines(segment: FileSegment) -> Iterator[tuple[int, bytes]]:
     """Yield (offset, line) of each line that starts in the segment."""
     with open(segment.path, "rb") as stream:
+        # One byte back: if the segment begins just behind a newline, its first line is its own, and the read ends at
+        # once.
         if segment.start:
             stream.seek(segment.start - 1)
             stream.readline()

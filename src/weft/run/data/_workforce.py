@@ -69,6 +69,8 @@ class WorkerProcesses:
         else:
             with ThreadPoolExecutor(count) as threads:
                 try:
+                    # Every count-th shard: neighbours are of one file, and so equally hard; interleaved shares end
+                    # together.
                     shares = [threads.submit(self._finish, todo[at::count]) for at in range(count)]
                     for share in as_completed(shares):
                         records.update(share.result())
@@ -84,6 +86,7 @@ class WorkerProcesses:
         while left and not self._stopped:
             before = len(records)
             code = self._attempt(left, records)
+            # Only deaths without a finished shard in between count: a long preparation may lose several helpers.
             deaths = deaths + 1 if len(records) == before else 1
             left = [task for task in tasks if task.index not in records]
             if left and deaths == _ATTEMPTS and not self._stopped:
@@ -99,6 +102,7 @@ class WorkerProcesses:
         root = str(Path(__file__).resolve().parents[2])
         # -P: a file in the working directory must not stand in for a module.
         command = [sys.executable, "-P", "-c", _BOOT, root, str(os.getpid()), str(self._tokenizer)]
+        # Tasks go in by a file: a pipe could fill up while this thread has not begun to read the other one.
         with tempfile.TemporaryFile() as orders:
             orders.write(b"".join(json.dumps(plain(task)).encode() + b"\n" for task in tasks))
             orders.seek(0)
@@ -114,7 +118,7 @@ class WorkerProcesses:
         with helper:
             with self._lock:
                 self._helpers.append(helper)
-                if self._stopped:
+                if self._stopped:  # `_stop` came between the start of the process and this line
                     helper.kill()
             assert helper.stdout is not None
             for line in helper.stdout:

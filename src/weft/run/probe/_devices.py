@@ -125,7 +125,7 @@ def measure_devices(bench: DeviceBench, precisions: Sequence[str]) -> Measured:
         if bench.takes_part:
             timings += [bench.run(work) for work in figure.prepare()]
         else:
-            timings += [Timing(0.0, 0.0)] * figure.parts
+            timings += [Timing(0.0, 0.0)] * figure.parts  # below every measurement, so the slowest is one that worked
     agreed = iter(slowest(timings))
     rows = [figure.write([next(agreed) for _ in range(figure.parts)], bench.setting) for figure in figures]
     return Measured(
@@ -229,7 +229,7 @@ def _smallest(device: torch.device) -> _DeviceFigure:
 
         def hundred() -> Tensor:
             value = one
-            for _ in range(100):
+            for _ in range(100):  # a chain with autograd, as a model is one: each operator waits for the one before
                 value = value * 1.0
             return value
 
@@ -260,6 +260,7 @@ def _block(device: torch.device, precision: str, samples: int, tokens: int, hidd
             ranks=setting.ranks,
             threads=setting.threads,
             forward_seconds=forward,
+            # Forward and backward are timed together, because the backward alone would keep its graph from run to run.
             backward_seconds=_three_digits(max(both - forward, 0.1 * forward)),
             spread=max(forward_spread, both_spread),
         )

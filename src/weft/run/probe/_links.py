@@ -46,6 +46,8 @@ def peers_of(rank_info: RankInfo) -> list[LinkGroups]:
     local = rank_info.local_world_size
     nodes = rank_info.world_size // local
     groups: list[LinkGroups] = []
+    # One group alone shows a link's own speed; all groups at once show what is left of it when a training's groups
+    # share it.
     for members in _doublings(local):
         every = [
             tuple(range(node * local + first, node * local + first + members))
@@ -108,8 +110,8 @@ def _times(
     sizes = _CPU_SIZES if device.type == "cpu" else _GPU_SIZES
     for size in sizes:
         work = _work(kind, view, device, size) if view is not None else None
+        # The number of runs follows from the slowest member's time, so that no rank leaves the loop before another.
         once = _time(work, device, warm=True) if work is not None else 0.0
-        # All members must agree on how often.
         worst = slowest([Timing(once, 0.0)])[0].seconds
         count = max(_FEWEST, min(_MOST, int(seconds / max(worst, 1e-6))))
         if work is None or view is None:
@@ -143,6 +145,7 @@ def _time(work: Callable[[], object], device: torch.device, *, warm: bool = Fals
 def _work(kind: Collective, view: GroupView, device: torch.device, size_bytes: int) -> Callable[[], object]:
     """One collective as training does it, over a tensor of `size_bytes` in all."""
     elements = max(view.size, size_bytes // 4 // view.size * view.size)
+    # Zeros: the sums of an all-reduce that is repeated in place would grow without bound.
     flat = torch.zeros(elements, device=device)
     part = elements // view.size
     regions = [(index * part, (index + 1) * part) for index in range(view.size)]
@@ -186,5 +189,7 @@ def line_of(rows: Sequence[CollectiveTime]) -> tuple[float, float, float]:
     busiest = max(row.members * row.groups for row in sends)
     chosen = [row for row in sends if row.members * row.groups == busiest]
     small, large = min(chosen, key=lambda r: r.size_bytes), max(chosen, key=lambda r: r.size_bytes)
+    # The latency is part of both times, so the difference is the bytes' own; at least a tenth, in case the small one is
+    # odd.
     speed = large.size_bytes / max(large.seconds - small.seconds, 0.1 * large.seconds)
     return small.seconds, speed, min(0.9, max(large.spread, 0.01))

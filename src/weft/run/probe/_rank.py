@@ -65,6 +65,8 @@ def probe_rank(
         settings = settings_of(device, rank_info.local_world_size, cores)
         planned = len(settings) * number_of_figures(device, chosen)
         planned += number_of_times(rank_info, device) if rank_info.world_size > 1 else 0
+        # What is measured is known beforehand, so each figure gets an equal share; 0.6, because preparing takes time,
+        # too.
         seconds_each = max(0.02, min(0.3, 0.6 * budget_seconds / planned))
         parts: list[Measured] = []
         links: dict[Reach, list[CollectiveTime]] = {}
@@ -72,6 +74,8 @@ def probe_rank(
             if index == _BEFORE_LINKS and rank_info.world_size > 1:
                 torch.set_num_threads(max(1, cores // rank_info.local_world_size))
                 links = measure_links(rank_info, device, seconds_each, log)
+            # The slowest rank's clock decides for all of them: a rank that stopped alone would leave the others
+            # waiting.
             if index >= _BEFORE_LINKS and _elapsed(start) > budget_seconds:
                 log(f"left out, for {budget_seconds:.0f} s are over: {', '.join(map(_name, settings[index:]))}")
                 break

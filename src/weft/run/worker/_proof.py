@@ -102,6 +102,7 @@ class RecipeProof:
         """Return plain PyTorch's result, the digest under which the proof is kept, and the line to print if there is no
         result."""
         blueprint = build_blueprint(self._part(), Plan())
+        # In the order of what it costs: reasons are read off, a kept proof is a file, plain steps take seconds.
         if reason := self._unproven(blueprint):
             return None, "", f"proof     not proven: {reason}"
         facts = (self.recipe.digest, self.mesh.device.type)
@@ -128,6 +129,7 @@ class RecipeProof:
         """Seconds that the proof may take, from those of a plain step of its few samples."""
         if self.prove == "always":
             return math.inf
+        # A share of the time that the run itself will take: nobody waits longer for a proof than for a short training.
         samples, ranks = self.recipe.batch.global_batch_size / self._small.global_batch_size, self.mesh["world"].size
         run_seconds = self.recipe.run.steps * step_seconds * samples / ranks
         return max(_LEAST_SECONDS, _SHARE * run_seconds)

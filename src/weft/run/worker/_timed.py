@@ -94,6 +94,8 @@ class _Turns:
 
     def walk(self, turns: Sequence[tuple[int, int]], work: Callable[[int], None]) -> None:
         """Do `work(plan)` for every turn (team, plan) of this rank's team, never while another team works."""
+        # Teams that wait must not compute, nor poll: cores are shared.  So they sleep on a FIFO until the team before
+        # ends.
         for position, (team, plan) in enumerate(turns):
             if team != self.team:
                 continue
@@ -191,6 +193,7 @@ class _TimedTrials:
     def _start(self, at: int) -> None:
         try:
             running = _BuiltTrial(self.recipe, self.plans[at], self.device)
+            # The first step is apart: it allocates, compiles and connects.
             first = running.steps(1)
             early = [running.steps(1)]
             while len(early) < _EARLY_STEPS and sum(early) < _EARLY_SECONDS:

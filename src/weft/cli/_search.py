@@ -192,6 +192,8 @@ def _given(request: SearchRequest) -> Plan:
     from weft.config.plan import Plan, apply_overrides, plan_settings
     from weft.config.recipe import BatchRecipe, ModelRecipe, Recipe, RunRecipe
 
+    # Overrides are checked against a recipe and a plan; the recipe is of no importance, and the plan takes the
+    # settings.
     nothing = Recipe(
         model=ModelRecipe(factory="model:build"), batch=BatchRecipe(global_batch_size=1), run=RunRecipe(steps=1)
     )
@@ -217,6 +219,7 @@ def chosen_space(subject: Subject, cluster: Cluster, request: SearchRequest, *, 
     from weft.planning.search import pinned, recipe_space, space_of
 
     pins = _given(request)
+    # Another system may cut a model that Weft's own pipeline cannot.
     if any_system:
         profile = replace(subject.profile, facts=subject.profile.facts.limited("blocks", ""))
         space = space_of(profile, cluster, global_batch_size=subject.global_batch_size, permit=subject.permit)

@@ -38,6 +38,7 @@ def loggers_to(run: Run, *, all_of_process: bool) -> Generator[None]:
         return
     logger, show = logging.getLogger("weft"), warnings.showwarning
     handlers: list[logging.Handler] = [_EventHandler(run)]
+    # Python's last resort prints warnings where nobody has set up logging; a handler of ours would silence it.
     if not logger.hasHandlers() and logging.lastResort is not None:
         handlers.append(logging.lastResort)  # which logging leaves out where there is any handler
     for handler in handlers:

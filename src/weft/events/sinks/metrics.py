@@ -117,6 +117,7 @@ class MetricsSink:
                     "total_seconds": event.total_seconds,
                     "exposed_seconds": event.exposed_seconds,
                 }
+            # The last event of a report: what the others have brought becomes one line.
             case RateEvent() as event:
                 self._report(event, emitted.unix_time_seconds)
             case EvaluationEvent() | CheckpointEvent() | WarningEvent() | FailureEvent() | GenerationEvent() as event:

@@ -59,6 +59,8 @@ def _kinds_of(sizes: ModelSizes) -> Mapping[str, object]:
     positions = "learned" if sizes.learned_positions else "none"
     if sizes.rotary:
         positions = "rotary" if sizes.rotary_fraction == 1 else "partly rotary"
+    # Each answer is compared with those that a family allows: a model that a family cannot express must not be emitted
+    # as a similar one.
     mixtures = [sizes.is_mixture(layer) for layer in range(sizes.num_layers)] if sizes.num_experts else []
     return {
         "is_plain": sizes.causal and sizes.head == "vocabulary" and not any(special),
@@ -174,6 +176,7 @@ def _latent(sizes: ModelSizes) -> Config:
         "qk_nope_head_dim": sizes.query_size - sizes.rope_head_size,
         "qk_rope_head_dim": sizes.rope_head_size,
         "v_head_dim": sizes.value_size,
+        # One group of experts, and scores as they are: what Weft's sizes say of the router.
         "n_group": 1,
         "topk_group": 1,
         "norm_topk_prob": True,
@@ -225,6 +228,7 @@ def _bloom(sizes: ModelSizes) -> Config:
 
 def _neox(sizes: ModelSizes) -> Config:
     base = _llama(sizes)
+    # It has LayerNorm, and head sizes that follow from the hidden size.
     del base["rms_norm_eps"], base["head_dim"], base["num_key_value_heads"]
     return {
         **base,

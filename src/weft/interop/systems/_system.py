@@ -101,6 +101,7 @@ def layout_refusals(job: SystemJob) -> Iterator[str]:
         yield f"reductions by {layout.algorithm}: NCCL chooses there"
     if job.global_batch_size != layout.microbatch_size * layout.microbatches * layout.data or job.shares:
         yield "unequal shares of the batch"
+    # Their launchers start equally many ranks on every node.
     if job.nodes > 1 and layout.world_size % job.devices_per_node:
         yield f"{layout.world_size} ranks on nodes of {job.devices_per_node}: they must fill whole nodes"
     if layout.order != AXES and _reorders(job):

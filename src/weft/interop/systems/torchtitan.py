@@ -64,7 +64,7 @@ class Torchtitan(System):
             "zeros": (0, 3),
             "tensors": tuple(size for size in space.tensors if sizes.kv_heads % size == 0),
         }
-        if sizes.tied:
+        if sizes.tied:  # its stages hold no copy of the other end's weight
             common["pipelines"] = (1,)
         yield {**common, "experts": (1,), "contexts": (1,)}
         # FSDP shards over the context ranks as well, where there are any (`fsdp = dp_shard * cp` in parallel_dims.py).
@@ -134,6 +134,7 @@ class Torchtitan(System):
         tables = {"training": _training(job), "parallelism": _parallelism(job)}
         for name, table in tables.items():
             yield from section_problems(self.facts, name, table)
+        # Its configuration is Python, which no parser of options checks: it must compile at least.
         compile(emission.files[FILE], FILE, "exec")
         values = {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()}
         parts = tables["parallelism"].get("module_fqns_per_model_part") or [()]
@@ -148,6 +149,8 @@ def _shard(job: SystemJob) -> int:
 
 def _training(job: SystemJob) -> dict[str, Any]:
     layout = job.layout
+    # With a pipeline it cuts its local batch into microbatches itself; without one a local batch is a microbatch, and
+    # the global batch size says how many are accumulated.
     in_flight = layout.microbatches if layout.pipeline > 1 else 1
     return {
         "local_batch_size": layout.microbatch_size * in_flight,
@@ -176,6 +179,7 @@ def _parallelism(job: SystemJob) -> dict[str, Any]:
     if layout.context > 1:
         table["context_parallel_load_balancer"] = "ptrr"
     if layout.pipeline > 1:
+        # Stages by names of modules: its own rule would give each as many layers as it can, where Weft's may differ.
         parts = [[f"layers.{block}" for block in blocks] for blocks in job.stages]
         parts[0].insert(0, "tok_embeddings")
         parts[-1] += ["norm", "lm_head"]

@@ -56,6 +56,7 @@ class _OperatorTrace(TorchDispatchMode):
         """Keeps identities from being given twice."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # An exporter that writes in place changes a tensor after it was recorded; the trace has values only.
         if func._schema.is_mutable:
             raise _NeedsContent
         results = func(*args, **(kwargs or {}))
@@ -80,6 +81,7 @@ class ExportedWeights(Mapping[str, Tensor]):
         self._shells = list[Tensor]()
         """Keeps their identities from being given twice."""
         self._notes = _OperatorTrace()
+        # Traced on tensors without content, so that an export never holds more than one weight and what it comes from.
         try:
             self._results = self._traced(exporter)
         except Exception as problem:  # what is wrong with the exporter itself is raised again here
@@ -120,6 +122,8 @@ class ExportedWeights(Mapping[str, Tensor]):
         step = self._notes.steps.get(id(tensor)) if self._sources else None
         if step is None:
             return tensor
+        # The operators are repeated, from the weights on, each time that a result is asked for: nothing is cached but
+        # the last weight.
         args, kwargs = tree_map_only(Tensor, self._made, (step.args, step.kwargs))
         made = step.function(*args, **kwargs)
         return tree_leaves(made)[step.result]

@@ -141,7 +141,9 @@ class Manifest:
             "state": dict(self.state),
             "indexes": [_file_to_json(file) for file in self.indexes],
         }
-        body = json.loads(_canonical(body))  # as it will be read: tuples are lists, keys are strings
+        # The digest is of what a reader will have: in JSON tuples are lists and keys are strings.  Its form is
+        # canonical (sorted, without blanks), so that a reader can compute it again from the parsed values.
+        body = json.loads(_canonical(body))
         return json.dumps({"digest": digest_of(_canonical(body).encode()), "manifest": body}, indent=1, allow_nan=False)
 
 
@@ -158,6 +160,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     outer = JsonObject.parse(path, read_plain_file(path, CheckpointError, ADVICE), CheckpointError, ADVICE)
     fields = outer.object("manifest")
+    # The digest first: a damaged page gives this one error, and not whichever field the damage has hit.
     if outer.text("digest") != digest_of(_canonical(fields.values).encode()):
         raise CheckpointError(f"{path} does not match its own digest: it is damaged. {ADVICE}")
     if fields.text("format") != FORMAT:
@@ -176,6 +179,7 @@ def read_manifest(folder: Path) -> Manifest:
         state=fields.object("state").values,
         indexes=tuple(_file_from_json(item, _INDEX_FILE) for item in fields.objects("indexes")),
     )
+    # An index that is missing or named twice would make a smaller checkpoint out of a complete one.
     names = [stored.name for stored in manifest.indexes]
     if names != [index_name(rank) for rank in range(manifest.world)]:
         raise fields.fail("indexes", f"the index of each of its {manifest.world} ranks, once and in order")
@@ -205,6 +209,7 @@ def parse_index(path: Path, content: bytes) -> RankIndex:
         raise fields.fail("files", f"files of this rank ({path.stem}-….safetensors), each once")
     runs: list[StoredRange] = []
     taken: set[tuple[str, str]] = set()
+    # Checked against the sizes of the files before anything is allocated: a forged length must not ask for memory.
     for item in fields.objects("runs"):
         run = _run_from_json(item)
         if run.file not in sizes:
@@ -246,6 +251,7 @@ def _run_from_json(fields: JsonObject) -> StoredRange:
     if not key.startswith(name) or not re.fullmatch(r"(#[1-9]\d*)?", key.removeprefix(name), re.ASCII):
         raise fields.fail("key", f"the name of its tensor ({name:.80}), perhaps with a number (#2)")
     sizes = fields.counts("shape", longest=_MOST_DIMENSIONS)
+    # The second product leaves zeros out: an empty tensor may still be of more parts than can be counted.
     if math.prod(sizes) > LARGEST_COUNT or math.prod(size or 1 for size in sizes) > LARGEST_COUNT:
         raise fields.fail("shape", f"the shape of a tensor of at most {LARGEST_COUNT:,} elements")
     shape = torch.Size(sizes)
@@ -276,6 +282,7 @@ def _split_from_json(fields: JsonObject, shape: torch.Size) -> NestedSplit:
 
 
 def _fits(split: NestedSplit, shape: torch.Size) -> bool:
+    # Cuts are nested, so each is checked against the shape that the one before it leaves.
     for cut in split.cuts:
         few = 0 < cut.parts <= MOST_RANKS and 0 < cut.blocks <= MOST_RANKS
         if not few or cut.dim >= len(shape) or cut.index >= cut.parts or shape[cut.dim] % (cut.parts * cut.blocks):

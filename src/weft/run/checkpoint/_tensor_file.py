@@ -58,6 +58,8 @@ class TensorFile:
         begin += first * dtype.itemsize
         if begin + into.numel() * dtype.itemsize > end:
             raise self._changed()
+        # The usual case reads straight into the parameter; the other one converts in chunks, so that no second copy is
+        # made.
         if into.device.type == "cpu" and into.is_contiguous() and into.dtype == dtype:
             self._fill(into, begin)
             return

@@ -134,6 +134,8 @@ def new_export(folder: Path) -> Generator[Path]:
     """
     if folder.exists() and any(folder.iterdir()):
         raise CheckpointError(f"{folder} is not empty. Export into a new folder.")
+    # Beside the folder, on the same disk, so that it can be renamed: an export that is interrupted leaves no half of
+    # one.
     partial = folder.with_name(f"{folder.name}.partial-{secrets.token_hex(8)}")
     try:
         partial.mkdir(parents=True)

@@ -40,6 +40,7 @@ class ArrowRows:
         state = _state(folder)
         tables = [_table(file) for file in _data_files(folder, state)]
         self._features = _features(folder)
+        # Empty files have no rows to find, but one table must stay: it has the names of the columns.
         self._tables = [table for table in tables if table.num_rows] or tables[:1]
         self._starts = np.cumsum([0, *(table.num_rows for table in self._tables)])
         self._indices = _indices(folder, state, int(self._starts[-1]))
@@ -81,6 +82,7 @@ class ArrowRows:
 
     def row(self, at: int) -> Row:
         place = at if self._indices is None else int(self._indices[at])
+        # The file of a row: the last one that starts at or before it.
         number = int(np.searchsorted(self._starts, place, side="right")) - 1
         values = _ArrowRow(self._tables[number], place - int(self._starts[number]), self._features)
         return Row(values, self._folder, f"{self._folder}, row {at}")
@@ -202,6 +204,7 @@ def _named_files(folder: Path, state: Mapping[str, Any], name: str) -> list[Path
     entries = state.get(name)
     for entry in entries if isinstance(entries, list) else ():
         file = entry.get("filename") if isinstance(entry, dict) else None
+        # A name and no path: nothing outside of the folder is read.
         if not isinstance(file, str) or Path(file).name != file or {"skip", "take"} & set(entry):
             raise DataError(f"{folder / 'state.json'} has {entry!r} in {name}, an older form. {_ADVICE}")
         if not (folder / file).is_file():

@@ -112,6 +112,7 @@ class FolderProcessors:
 
     def _take(self, name: str, names: list[str], make: Callable[..., Fields], kind: str, **settings: Any) -> None:
         loaded = self._load(kind, **settings)
+        # Every draw of a run is keyed by its sample; this one is made inside of the library.
         if getattr(loaded, "dither", 0):
             raise DataError(
                 f"The {type(loaded).__name__} of {self._folder} adds random numbers to sounds (dither ="
@@ -129,6 +130,8 @@ class FolderProcessors:
         labels = named.get("labels")
         follows = any(field.follows is not None and field.follows[0] == "labels" for field in named.values())
         places = labels.shape if labels is not None and labels.dtype == "int64" else ()
+        # Texts are answers where a decoder follows the labels, or a sound is their input (speech recognition).
+        # Otherwise they are read, and labels of the same shape are tags of words, or the continuation of a caption.
         is_written = len(places) == 1 and (follows or has_sound)
         has_image = any(len(field.shape) == 3 for field in named.values())
         is_continued = is_read and not is_written and places == named["input_ids"].shape
@@ -179,6 +182,7 @@ class FolderProcessors:
             description = f"{len(tags)} tags" if isinstance(tags, list) else "no tags"
             raise ValueError(f"{num_words} words, and {description} (in the columns labels or tags)")
         labels = np.full(self._named["labels"].shape, IGNORED, np.int64)
+        # From behind: a token of the same word as the one before it is no first token, and gives its tag up.
         for place, word in reversed(list(enumerate(words))):
             if word is not None:
                 tag = tags[word]

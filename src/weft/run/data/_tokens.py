@@ -69,6 +69,7 @@ class StreamWindows:
     def __init__(self, stream: TokenStream, task: TokenTask, *, keep_tail: bool) -> None:
         self._stream = stream
         self._task = task
+        # The last token of a causal model's stream is a label only, so it begins no sample.
         usable = len(stream) - (task.window - task.sequence_length)
         self.size = -(-usable // task.sequence_length) if keep_tail else usable // task.sequence_length
         if self.size < 1:
@@ -133,6 +134,7 @@ class TokenSamples:
 
     def _next_tokens(self, windows: NDArray[np.int64], real: NDArray[np.int64]) -> NDArray[np.int64]:
         place = np.arange(1, windows.shape[1])
+        # labels[i] is the token behind tokens[i]; what lies behind the real tokens of a window counts for nothing.
         labels = np.where(place < real[:, None], windows[:, 1:], IGNORED)
         if self._task.isolated:
             labels[windows[:, :-1] == self._task.separator] = IGNORED
@@ -152,6 +154,8 @@ class TokenSamples:
 def document_borders(tokens: NDArray[np.int64], separator: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return positions and document ids (samples, length), from 0 in each sample; a separator ends its document."""
     starts = np.zeros(tokens.shape, np.bool_)
+    # (samples, length): True where a document begins, which is behind each separator.  The first token of a window
+    # begins one, too, whatever came before it.
     starts[:, 1:] = tokens[:, :-1] == separator
     place = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int64), tokens.shape)
     first = np.maximum.accumulate(np.where(starts, place, 0), axis=1)
@@ -169,6 +173,7 @@ def mask_tokens(
     """
     assert task.mask_token is not None
     place = np.arange(tokens.shape[1], dtype=np.int64)
+    # Three numbers of one key family (1, 2, 3) for each token: whether it is hidden, how, and by which random token.
     chosen = uniform(task.seed, 1, ids[:, None], place) < task.mask_fraction
     chosen &= (place < real[:, None]) & (tokens != task.separator)
     fate = uniform(task.seed, 2, ids[:, None], place)

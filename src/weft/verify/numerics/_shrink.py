@@ -101,6 +101,8 @@ class _SplitSizes:
             "ulysses",
             "usp",
         )  # tensor ranks have heads, of which context ranks have some
+        # Context ranks take two runs of tokens each where causal attention is balanced; one token more makes shares
+        # unequal.
         runs = 2 * small[1] * (small[0] if scaled.tensor_parallel.sequence else 1) if small[1] > 1 else 0
         length = max(SMALL_SEQUENCE_LENGTH, runs + 1)
         return _SplitSizes(
@@ -171,6 +173,7 @@ def _without_absent_patterns(recipe: Recipe) -> tuple[Recipe, list[str]]:
     if not (model.freeze or model.split or groups):
         return recipe, []
     bare = replace(recipe, model=replace(model, freeze=(), split={}))
+    # Patterns are matched against the small model, without those that may match nothing, or building it would fail.
     module = build_model(bare).module
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     modules = [name for name, _ in module.named_modules()]

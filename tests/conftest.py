@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -94,11 +95,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Run this process's share of the suite, where there are two; else leave the tests to pytest."""
+    _freeze()
     claims: Path | None = session.config.getoption("--claims")
     if claims is None or session.testsfailed or session.config.option.collectonly:
         return None
     halves.run(session, claims, pooled=session.config.getoption("--half") == "pooled")
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Run a test; behind the last of a file, let what it has imported be no garbage any more."""
+    known = len(sys.modules)
+    result = yield
+    if len(sys.modules) > known + _MANY_MODULES or nextitem is None or nextitem.path != item.path:
+        _freeze()
+    return result
+
+
+_MANY_MODULES = 100
+
+
+def _freeze() -> None:
+    """Spare what lives until the end the search for garbage.  A session collects it twice, as groups of processes hold
+    threads until then: among 10,000 tests and all modules that took 0.2 to 0.5 s each time."""
+    gc.collect()
+    gc.freeze()
 
 
 NEEDS = {

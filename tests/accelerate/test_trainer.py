@@ -12,7 +12,7 @@ import pytest
 
 SCRIPT = str(Path(__file__).with_name("trainer.py"))
 WEFT = str(Path(sys.executable).with_name("weft"))
-STEPS = {"max_steps": 30}
+STEPS = {"max_steps": 14}  # an epoch has 12
 RESUMED = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
 
 
@@ -48,8 +48,9 @@ def test_losses_are_the_peers_on_any_number_of_ranks(
     if "per_device_train_batch_size" in alone:
         alone["per_device_train_batch_size"] *= ranks
     peer = trained(tmp_path / "peer", kind, STEPS | alone, sys.executable)
-    own = trained(tmp_path / "alone", kind, STEPS | alone, sys.executable, "-m", "weft.accelerate")
-    assert own == pytest.approx(peer, rel=2e-6)
+    if ranks == 4:  # once for each model: a process takes 5 s to import transformers
+        own = trained(tmp_path / "alone", kind, STEPS | alone, sys.executable, "-m", "weft.accelerate")
+        assert own == pytest.approx(peer, rel=2e-6)
     found = trained(tmp_path / "ranks", kind, STEPS | more, *on(ranks))
     assert found[:-1] == pytest.approx(peer[:-1], rel=2e-6)
     # The Trainer weighs an evaluation's batches by their rows, of which each process has others: not by their tokens.

@@ -8,6 +8,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +54,35 @@ def losses_of(script: Path, *launcher: str) -> list[list[float]]:
     return [[float(each) for each in re.findall(r"\d+\.\d+", line)] for line in _LINE.findall(done.stdout)]
 
 
+@pytest.fixture(scope="module")
+def by_one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[list[float]]]:
+    """The losses of a kind of loop in a session of one process, which are those of plain PyTorch."""
+    known: dict[str, list[list[float]]] = {}
+
+    def losses(kind: str) -> list[list[float]]:
+        if kind not in known:
+            folder = tmp_path_factory.mktemp(kind)
+            plain = losses_of(written(FOLDER / f"{kind}.py", folder / "plain", {}))
+            known[kind] = alone = losses_of(written(FOLDER / f"{kind}_weft.py", folder / "alone", {}))
+            assert len(plain) == len(alone) > 4
+            if kind in DRAWING:
+                assert alone[-1] == pytest.approx(plain[-1], rel=DRAWING[kind])
+            else:
+                assert alone == [pytest.approx(line, rel=2e-6, abs=2e-6) for line in plain]
+        return known[kind]
+
+    return losses
+
+
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_are_those_of_plain_pytorch_under_every_plan(kind: str, tmp_path: Path) -> None:
+def test_losses_are_those_of_plain_pytorch_under_every_plan(
+    kind: str, plan: str, by_one_process: Callable[[str], list[list[float]]], tmp_path: Path
+) -> None:
     script, weft = FOLDER / f"{kind}_weft.py", str(Path(sys.executable).parent / "weft")
-    plain = losses_of(written(FOLDER / f"{kind}.py", tmp_path / "plain", {}))
-    alone = losses_of(written(script, tmp_path / "alone", {}))
-    assert len(plain) == len(alone) > 4
-    if kind in DRAWING:
-        assert alone[-1] == pytest.approx(plain[-1], rel=DRAWING[kind])
-    else:
-        assert alone == [pytest.approx(line, rel=2e-6, abs=2e-6) for line in plain]
-    for name, (ranks, settings) in PLANS.items():
-        found = losses_of(written(script, tmp_path / name, settings), weft, "launch", "-n", str(ranks))
-        assert found == [pytest.approx(line, rel=2e-5, abs=2e-5) for line in alone], name
+    alone, (ranks, settings) = by_one_process(kind), PLANS[plan]
+    found = losses_of(written(script, tmp_path / plan, settings), weft, "launch", "-n", str(ranks))
+    assert found == [pytest.approx(line, rel=2e-5, abs=2e-5) for line in alone]
 
 
 def test_few_lines_change() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -439,7 +440,7 @@ def _listening_by_table() -> dict[str, str]:
 
 
 def mapped_elsewhere(names: set[str]) -> set[str]:
-    """Those of `names` in /dev/shm that a process which is not a descendant of this one has mapped.
+    """Those of `names` in /dev/shm that a process which is not a descendant of this one has mapped, or owns as a folder.
 
     By their inodes: a semaphore is mapped under a name that it had for a moment, before it got its own.
     """
@@ -452,7 +453,17 @@ def mapped_elsewhere(names: set[str]) -> set[str]:
         except OSError:
             continue
         used |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
-    return {name for name in names if _inode(Path("/dev/shm") / name) in used}
+    folder = Path("/dev/shm")
+    return {name for name in names if _inode(folder / name) in used or _owner(folder / name) not in {0, *ours}}
+
+
+def _owner(path: Path) -> int:
+    """Process that a folder names as its owner; 0: none, or one that lives no more."""
+    try:
+        pid = int(json.loads((path / "owner.json").read_text())["pid"])
+    except (OSError, ValueError, KeyError):
+        return 0
+    return pid if Path(f"/proc/{pid}").exists() else 0
 
 
 def _inode(path: Path) -> int | None:

@@ -440,7 +440,7 @@ def _listening_by_table() -> dict[str, str]:
 
 
 def mapped_elsewhere(names: set[str]) -> set[str]:
-    """Those of `names` in /dev/shm that a process which is not a descendant of this one has mapped, or owns as a folder.
+    """Those of `names` in /dev/shm that another session's process has mapped, or owns as a folder.
 
     By their inodes: a semaphore is mapped under a name that it had for a moment, before it got its own.
     """

@@ -39,7 +39,7 @@ def waiting(settings: Mapping[str, Any]) -> Callable[[int], float]:
 
     def step(index: int) -> float:
         loss = training.stepper([pool[index % len(pool)]], step=index, learning_rate=LEARNING_RATE).loss
-        training.model.stores.settle()
+        training.model.stores.wait_weights()
         return loss
 
     return step

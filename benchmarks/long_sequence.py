@@ -35,7 +35,7 @@ from weft.config.plan import (
     dump_plan,
 )
 from weft.techniques.context.exchange import RingExchange
-from weft.techniques.context.shares import Shown
+from weft.techniques.context.token_runs import Shown
 
 SHAPE: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 256, "num_heads": 8, "ffn_size": 1024, "vocabulary_size": 4096,

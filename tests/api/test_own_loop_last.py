@@ -123,7 +123,7 @@ def begun(zero: int) -> list[int]:
             session.backward(model(torch.ones(4, 6)).mean())
             (store,) = session.state(model)._parallel.stores.stores  # pyright: ignore[reportPrivateUsage]
             assert isinstance(store, BucketReducer)
-            counts.append(sum(live.launched for live in store._live))  # pyright: ignore[reportPrivateUsage]
+            counts.append(sum(state.launched for state in store._states))  # pyright: ignore[reportPrivateUsage]
             if number % 2:
                 optimizer.step()
                 optimizer.zero_grad()

@@ -81,8 +81,8 @@ class Struck:
 
 def message_of(phase: str, messenger: Messenger, tensor: torch.Tensor, kind: str, name: str) -> int:
     options = {"arrangement": place(), "pieces": 4, "servers": 3}
-    program, _ = messenger._prepared(tensor, kind, name, options)  # type: ignore[arg-type]
-    total = sum(message.peer != VICTIM for act in program.steps for message in (*act.sends, *act.receives))
+    prepared, _ = messenger._prepared(tensor, kind, name, options)  # type: ignore[arg-type]
+    total = sum(message.peer != VICTIM for act in prepared.steps for message in (*act.sends, *act.receives))
     return {"first": 0, "middle": total // 2, "last": total - 1}[phase]
 
 

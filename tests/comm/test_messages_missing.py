@@ -39,8 +39,8 @@ PHASES = [
 def do_some_steps(messenger: Messenger, tensor: torch.Tensor, algorithm: str, steps: int) -> None:
     """Take part in a collective's first steps only."""
     flat = tensor.view(-1)
-    program, combine = messenger._prepared(flat, "all_reduce", algorithm, {"pieces": 4})
-    cut = replace(program, steps=program.steps[:steps])
+    prepared, combine = messenger._prepared(flat, "all_reduce", algorithm, {"pieces": 4})
+    cut = replace(prepared, steps=prepared.steps[:steps])
     messenger._num_jobs += 1
     execute(
         PreparedCollective(cut, flat, combine, "", (1 << 30) + messenger._num_jobs, PATIENT), messenger._queue.channel

@@ -23,8 +23,8 @@ from pool import RankError, RankPool
 from test_messages import TYPES, cases, expected, region, uneven, values, world_view
 from test_messages_missing import DEADLINE, PATIENT, SLACK
 
+from weft.comm._collective_steps import ElementStep
 from weft.comm._execute import PreparedCollective, execute
-from weft.comm._program import ElementStep
 from weft.comm.algorithms import Arrangement, build_schedule, flat
 from weft.comm.messages import Messenger
 from weft.comm.pick import collectives_for
@@ -313,10 +313,10 @@ PARTS = ("nothing", "before", "across")
 
 def do_a_part(messenger: Messenger, tensor: torch.Tensor, place: Arrangement, part: str) -> None:
     """Take part in a collective up to a point."""
-    program, combine = messenger._prepared(tensor, "all_reduce", "hierarchical", {"arrangement": place})
-    inside = next(number for number, step in enumerate(program.steps) if isinstance(step, ElementStep))
-    across = sum(isinstance(step, ElementStep) for step in program.steps)
-    cut = replace(program, steps=program.steps[: {"nothing": 0, "before": inside, "across": inside + across}[part]])
+    prepared, combine = messenger._prepared(tensor, "all_reduce", "hierarchical", {"arrangement": place})
+    inside = next(number for number, step in enumerate(prepared.steps) if isinstance(step, ElementStep))
+    across = sum(isinstance(step, ElementStep) for step in prepared.steps)
+    cut = replace(prepared, steps=prepared.steps[: {"nothing": 0, "before": inside, "across": inside + across}[part]])
     messenger._num_jobs += 1
     execute(
         PreparedCollective(cut, tensor, combine, "", (1 << 30) + messenger._num_jobs, PATIENT), messenger._queue.channel

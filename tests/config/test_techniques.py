@@ -14,7 +14,7 @@ from weft.errors import PlanError
 from weft.planning.search import plan_of
 from weft.techniques.check import runnability
 from weft.techniques.cost_terms import Layout
-from weft.techniques.registry import TECHNIQUES, check_no_loop, exact, held, unwritten, words
+from weft.techniques.registry import TECHNIQUES, check_no_loop, describe, exact, extra_memory, unsupported_in_script
 
 SEEDS = range(40)
 NUMBERS: dict[str, tuple[Any, ...]] = {
@@ -51,12 +51,12 @@ def drawn_plan(random: Random) -> Plan:
 def test_without_a_technique_the_batch_is_the_same(seed: int) -> None:
     plan = drawn_plan(Random(seed))
     for technique in TECHNIQUES:
-        for removal in technique.removals:
-            simpler = removal.apply(plan)
-            assert simpler.global_batch_size == plan.global_batch_size, removal.name
-            assert removal.apply(simpler) == simpler, removal.name
+        for ablation in technique.ablations:
+            simpler = ablation.apply(plan)
+            assert simpler.global_batch_size == plan.global_batch_size, ablation.name
+            assert ablation.apply(simpler) == simpler, ablation.name
             assert simpler.mesh.world_size <= plan.mesh.world_size
-            if removal.frees_ranks and simpler != plan:
+            if ablation.frees_ranks and simpler != plan:
                 assert simpler.mesh.world_size < plan.mesh.world_size or simpler.mesh == plan.mesh
 
 
@@ -69,7 +69,7 @@ def test_what_is_compared_with_one_process_changes_nothing(seed: int) -> None:
     assert not data.replicas_step_alone
     assert len(left_out) == plan.data_parallel.compresses + plan.data_parallel.replicas_step_alone
     assert exact(compared) == (compared, [])
-    assert held(data).gradient_bytes == held(data).master_copies == 0.0
+    assert extra_memory(data).gradient_bytes == extra_memory(data).master_copies == 0.0
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -78,9 +78,9 @@ def test_a_layout_says_what_its_plan_says(seed: int) -> None:
     that can be written gives its plan back."""
     plan = drawn_plan(Random(seed))
     layout = Layout.of(plan)
-    assert held(layout) == held(plan.data_parallel)
-    of_sections = [*words(plan.data_parallel), *words(plan.memory)]
-    assert list(words(layout)) == of_sections
+    assert extra_memory(layout) == extra_memory(plan.data_parallel)
+    of_sections = [*describe(plan.data_parallel), *describe(plan.memory)]
+    assert list(describe(layout)) == of_sections
     searched = [setting for setting in plan_settings() if setting.knob.space and setting.name != "first_bucket_bytes"]
     for setting in searched:
         assert getattr(layout, setting.layout) == setting.of(plan), setting.key
@@ -93,7 +93,7 @@ def test_a_layout_says_what_its_plan_says(seed: int) -> None:
 def test_refusals_name_a_setting_and_a_change(seed: int) -> None:
     plan = drawn_plan(Random(seed))
     keys = [setting.key for setting in plan_settings()]
-    for reason in (*runnability(plan), *unwritten(plan)):
+    for reason in (*runnability(plan), *unsupported_in_script(plan)):
         assert any(f"plan.{key}" in reason for key in keys), reason
         assert "Use " in reason or "Leave " in reason, reason
     elsewhere = {

@@ -32,7 +32,7 @@ def run_averaged(recipe: Recipe, plan: Plan, steps: int, breakage: str | None = 
         for step in range(steps):
             rate = learning_rate(recipe, step)
             loss = training.stepper(data.microbatches(step), step=step, learning_rate=rate).loss
-            with training.average.swapped(training.model.stores.publish):
+            with training.average.swapped(training.model.stores.gather_weights):
                 totals = training.model.runner.evaluate(data.microbatches(0), step=0, seed=recipe.run.seed)
             curve.append((loss, float(totals.sum)))
         return curve

@@ -27,7 +27,7 @@ from weft.config.recipe import Recipe
 from weft.model.blueprint import Batch, Blueprint
 from weft.model.build import build_model
 from weft.run.engine import _step
-from weft.techniques.context import attention, partial, shares, ulysses
+from weft.techniques.context import attention, partial, token_runs, ulysses
 from weft.techniques.context import runtime as context
 from weft.techniques.context.exchange import RingExchange
 from weft.techniques.context.partial import Partial
@@ -60,11 +60,11 @@ def _last_bucket_not_reduced() -> list[Patch]:
     """As a bucket that was filled after its reduction had started."""
     launch = data.BucketReducer._launch
 
-    def skip_last(store: Any, live: Any) -> None:
-        if live is store._live[-1]:
-            live.launched = True
+    def skip_last(store: Any, state: Any) -> None:
+        if state is store._states[-1]:
+            state.launched = True
             return
-        launch(store, live)
+        launch(store, state)
 
     return [(data.BucketReducer, "_launch", skip_last)]
 
@@ -97,7 +97,7 @@ def _norm_counts_copies() -> list[Patch]:
 def _stale_weights() -> list[Patch]:
     """Gathered weights stay after the masters have changed."""
     return [
-        (zero3.FullyShardedReducer, "publish", lambda store: None),
+        (zero3.FullyShardedReducer, "start_weight_gather", lambda store: None),
         (zero3.FullyShardedReducer, "release", lambda store: None),
     ]
 
@@ -193,7 +193,7 @@ def _window_one_too_wide() -> list[Patch]:
     return [
         (attention.Visibility, "pairs", lambda self, source: pairs(wider(self), source)),
         (attention.Visibility, "scoring", lambda self, *of: scoring(wider(self), *of)),
-        (attention.Visibility, "shown", property(lambda self: shares.Shown(self.tokens.length, self.view.size))),
+        (attention.Visibility, "shown", property(lambda self: token_runs.Shown(self.tokens.length, self.view.size))),
     ]
 
 

@@ -51,7 +51,7 @@ def run_ranks(plans: Mapping[str, Plan]) -> dict[str, tuple[Trial, list[Frame]]]
 
         def note(training: TrainingState, frames: list[Frame] = frames) -> None:
             for store in training.model.stores.stores:
-                frames += [live.reduction._frame for live in store._live if live.reduction is not None]
+                frames += [state.reduction._frame for state in store._states if state.reduction is not None]
 
         trial = run_trial(recipe(plan), plan, partial(build_model, recipe(plan)), steps=STEPS, mesh=mesh, inspect=note)
         found[name] = trial, frames

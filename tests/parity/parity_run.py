@@ -31,7 +31,7 @@ from weft.run.engine import TrainingState
 from weft.techniques.check import check_plan, check_runnable
 from weft.techniques.data.gradient_reducer import BucketReducer
 from weft.techniques.send_trace import Outline
-from weft.techniques.tensor.mesh_2d.shape import ranks_alike
+from weft.techniques.tensor.mesh_2d.shape import num_loss_replicas
 from weft.verify.dry_run import trace_sends
 from weft.verify.numerics import TOLERANCES, Trial, assemble, compare, one_process, run_trial
 
@@ -155,7 +155,7 @@ def joined(trials: list[Trial], plan: Plan) -> Result:
         state=assemble([trial.state for trial in trials]),
         losses=agreed([trial.losses for trial in trials]),
         norms=agreed([trial.gradient_norms for trial in trials]),
-        validation=sum(trial.validation for trial in trials) / ranks_alike(plan),
+        validation=sum(trial.validation for trial in trials) / num_loss_replicas(plan),
     )
 
 

@@ -11,7 +11,7 @@ from weft.config.plan import Plan, axis_coordinates
 from weft.config.recipe import Recipe
 from weft.model.blueprint import Blueprint
 from weft.model.losses import count_labels
-from weft.techniques.context.shares import runs_of
+from weft.techniques.context.token_runs import runs_of
 from weft.techniques.send_trace import Outline, Phase
 from weft.techniques.tensor.mesh_2d.shape import grid_of_plan
 from weft.verify.numerics import Trial, TrialData

@@ -80,7 +80,7 @@ def _measuring(view: GroupView, place: Arrangement) -> str:
 
 
 def _expected(row: TableRow) -> float | None:
-    return next((each.measured_seconds for each in row.candidates if each.name == row.choice), None)
+    return next((candidate.measured_seconds for candidate in row.candidates if candidate.name == row.choice), None)
 
 
 def _kept_table(view: GroupView, place: Arrangement, folder: Path | None) -> ChoiceTable:

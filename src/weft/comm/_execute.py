@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm._collective_steps import CollectiveSteps, Combine, ElementStep, NodeCall, add_up, padded
 from weft.comm._failure import ErrorCode, Failure
 from weft.comm._failure_table import FailureReport, FailureTable, Reason
 from weft.comm._node import NodeMemory
-from weft.comm._program import Combine, ElementStep, NodeCall, Program, add_up, padded
 from weft.comm.shared_memory._call import GroupFailed
 from weft.comm.shared_memory._failure import explain
 from weft.comm.shared_memory.group import SharedMemoryGroup
@@ -66,7 +66,7 @@ class Channel:
 class PreparedCollective:
     """One collective to be done."""
 
-    program: Program
+    prepared: CollectiveSteps
     flat: Tensor
     """Tensor of the CPU that it works on."""
     combine: Combine | None
@@ -115,25 +115,25 @@ def execute(task: PreparedCollective, channel: Channel) -> None:
     Raises:
         CollectiveError: a rank is missing; the channel was closed before.
     """
-    program, flat, combine = task.program, task.flat, task.combine
+    prepared, flat, combine = task.prepared, task.flat, task.combine
     if channel.error is not None:
         raise CollectiveError(f"{task.title}: the group was given up before. {channel.error}")
-    if channel.scratch.numel() < program.scratch_bytes:
-        channel.scratch = torch.empty(program.scratch_bytes, dtype=torch.uint8)
+    if channel.scratch.numel() < prepared.scratch_bytes:
+        channel.scratch = torch.empty(prepared.scratch_bytes, dtype=torch.uint8)
     turn = _Turn(task, channel, time.monotonic())
-    for number, step in enumerate(program.steps, start=1):
+    for number, step in enumerate(prepared.steps, start=1):
         try:
             if isinstance(step, NodeCall):
                 _call_node(step, turn)
                 continue
             buffers = _exchange(step, turn)
         except _BrokenError as error:
-            place = f"step {number} of {len(program.steps)} ({step.phase})"
+            place = f"step {number} of {len(prepared.steps)} ({step.phase})"
             channel.error = _diagnosed(error, turn, place)
             raise channel.error from None
         add_up(step, flat, buffers, combine)
     if combine is not None and combine.is_mean:
-        start, stop = program.own_region
+        start, stop = prepared.own_region
         flat[start:stop].div_(len(channel.ranks))
 
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm._collective_steps import Combine, NodeCall
 from weft.comm._hosts import kernel_number
-from weft.comm._program import Combine, NodeCall
 from weft.comm.algorithms import Arrangement
 from weft.comm.collectives import all_gather
 from weft.comm.device import group_store
@@ -93,14 +93,14 @@ def share_node_memory(
     if view.group is None or len(place.nodes) < 2 or max(place.nodes) < 2:
         return None
     mine = torch.tensor([kernel_number(), secrets.randbits(_NONCE_BITS)], dtype=torch.int64)
-    told = all_gather(mine, view)
+    segments = all_gather(mine, view)
     node, members = _node_of(place, view.index)
     if len(members) == 1:
         return None
     # Ranks of other groups compute on this machine, too: as many for each of this group's as there are groups.
-    here = int((told[:, 0] == mine[0]).sum())
+    here = int((segments[:, 0] == mine[0]).sum())
     rendezvous = arrived(
-        dist.PrefixStore(f"weft/node/{int(told[0, 1]):x}/{node}", group_store()),
+        dist.PrefixStore(f"weft/node/{int(segments[0, 1]):x}/{node}", group_store()),
         members.index(view.index),
         [view.ranks[member] for member in members],
         timedelta(seconds=view.timeout_seconds if timeout_seconds is None else timeout_seconds),

@@ -58,9 +58,9 @@ class Process:
         return cls(_where_numbers_hold(), pid, started_at(pid))
 
     @classmethod
-    def read(cls, told: str) -> Process:
+    def read(cls, description: str) -> Process:
         """Return what `describe` has told."""
-        where, pid, started = json.loads(told)
+        where, pid, started = json.loads(description)
         return cls(str(where), int(pid), int(started))
 
     def describe(self) -> str:

@@ -33,18 +33,18 @@ def device_for_rank(kind: DeviceKind, local_rank: int) -> torch.device:
     Raises:
         ClusterError: an accelerator is asked for and there is none of that kind.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if kind == "cpu" or (kind == "auto" and found is None):
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if kind == "cpu" or (kind == "auto" and accelerator is None):
         return torch.device("cpu")
-    if found is None or (kind != "auto" and found.type != kind):
-        there = "no accelerator" if found is None else f"only {found.type}"
+    if accelerator is None or (kind != "auto" and accelerator.type != kind):
+        there = "no accelerator" if accelerator is None else f"only {accelerator.type}"
         raise ClusterError(
             f'plan.compute.device = "{kind}", but this machine has {there} that torch {torch.__version__} can use. '
             f'Use device = "auto" or "cpu".'
         )
     index = local_rank % torch.accelerator.device_count()
     torch.accelerator.set_device_index(index)
-    return torch.device(found.type, index)
+    return torch.device(accelerator.type, index)
 
 
 def ranks_share_device(device: torch.device, local_world: int) -> bool:
@@ -202,8 +202,8 @@ def forget_meshes() -> None:
     if clear is not None:
         clear()
     for module, path in _MEMORIES_OF_MESHES:
-        found: Any = sys.modules.get(f"torch.distributed.tensor.{module}")  # a memory that nobody loaded is empty
+        cache: Any = sys.modules.get(f"torch.distributed.tensor.{module}")  # a memory that nobody loaded is empty
         for name in path.split("."):
-            found = getattr(found, name, None)
-        if found is not None:
-            found()
+            cache = getattr(cache, name, None)
+        if cache is not None:
+            cache()

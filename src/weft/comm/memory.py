@@ -17,5 +17,5 @@ def new_flat(num_elements: int, dtype: torch.dtype, device: torch.device, view: 
     memory stays.
     """
     shared = shared_memory_group(view.group) if device.type == "cpu" else None
-    found = shared.allocate_if_possible(num_elements, dtype) if shared is not None else None
-    return found if found is not None else torch.empty(num_elements, dtype=dtype, device=device)
+    shared_tensor = shared.allocate_if_possible(num_elements, dtype) if shared is not None else None
+    return shared_tensor if shared_tensor is not None else torch.empty(num_elements, dtype=dtype, device=device)

@@ -122,7 +122,7 @@ class Mesh:
         self._callback: TraceCallback | None = None
         self.lines: dict[str, GroupView] = {}
         """Groups inside the tensor axis by name, where its ranks form a grid."""
-        self._alike: GroupView | None = None
+        self._loss_replicas: GroupView | None = None
         self._views: dict[_Over, GroupView] = {}
         for name, over in _NAMED.items():
             same = self._views.get(self._reduced(over)) if over.holding else None
@@ -162,13 +162,13 @@ class Mesh:
         return tuple(view for view in (self["data"], self["tensor"]) if view.group is not None)
 
     @property
-    def alike(self) -> GroupView:
+    def loss_replicas(self) -> GroupView:
         """Tensor ranks that see the same tokens, and so compute the same loss: all, unless they form a grid."""
-        return self._alike or self["tensor"]
+        return self._loss_replicas or self["tensor"]
 
-    def see_alike(self, view: GroupView | None) -> None:
+    def set_loss_replicas(self, view: GroupView | None) -> None:
         """Say which tensor ranks see the same tokens; None: all.  Not collective."""
-        self._alike = view
+        self._loss_replicas = view
 
     @property
     def data_index(self) -> int:
@@ -231,7 +231,7 @@ class Mesh:
         self._watched.clear()
         self._made.clear()
         self.lines.clear()
-        self._alike = None
+        self._loss_replicas = None
         self._device_meshes.clear()
         self._views.clear()
         while self._own:

@@ -29,10 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm._collective_steps import CollectiveSteps, Combine, combiner, prepare
 from weft.comm._execute import Channel, PreparedCollective, execute
 from weft.comm._failure_table import FailureTable
 from weft.comm._node import NodeMemory
-from weft.comm._program import Combine, Program, combiner, prepare
 from weft.comm.algorithms import Arrangement, build_schedule
 from weft.comm.device import group_store
 from weft.comm.mesh import GroupView
@@ -230,21 +230,21 @@ class Messenger:
         """Check a call; None where the group has one rank, and nothing is to be done."""
         flat = _flattened(tensor)
         timeout = _positive(options.get("timeout_seconds", self._timeout_seconds))
-        program, combine = self._prepared(flat, collective, algorithm, options)
+        prepared, combine = self._prepared(flat, collective, algorithm, options)
         if self.view.group is None:
             return None
         if self._thread is None:
             raise CollectiveError(f"{collective} on a messenger that is closed. Build a new one for the group.")
         self._num_jobs += 1
-        self.num_messages += program.num_messages
+        self.num_messages += prepared.num_messages
         title = f"{collective} of {flat.numel() * flat.element_size():,} bytes by {algorithm}"
         watch = watch_of(self.view.group)
         seen = None if watch is None else watch.launch(collective, num_bytes(flat))
-        return _Job(PreparedCollective(program, flat, combine, title, _tag(self._num_jobs), timeout), seen)
+        return _Job(PreparedCollective(prepared, flat, combine, title, _tag(self._num_jobs), timeout), seen)
 
     def _prepared(
         self, flat: Tensor, collective: Collective, algorithm: str, options: CollectiveOptions
-    ) -> tuple[Program, Combine | None]:
+    ) -> tuple[CollectiveSteps, Combine | None]:
         """Make ready what a call needs, or find it where the same was called before."""
         pieces, regions = options.get("pieces"), options.get("regions")
         return self._prepare(
@@ -275,7 +275,7 @@ def _prepare(
     pieces: int,
     servers: int,
     regions: tuple[tuple[int, int], ...] | None,
-) -> tuple[Program, Combine | None]:
+) -> tuple[CollectiveSteps, Combine | None]:
     """All that this rank does: over the memory of its node as well, where that carries the collective."""
     combine = combiner(op, dtype) if collective in ("all_reduce", "reduce_scatter") else None
     moves = build_schedule(
@@ -363,8 +363,8 @@ def _check_regions(regions: Sequence[tuple[int, int]], length: int, members: int
 
 
 def _edges(bounds: tuple[int, ...], members: int) -> list[tuple[int, int]]:
-    each = (len(bounds) - 1) // members
-    return [(bounds[rank * each], bounds[(rank + 1) * each]) for rank in range(members)]
+    parts = (len(bounds) - 1) // members
+    return [(bounds[rank * parts], bounds[(rank + 1) * parts]) for rank in range(members)]
 
 
 def _pieces(size_bytes: int) -> int:

@@ -78,9 +78,9 @@ class Rendezvous:
 
     def begin(self) -> None:
         """Say that this rank has come, and wait for the others."""
-        for position, told in enumerate(self.gather(_HERE, Process.own().describe())):
+        for position, description in enumerate(self.gather(_HERE, Process.own().describe())):
             if position != self.rank:
-                self.processes[position] = Process.read(told)
+                self.processes[position] = Process.read(description)
 
     def say(self, what: str, value: str) -> None:
         """Say `what` to whoever asks for it."""
@@ -199,18 +199,18 @@ def _explain(failure: Failure, ranks: Sequence[int], here: int, seconds: float) 
     """Return the error for a group of `ranks` (global ranks) that was not formed; `here` is this one's position."""
     what = f"The group of ranks {', '.join(map(str, ranks))}"
     who = name_of(failure.culprit, ranks)
-    told = "" if failure.reporter == here else f" ({name_of(failure.reporter, ranks)} says so and has given up)"
+    reporter = "" if failure.reporter == here else f" ({name_of(failure.reporter, ranks)} says so and has given up)"
     match failure.code:
         case ErrorCode.DIED:
             text = (
-                f"{what} cannot be formed: the process of {who} has died{told}. Form it again with another in its"
+                f"{what} cannot be formed: the process of {who} has died{reporter}. Form it again with another in its"
                 " place, or without it."
             )
         case ErrorCode.DEADLINE:
             text = (
-                f"{what} timed out: it was not formed in {seconds:g} s: {who} has not come{told}. It may be stopped,"
-                " busy, or forming its groups in another order. If it was only slow, give its groups a longer timeout"
-                " (compute.collective_timeout_seconds in the plan)."
+                f"{what} timed out: it was not formed in {seconds:g} s: {who} has not come{reporter}. It may be"
+                " stopped, busy, or forming its groups in another order. If it was only slow, give its groups a longer"
+                " timeout (compute.collective_timeout_seconds in the plan)."
             )
         case _:
             text = f"{what} cannot be formed: {name_of(failure.reporter, ranks)} has given up, for a reason of its own."

@@ -104,7 +104,7 @@ def measure_table(
     began = time.perf_counter()
     ordered = sorted(sizes)
     with ChosenCollectives(view, place=place, node=share_node_memory(view, place)) as chosen:
-        own = {each: _own_line(chosen, each) for each in collectives} if backend_of(view.group) == "weft" else {}
+        own = {kind: _own_line(chosen, kind) for kind in collectives} if backend_of(view.group) == "weft" else {}
         for size, following in zip_longest(ordered, ordered[1:]):
             started = time.perf_counter()
             for collective in collectives:
@@ -201,13 +201,15 @@ def _measured(
     chosen: ChosenCollectives, collective: Collective, size_bytes: int, listed: Sequence[MethodCandidate]
 ) -> TableRow:
     """Time those that were not pruned, in turn, and choose."""
-    works = [work_of(chosen, collective, size_bytes, each.name) for each in listed if not each.note]
+    works = [work_of(chosen, collective, size_bytes, candidate.name) for candidate in listed if not candidate.note]
     times = iter(_slowest_medians(works, chosen.view))
-    found = tuple(each if each.note else replace(each, measured_seconds=next(times)) for each in listed)
+    measured = tuple(
+        candidate if candidate.note else replace(candidate, measured_seconds=next(times)) for candidate in listed
+    )
     assert chosen.view.group is not None, "one rank has nothing to measure"
     is_own = collective == "all_reduce" or backend_of(chosen.view.group) == "weft"
     usual = "backend" if is_own else "exchange"  # what is done without a choice
-    return TableRow(collective=collective, size_bytes=size_bytes, choice=decide(found, usual), candidates=found)
+    return TableRow(collective=collective, size_bytes=size_bytes, choice=decide(measured, usual), candidates=measured)
 
 
 def work_of(chosen: ChosenCollectives, collective: Collective, size_bytes: int, name: str) -> Callable[[], Wait]:
@@ -236,12 +238,12 @@ def _slowest_medians(works: Sequence[Callable[[], Wait]], view: GroupView) -> li
 def _contested(works: Sequence[Callable[[], Wait]], times: Tensor, view: GroupView) -> list[float]:
     """Medians of `times` (runs, works), those that are close to the fastest after more runs of these alone."""
     medians = times.median(dim=0).values
-    close = [index for index, each in enumerate(medians.tolist()) if each <= _CLOSE * float(medians.min())]
+    close = [index for index, median in enumerate(medians.tolist()) if median <= _CLOSE * float(medians.min())]
     more = min(_MOST_RUNS, int(_CONTEST_SECONDS / float(medians[close].sum())))
     if len(close) > 1 and more > 1:
         again = slowest_of([[time_once(works[index], view) for index in close] for _ in range(more)], view)
         medians[close] = torch.cat([times[:, close], again]).median(dim=0).values
-    return [float(each) for each in medians]
+    return [float(median) for median in medians]
 
 
 def _slowest_run(works: Sequence[Callable[[], Wait]], view: GroupView) -> float:

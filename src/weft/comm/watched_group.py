@@ -192,6 +192,6 @@ def hold(group: dist.ProcessGroup | None, wait: Callable[[], None]) -> Callable[
     """
     if not isinstance(group, WatchedGroup):
         return wait
-    held = _Held(wait, group.held)
-    group.held.add(held)
-    return held
+    work = _Held(wait, group.held)
+    group.held.add(work)
+    return work

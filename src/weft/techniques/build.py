@@ -66,8 +66,8 @@ class ParallelModel:
 
     def held_fields(self, batch: Batch) -> Batch:
         """Return the fields of a batch for the tokens that this rank has, where ranks share a sequence."""
-        sharing = self.parts[0].context.sharing
-        return batch if sharing is None else sharing.take(batch)[0]
+        sequence_shard = self.parts[0].context.sequence_shard
+        return batch if sequence_shard is None else sequence_shard.cut_batch(batch)[0]
 
     def take_rows(self) -> tuple[tuple[str, int, int], ...]:
         """Return what of the sends since this was asked last only data decided: a sparse table or a mixture, number of
@@ -129,7 +129,7 @@ def parallelize(
     techniques = techniques_of(build)
     summing = mesh
     for technique in techniques:
-        summing = technique.summing(summing)
+        summing = technique.gradient_mesh(summing)
     parts = _create_parts(build, techniques)
     for part in parts:
         for technique in techniques:
@@ -146,14 +146,14 @@ def parallelize(
             frozen_dtype=dtypes.master if _shards_weights(plan, summing) else dtypes.compute,
             later=_filled_in_shards(part, blueprint, plan, summing),
         )
-    _join_and_wrap(parts, techniques, plan)
-    codec = next((codec for each in techniques if (codec := each.codec()) is not None), None)
+    _tie_and_wrap(parts, techniques, plan)
+    codec = next((codec for one in techniques if (codec := one.codec()) is not None), None)
     stores = _create_reducers(build, techniques, summing, parts, group_parameters, cuts, codec)
     watch_weights(parts)
     if gathers_ahead:
         _gather_ahead(stores, blueprint, parts)
     for technique in techniques:
-        technique.take(stores.shards)
+        technique.attach_shards(stores.shards)
     return ParallelModel(
         blueprint=blueprint,
         plan=plan,
@@ -189,9 +189,9 @@ def _run_encoders(parts: Sequence[ModelPart], plan: Plan) -> None:
             run_encoders_by_layers(part.module)
 
 
-def _join_and_wrap(parts: Sequence[ModelPart], techniques: Sequence[TechniqueRuntime], plan: Plan) -> None:
+def _tie_and_wrap(parts: Sequence[ModelPart], techniques: Sequence[TechniqueRuntime], plan: Plan) -> None:
     for technique in techniques:
-        technique.join(parts)
+        technique.tie_parts(parts)
         for part in parts:
             technique.wrap(part)
     _run_encoders(parts, plan)
@@ -237,7 +237,7 @@ def _whole_batch_of(blueprint: Blueprint, mesh: Mesh) -> WholeBatch | None:
 
 def _create_parts(build: Build, techniques: Sequence[TechniqueRuntime]) -> list[ModelPart]:
     """Return what this rank holds of the model, without storage, with a layout that nothing splits yet."""
-    stages = next((stages for each in techniques if (stages := each.parts()) is not None), None)
+    stages = next((stages for technique in techniques if (stages := technique.parts()) is not None), None)
     parts = stages if stages is not None else [whole_part(build.blueprint, build.context)]
     whole = first_names(build.blueprint.module)
     for part in parts:
@@ -248,7 +248,7 @@ def _create_parts(build: Build, techniques: Sequence[TechniqueRuntime]) -> list[
 def _create_runner(
     build: Build, techniques: Sequence[TechniqueRuntime], parts: Sequence[ModelPart], summing: Mesh
 ) -> Runner:
-    runner = next((runner for each in techniques if (runner := each.runner(parts)) is not None), None)
+    runner = next((runner for technique in techniques if (runner := technique.runner(parts)) is not None), None)
     if build.whole_batch is not None:
         from weft.techniques.data.whole_batch import whole_batch_runner  # as above
 
@@ -307,16 +307,16 @@ def _create_reducers(
 
         kept_out = tables.keys() | {
             key
-            for key, each in members.items()
+            for key, parameter in members.items()
             if key[1] in parts[key[0]].ties
-            or zero3.cut_of(each.layout, mesh) is None
-            or each.parameter.dtype != dtypes.master
+            or zero3.cut_of(parameter.layout, mesh) is None
+            or parameter.parameter.dtype != dtypes.master
         }
         sharded = {key: member for key, member in members.items() if key not in kept_out}
         frozen = _cast_frozen(
             parts, dtypes, lambda layout, dtype: zero3.cut_of(layout, mesh) is None or dtype != dtypes.master
         )
-        empty = {each for part in parts for each in part.module.parameters() if not each.numel()}
+        empty = {parameter for part in parts for parameter in part.module.parameters() if not parameter.numel()}
         blocks = [] if blueprint.cut is None else [b for b in blueprint.cut.blocks if b not in blueprint.sometimes]
         for part in parts:
             zero3.apply_zero3(
@@ -406,17 +406,17 @@ def _members(
 ) -> dict[tuple[int, str], BucketMember]:
     """Every trainable parameter of this rank once, by the first part and name under which it is found.  One without
     elements has nothing to train."""
-    found: dict[tuple[int, str], nn.Parameter] = {}
+    trained: dict[tuple[int, str], nn.Parameter] = {}
     seen: set[int] = set()
     for index, part in enumerate(parts):
         for name, parameter in part.module.named_parameters():
             if parameter.requires_grad and parameter.numel() and id(parameter) not in seen:
                 seen.add(id(parameter))
-                found[index, name] = parameter
-    layouts = {key: parts[key[0]].layout[key[1]] for key in found}
+                trained[index, name] = parameter
+    layouts = {key: parts[key[0]].layout[key[1]] for key in trained}
     groups = group_parameters({layout.name: layout.shape for layout in layouts.values()})
     members: dict[tuple[int, str], BucketMember] = {}
-    for (index, name), parameter in found.items():
+    for (index, name), parameter in trained.items():
         tie = parts[index].ties.get(name)
         members[index, name] = BucketMember(
             mesh=mesh,
@@ -436,8 +436,8 @@ def _cast_frozen(
 ) -> list[nn.Parameter]:
     """Frozen parameters need no master: in bf16 and fp16 they are held in the compute dtype.  Returns those that were
     chosen by layout and dtype."""
-    held = [(part.layout[name], each) for part in parts for name, each in part.module.named_parameters()]
-    frozen = [each for layout, each in held if not each.requires_grad and chosen(layout, each.dtype)]
+    parameters = [(part.layout[name], weight) for part in parts for name, weight in part.module.named_parameters()]
+    frozen = [weight for layout, weight in parameters if not weight.requires_grad and chosen(layout, weight.dtype)]
     for parameter in frozen:
         if parameter.is_floating_point() and dtypes.compute in NARROW:
             parameter.data = parameter.data.to(dtypes.compute)

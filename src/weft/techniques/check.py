@@ -30,18 +30,18 @@ def check_plan(plan: Plan, recipe: Recipe, facts: ModelFacts, world_size: int | 
         technique.check(case)
 
 
-def check_given(given: Plan, recipe: Recipe, facts: ModelFacts) -> None:
+def check_given(written: Plan, recipe: Recipe, facts: ModelFacts) -> None:
     """Raise where one of the settings that a user gave (`origins`) can stand in no plan for this model, whatever a
     search chooses beside it.
 
     Raises:
         PlanError: a number of stages or tensor ranks, a recomputation or a shared sequence that the model has not got.
     """
-    plan = replace(Plan(), origins=given.origins)
+    plan = replace(Plan(), origins=written.origins)
     judged = {key for technique in TECHNIQUES for key in technique.judged_alone}
     for setting in plan_settings():
-        if setting.key in judged and setting.key in given.origins:
-            plan = setting.set(plan, setting.of(given))
+        if setting.key in judged and setting.key in written.origins:
+            plan = setting.set(plan, setting.of(written))
     case = Case(plan, recipe, facts, None)
     for technique in TECHNIQUES:
         technique.check_model(case)

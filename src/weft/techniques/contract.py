@@ -12,7 +12,7 @@ from weft.config.recipe import Recipe
 from weft.errors import BadSetting, PlanError
 
 
-class Held(NamedTuple):
+class ExtraMemory(NamedTuple):
     """What a technique keeps besides, per parameter that a data rank would hold without ZeRO."""
 
     gradient_bytes: float = 0.0
@@ -41,7 +41,7 @@ class Case:
         return PlanError(sentence("plan", setting, origin), setting=setting)
 
 
-class Removal(NamedTuple):
+class Ablation(NamedTuple):
     """A plan without a technique: the same global batch, on as many ranks or fewer."""
 
     name: str
@@ -62,7 +62,7 @@ class Technique:
     name: ClassVar[str]
     part: ClassVar[type[Any]]
     """Its settings, which a section of the plan inherits."""
-    removals: ClassVar[tuple[Removal, ...]] = ()
+    ablations: ClassVar[tuple[Ablation, ...]] = ()
     """The forms without it, or without a part of it, which a check compares with."""
     judged_alone: ClassVar[tuple[str, ...]] = ()
     """Dotted settings that `check_model` judges."""
@@ -91,27 +91,27 @@ class Technique:
         """Yield why a layout cannot be priced, with the change to make.  `on_cores`: the devices are cores of hosts."""
         return iter(())
 
-    def held(self, settings: Any) -> Held:
+    def extra_memory(self, settings: Any) -> ExtraMemory:
         """Return what it keeps besides weights, gradients and optimizer states."""
-        return Held()
+        return ExtraMemory()
 
     def update_seconds(self, settings: Any, state_bytes: float) -> float:
         """Return the seconds that it adds to an optimizer's step over so many bytes of masters and states."""
         return 0.0
 
-    def words(self, settings: Any) -> Iterator[str]:
+    def describe(self, settings: Any) -> Iterator[str]:
         """Yield how a line about a layout names it."""
         return iter(())
 
-    def lighter(self, settings: Any) -> Iterator[str]:
+    def lighter_settings(self, settings: Any) -> Iterator[str]:
         """Yield settings under which a rank would hold less, as a question spells them: `zero=3`."""
         return iter(())
 
-    def elsewhere(self, settings: Any) -> Iterator[str]:
+    def unsupported_by_others(self, settings: Any) -> Iterator[str]:
         """Yield what no other system can be told."""
         return iter(())
 
-    def unwritten(self, plan: Plan) -> Iterator[str]:
+    def unsupported_in_script(self, plan: Plan) -> Iterator[str]:
         """Yield why no script of plain torch has it, with the change to make."""
         return iter(())
 
@@ -124,7 +124,7 @@ class Technique:
         keyword's own value first; empty: it is not."""
         return {}
 
-    def leaves(self, plan: Plan) -> Mapping[str, tuple[Any, ...]]:
+    def search_values(self, plan: Plan) -> Mapping[str, tuple[Any, ...]]:
         """Return dotted setting → the values that it leaves to a search, where a plan was given this technique."""
         return {}
 

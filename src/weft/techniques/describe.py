@@ -10,7 +10,7 @@ from weft.config.cluster import Cluster
 from weft.config.document import format_value
 from weft.config.plan import AXES, Axis, MeshPlan, ModelFacts, Plan
 from weft.techniques.check import mesh_sizes
-from weft.techniques.registry import words
+from weft.techniques.registry import describe
 
 _LABEL = "plan"
 _INDENT = 10
@@ -46,7 +46,7 @@ def _headline(plan: Plan, facts: ModelFacts, cluster: Cluster | None) -> str:
         parts.append(plan.pipeline_parallel.schedule_name)
     if plan.mesh.data > 1:
         parts.append(plan.data_parallel.stage_name)
-    parts += words(plan.data_parallel)
+    parts += describe(plan.data_parallel)
     parts.append(plan.compute.precision)
     if facts.num_parameters is not None:
         parts.append(f"{facts.num_parameters / 1e6:,.1f} M parameters")

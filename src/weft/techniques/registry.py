@@ -11,7 +11,7 @@ from weft.techniques.buckets.contract import Buckets
 from weft.techniques.compression.contract import Compression
 from weft.techniques.compute.contract import Compilation
 from weft.techniques.context.contract import Context
-from weft.techniques.contract import Held, Technique
+from weft.techniques.contract import ExtraMemory, Technique
 from weft.techniques.data.contract import Data
 from weft.techniques.expert.contract import Expert
 from weft.techniques.fused_loss.contract import FusedLoss
@@ -72,10 +72,10 @@ def saved_states() -> tuple[str, ...]:
     return tuple(technique.saved_as for technique in TECHNIQUES if technique.saved_as)
 
 
-def held(settings: Any) -> Held:
+def extra_memory(settings: Any) -> ExtraMemory:
     """Return what all techniques keep together, by the settings that `settings` has."""
-    each = [technique.held(settings) for technique in TECHNIQUES if isinstance(settings, technique.part)]
-    return Held(sum(one.gradient_bytes for one in each), sum(one.master_copies for one in each))
+    kept = [technique.extra_memory(settings) for technique in TECHNIQUES if isinstance(settings, technique.part)]
+    return ExtraMemory(sum(one.gradient_bytes for one in kept), sum(one.master_copies for one in kept))
 
 
 def update_seconds(settings: Any, state_bytes: float) -> float:
@@ -91,25 +91,25 @@ def problems(settings: Any, *, on_cores: bool) -> Iterator[str]:
             yield from technique.problems(settings, on_cores=on_cores)
 
 
-def words(settings: Any) -> Iterator[str]:
+def describe(settings: Any) -> Iterator[str]:
     """Yield how a line about a layout names its techniques."""
     for technique in TECHNIQUES:
         if isinstance(settings, technique.part):
-            yield from technique.words(settings)
+            yield from technique.describe(settings)
 
 
-def lighter(settings: Any) -> Iterator[str]:
+def lighter_settings(settings: Any) -> Iterator[str]:
     """Yield settings under which a rank of a layout would hold less, as a question spells them."""
     for technique in TECHNIQUES:
         if isinstance(settings, technique.part):
-            yield from technique.lighter(settings)
+            yield from technique.lighter_settings(settings)
 
 
-def elsewhere(settings: Any) -> Iterator[str]:
+def unsupported_by_others(settings: Any) -> Iterator[str]:
     """Yield what no other system can be told of a layout's techniques."""
     for technique in TECHNIQUES:
         if isinstance(settings, technique.part):
-            yield from technique.elsewhere(settings)
+            yield from technique.unsupported_by_others(settings)
 
 
 def check_no_loop(plan: Plan) -> None:
@@ -122,16 +122,16 @@ def check_no_loop(plan: Plan) -> None:
         raise PlanError("\n".join(reasons))
 
 
-def unwritten(plan: Plan) -> Iterator[str]:
+def unsupported_in_script(plan: Plan) -> Iterator[str]:
     """Yield why no script of plain torch has a plan's techniques, with the changes to make."""
     for technique in TECHNIQUES:
-        yield from technique.unwritten(plan)
+        yield from technique.unsupported_in_script(plan)
 
 
 def exact(plan: Plan) -> tuple[Plan, list[str]]:
     """Return the plan as it can be compared with one process, and what was left out."""
-    told: list[str] = []
+    notes: list[str] = []
     for technique in TECHNIQUES:
         plan, line = technique.exact(plan)
-        told += [line] if line else []
-    return plan, told
+        notes += [line] if line else []
+    return plan, notes

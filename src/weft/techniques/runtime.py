@@ -69,7 +69,7 @@ class TechniqueRuntime:
 
     # ── the model ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def summing(self, mesh: Mesh) -> Mesh:
+    def gradient_mesh(self, mesh: Mesh) -> Mesh:
         """Return the mesh over whose data ranks the gradients of a step are summed."""
         return mesh
 
@@ -80,7 +80,7 @@ class TechniqueRuntime:
     def split(self, part: ModelPart) -> None:
         """Split a part over ranks and say so in its layout.  It has no storage yet."""
 
-    def join(self, parts: Sequence[ModelPart]) -> None:
+    def tie_parts(self, parts: Sequence[ModelPart]) -> None:
         """Let parts share what belongs to several of them.  They have storage and initial weights now."""
 
     def wrap(self, part: ModelPart) -> None:
@@ -90,7 +90,7 @@ class TechniqueRuntime:
         """Return how `fully_shard` brings shards that lie with the host to the device; None: they lie on the device."""
         return None
 
-    def cut(self, part: ModelPart) -> Callable[[], None] | None:
+    def on_sharded(self, part: ModelPart) -> Callable[[], None] | None:
         """ZeRO-3 has cut a part's weights over ranks; those that are drawn in shards have no storage yet.  Return what
         to call after each of them is filled."""
         return None
@@ -99,7 +99,7 @@ class TechniqueRuntime:
         """Return what gradients are compressed by on their way; None: they travel as they are."""
         return None
 
-    def take(self, shards: Sequence[Shard]) -> None:
+    def attach_shards(self, shards: Sequence[Shard]) -> None:
         """Take hold of what the optimizer will update, before it is built.  Who keeps masters and states elsewhere
         becomes the shards' `keeper` here."""
 
@@ -131,8 +131,11 @@ class TechniqueRuntime:
         """End what `is_open`, as no step follows; return whether masters have changed, which are then published."""
         return False
 
-    def evaluated(self, publish: Callable[[], None]) -> AbstractContextManager[None]:
-        """Let the model have the weights that are evaluated, within the block.  `publish` brings masters into it."""
+    def evaluated(self, gather_weights: Callable[[], None]) -> AbstractContextManager[None]:
+        """Let the model have the weights that are evaluated, inside the block.
+
+        `gather_weights` copies masters into the parameters.
+        """
         return nullcontext()
 
     # ── memory, checkpoints ───────────────────────────────────────────────────────────────────────────────────────────
@@ -142,7 +145,7 @@ class TechniqueRuntime:
         optimizer states."""
         return 0
 
-    def away(self) -> Collection[int]:
+    def offloaded_storages(self) -> Collection[int]:
         """Return the identities of the storages that are not on the device, in a dry run."""
         return ()
 

@@ -12,7 +12,7 @@ from weft.config.plan import DataParallelPlan, MeshPlan, Plan
 from weft.model.profile import ModelSizes, profile_of_sizes
 from weft.planning.price import CostModel
 from weft.techniques.cost_terms import Layout
-from weft.techniques.registry import held
+from weft.techniques.registry import extra_memory
 
 SMALL = profile_of_sizes(
     ModelSizes(
@@ -61,4 +61,4 @@ def test_a_plan_says_it_to_the_prices() -> None:
     data = DataParallelPlan(zero=0, local_steps=50, outer_learning_rate=1.0, outer_momentum=0.0)
     layout = Layout.of(Plan(mesh=MeshPlan(replicate=4), data_parallel=data))
     assert (layout.local_steps, layout.outer_learning_rate, layout.outer_momentum) == (50, 1.0, 0.0)
-    assert (layout.summing, held(layout).master_copies) == (1, 1)
+    assert (layout.summing, extra_memory(layout).master_copies) == (1, 1)

@@ -85,7 +85,7 @@ def run_averages(plans: dict[str, Plan]) -> dict[str, tuple[Seen, Seen, float, f
         inside = 0.0
         for step in range(4):
             training.step(step)
-            with average.swapped(stores.publish):
+            with average.swapped(stores.gather_weights):
                 inside = float(training.state.model.runner.evaluate(training.data.microbatches(0), step=0, seed=1).sum)
         outside = float(training.state.model.runner.evaluate(training.data.microbatches(0), step=0, seed=1).sum)
         found[name] = plain, training.finished(), inside, outside

@@ -26,7 +26,7 @@ from weft.run.engine.proof import optimizer_of
 from weft.techniques.check import check_plan, check_runnable
 from weft.techniques.core import CheckpointShard
 from weft.techniques.local_steps.runtime import LocalRounds
-from weft.verify.dry_run._witness import Witness
+from weft.verify.dry_run._collective_recorder import CollectiveRecorder
 from weft.verify.numerics import TOLERANCES, PlainLoop, TrialData, assemble, compare
 from weft.verify.numerics._plain import _inputs, _module
 
@@ -199,12 +199,12 @@ def sent(plan: Plan) -> tuple[list[dict[str, int]], int, int]:
     held for it."""
     training = Training(recipe(), plan)
     found: list[dict[str, int]] = []
-    with Witness(training.mesh) as witness:
+    with CollectiveRecorder(training.mesh) as recorder:
         for step in range(STEPS):
-            witness.issued.clear()
+            recorder.issued.clear()
             training.step(step)
             sizes: dict[str, int] = {}
-            for one in witness.issued:
+            for one in recorder.issued:
                 if one.axis == "replicate" or (one.axis == "data" and one.size_bytes > _AGREEMENT):
                     sizes[one.axis] = sizes.get(one.axis, 0) + one.size_bytes
             found.append(sizes)

@@ -43,7 +43,7 @@ def away(plan: Plan, what: str = "activations", recompute: Any = None) -> Plan:
 
 
 def keeper_of(training: Training) -> ActivationKeeper:
-    keeper = training.state.model.parts[0].context.elsewhere
+    keeper = training.state.model.parts[0].context.activation_store
     assert isinstance(keeper, ActivationKeeper)
     return keeper
 

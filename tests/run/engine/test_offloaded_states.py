@@ -17,11 +17,11 @@ from weft.errors import PlanError
 from weft.model.build import build_model
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.techniques.check import check_runnable
-from weft.techniques.core import ParameterLayout, Segment, Shard, present
+from weft.techniques.core import ParameterLayout, Segment, Shard, resident_groups
 from weft.techniques.cost_terms import Layout
 from weft.techniques.offload.keeper import StateKeeper
 from weft.techniques.offload.storage import ALIGNMENT, FileStorage
-from weft.techniques.registry import check_no_loop, unwritten, update_seconds, words
+from weft.techniques.registry import check_no_loop, describe, unsupported_in_script, update_seconds
 from weft.verify.dry_run import dry_run_rank
 from weft.verify.numerics import TOLERANCES
 
@@ -168,14 +168,14 @@ def test_groups_pass_through_fewer_buffers_than_there_are(tmp_path: Path) -> Non
         torch.add(shards[3].master, torch.zeros(shards[3].size))  # whoever forgets to fetch it
     groups = list[list[int]]()
     for turn in range(3):
-        for here in present(shards):
+        for here in resident_groups(shards):
             groups.append(list(here))
             for index in here:
                 shards[index].master.add_(1.0)
                 states[index].add_(turn + index)
     assert len(groups) > 3 * 3, "more groups than buffers"
     assert sorted(index for group in groups[: len(groups) // 3] for index in group) == list(range(12))
-    for here in present(shards, states=False, writes=False):
+    for here in resident_groups(shards, states=False, writes=False):
         for index in here:
             shards[index].master.zero_()  # nobody said that anything would change
     for index, shard in enumerate(shards):
@@ -227,14 +227,14 @@ def test_settings_without_effect_are_refused() -> None:
         MemoryPlan(offload="optimizer", offload_folder="/x")
     with pytest.raises(PlanError, match='offload = "optimizer" needs an optimizer of Weft\'s own'):
         check_no_loop(on_disk(plan_of()))
-    assert any("offloads nothing" in line for line in unwritten(on_disk(plan_of())))
+    assert any("offloads nothing" in line for line in unsupported_in_script(on_disk(plan_of())))
 
 
 def test_a_disk_is_priced_and_named() -> None:
     plain, away = Layout.of(plan_of()), Layout.of(on_disk(plan_of()))
     assert update_seconds(plain, 3e9) == 0.0
     assert update_seconds(away, 3e9) == pytest.approx(4.0)
-    assert "offload optimizer to disk" in list(words(away))
+    assert "offload optimizer to disk" in list(describe(away))
 
 
 def test_the_dry_run_holds_less() -> None:

@@ -55,7 +55,7 @@ def run_stages(precision: str) -> dict[str, tuple[Seen, list[bool]]]:
 
 
 def _weights_are_masters(training: Training) -> bool:
-    training.state.model.stores.settle()
+    training.state.model.stores.wait_weights()
     parameters = dict(training.state.model.module.named_parameters())
     return all(
         parameters[segment.layout.name]

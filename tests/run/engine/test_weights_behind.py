@@ -19,7 +19,7 @@ def away_and_back(zero: int) -> tuple[int, int]:
     training.step(0)
     parameters = list(training.state.model.module.parameters())
     away = sum(parameter.numel() == 0 for parameter in parameters)
-    training.state.model.stores.settle()
+    training.state.model.stores.wait_weights()
     back = sum(parameter.numel() == 0 for parameter in parameters)
     training.state.close()
     return away, back

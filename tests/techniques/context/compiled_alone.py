@@ -21,7 +21,7 @@ from weft.techniques.compute.compiling import number_calls
 from weft.techniques.context.attention import AttentionModule, VisitedAttention, wrap_attention
 from weft.techniques.context.exchange import GatherExchange
 from weft.techniques.context.operators import make_known
-from weft.techniques.context.shares import runs_of
+from weft.techniques.context.token_runs import runs_of
 from weft.techniques.core import MicrobatchState, StepContext
 from weft.techniques.core.local_tokens import LocalTokens
 from weft.techniques.randomness.keyed_dropout import KeyedDropout

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weft.techniques.context.dropped import DroppedAttention
-from weft.techniques.context.shares import runs_of
+from weft.techniques.context.token_runs import runs_of
 from weft.techniques.core import MicrobatchState, StepContext
 from weft.techniques.randomness.keyed_dropout import KeyedDropout
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.techniques.context import partial
 from weft.techniques.context.kernels import Scoring, readable
 from weft.techniques.context.partial import Partial, attend, attend_backward, merge
-from weft.techniques.context.shares import most_tokens, runs_of, tokens_of
+from weft.techniques.context.token_runs import most_tokens, runs_of, tokens_of
 
 
 @given(length=st.integers(1, 200), ranks=st.integers(1, 9))

@@ -11,7 +11,7 @@ from weft.model.attention.call import MaskPattern, ScoreMod, attend
 from weft.techniques.context import visibility
 from weft.techniques.context.dropped import DroppedAttention
 from weft.techniques.context.form import AttentionForm
-from weft.techniques.context.shares import Shown
+from weft.techniques.context.token_runs import Shown
 from weft.techniques.core import MicrobatchState, StepContext
 from weft.techniques.randomness.keyed_dropout import KeyedDropout
 

@@ -16,7 +16,7 @@ from weft.errors import PlanError
 from weft.model.blueprint import Blueprint
 from weft.model.examples import token_example
 from weft.model.losses import token_loss
-from weft.techniques.context.shares import runs_of
+from weft.techniques.context.token_runs import runs_of
 from weft.techniques.core import MicrobatchState, StepContext
 from weft.techniques.core.local_tokens import LocalTokens
 from weft.techniques.randomness.draws import Draws, draws_of, keyed

@@ -14,7 +14,7 @@ from torch import nn
 from weft.comm.mesh import GroupView
 from weft.model.attention.call import MaskPattern, ScoreMod, attend
 from weft.techniques.context.form import AttentionForm
-from weft.techniques.context.shares import Shown, runs_of
+from weft.techniques.context.token_runs import Shown, runs_of
 from weft.techniques.context.visibility import Visibility
 from weft.techniques.core.local_tokens import LocalTokens
 

@@ -18,7 +18,7 @@ from weft.techniques.context import exchange, ulysses
 from weft.techniques.context.attention import Attend, VisitedAttention
 from weft.techniques.context.exchange import GatherExchange, RingExchange
 from weft.techniques.context.form import AttentionForm
-from weft.techniques.context.shares import runs_of
+from weft.techniques.context.token_runs import runs_of
 from weft.techniques.context.ulysses import HeadExchange
 from weft.techniques.core.local_tokens import LocalTokens
 

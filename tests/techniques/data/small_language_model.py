@@ -89,7 +89,7 @@ def final_loss(
     optimizer = _optimizer(rule, store, compression)
     rounds = LocalRounds(whole, local, last_step=steps) if local is not None else None
     if rounds is not None:
-        rounds.take(store.shards)
+        rounds.attach_shards(store.shards)
     order = torch.Generator().manual_seed(1000 * seed + whole.rank)
     cut = len(data) * 9 // 10
     for step in range(steps):
@@ -103,7 +103,7 @@ def final_loss(
         store.on_applied(())
         if rounds is not None:
             rounds.end_step(step, [float(BATCH)] * whole.size("replicate"))
-        store.publish()
+        store.start_weight_gather()
     store.close()
     places = torch.linspace(cut, len(data) - CONTEXT - 1, _VALIDATED).long()
     with torch.no_grad():

@@ -106,7 +106,7 @@ def job(
                 got = shard.gradient[segment.offset : segment.offset + segment.length]
                 worst = max(worst, float((wanted - got).norm() / max(wanted.norm(), 1e-6 * scale)))
     held = sum(segment.length for shard in store.shards for segment in shard.segments)
-    store.publish()
+    store.start_weight_gather()
     sent = sum(each.num_messages for each in store._collectives.values())
     store.close()
     assert not any(thread.name == "weft-messages" for thread in threading.enumerate())
@@ -153,7 +153,7 @@ def update_job(zero: Literal[0, 1, 2], compute: torch.dtype) -> list[float]:
     )
     for shard in store.shards:
         shard.master.add_(1.0)
-    store.publish()
+    store.start_weight_gather()
     fresh = build(torch.float32)
     return [
         float((mine.detach().float() - (whole.detach() + 1).to(compute).float()).abs().max())

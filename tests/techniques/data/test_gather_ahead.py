@@ -15,7 +15,7 @@ from weft.comm.trace_event import TraceEvent
 from weft.config.plan import MeshPlan
 from weft.techniques.buckets.bucket_state import BucketMember
 from weft.techniques.core import ParameterLayout
-from weft.techniques.data._ahead import needs_of
+from weft.techniques.data._weight_prefetch import needs_of
 from weft.techniques.data.gradient_reducer import BucketReducer
 
 WIDTH, NUM_BLOCKS = 24, 3
@@ -72,7 +72,7 @@ def _step(model: Model, store: BucketReducer, inputs: Tensor) -> Tensor:
         for shard in store.shards:
             assert shard.gradient is not None
             shard.master.sub_(shard.gradient, alpha=0.01)
-    store.publish()
+    store.start_weight_gather()
     return outputs.detach()
 
 

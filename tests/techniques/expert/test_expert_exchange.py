@@ -16,7 +16,7 @@ from weft.comm.mesh import Mesh
 from weft.config.plan import MeshPlan
 from weft.techniques.expert.exchange import RowJourney, find_route
 from weft.techniques.expert.journey import arrive, leave
-from weft.techniques.expert.shares import rows_of_expert, rows_of_rank
+from weft.techniques.expert.row_counts import rows_of_expert, rows_of_rank
 
 WIDTH = 3
 

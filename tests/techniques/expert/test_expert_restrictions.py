@@ -24,7 +24,7 @@ from weft.model.build import build_model
 from weft.model.description import facts_of, profile_of
 from weft.planning.search import recipe_space
 from weft.techniques.check import check_plan, runnability
-from weft.techniques.registry import check_no_loop, unwritten
+from weft.techniques.registry import check_no_loop, unsupported_in_script
 
 SHAPE = DecoderShape(
     num_layers=2, hidden_size=32, num_heads=4, vocabulary_size=32, sequence_length=64, num_experts=6, top_k=2
@@ -90,7 +90,7 @@ def test_what_fits_is_no_longer_only_predictable() -> None:
     assert runnability(plan_of()) == []
     with pytest.raises(PlanError, match="cannot be had in a loop of one's own"):
         check_no_loop(plan_of())
-    assert any("no exchange of tokens" in reason for reason in unwritten(plan_of()))
+    assert any("no exchange of tokens" in reason for reason in unsupported_in_script(plan_of()))
 
 
 def listed(recipe: Recipe, given: Plan | None = None) -> tuple[int, ...]:

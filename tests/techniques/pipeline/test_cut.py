@@ -41,14 +41,14 @@ def test_no_other_cut_is_better(integers: list[int], num_stages: int) -> None:
 def test_a_heavy_head_gets_fewer_blocks() -> None:
     assert choose_cuts([0.0, *[1.0] * 8, 3.0], 8, 2) == (5,)
     assert choose_cuts([], 8, 4) == (2, 4, 6)
-    assert choose_cuts([], 8, 2, given=[7]) == (7,)
+    assert choose_cuts([], 8, 2, cuts=[7]) == (7,)
 
 
 def test_cuts_that_do_not_fit() -> None:
     with pytest.raises(
         PlanError, match=r"cuts = \[4, 2\] does not cut 8 blocks into 3 stages.*would be \[3, 6\]|\[2, 5\]"
     ):
-        choose_cuts([], 8, 3, given=[4, 2])
+        choose_cuts([], 8, 3, cuts=[4, 2])
     with pytest.raises(
         PlanError, match="9 stages, but the model has 8 blocks and every stage needs one. Use at most 8"
     ):

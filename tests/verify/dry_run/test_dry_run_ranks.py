@@ -28,8 +28,8 @@ from weft.model.blueprint import Blueprint
 from weft.model.build import build_model
 from weft.run.engine import create_training
 from weft.verify.dry_run import dry_run_rank, dry_run_world, peers_to_ask, representative_ranks
+from weft.verify.dry_run._collective_recorder import CollectiveRecorder
 from weft.verify.dry_run._dry_run import _state_bytes, example_batch
-from weft.verify.dry_run._witness import Witness
 
 SHAPE = DecoderShape(
     num_layers=4, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_size=24, vocabulary_size=64, sequence_length=9
@@ -83,13 +83,13 @@ def really(name: str) -> tuple[Any, dict[tuple[str, str], tuple[int, int]]]:
     mesh = Mesh(plan.mesh, torch.device("cpu"))
     blueprint = build_model(recipe)
     training = create_training(recipe, plan, blueprint, mesh, Recorder())
-    with Witness(mesh) as witness:
+    with CollectiveRecorder(mesh) as recorder:
         training.stepper(
             [example_batch(blueprint, plan)] * max(plan.microbatch.shares(plan.mesh.data)), step=0, learning_rate=1e-3
         )
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
-    for one in witness.issued:
+    for one in recorder.issued:
         if one.axis in ("tensor", "pipeline") and one.op in ("all_reduce", "all_gather", "send", "receive"):
             counts[one.axis, one.op] += 1
             sizes[one.axis, one.op] += one.size_bytes

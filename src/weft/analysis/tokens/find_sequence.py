@@ -22,7 +22,7 @@ from weft.errors import RecipeError
 from weft.model.blueprint import Blueprint
 from weft.model.examples import token_example
 from weft.model.meta_forward import copy_on_meta
-from weft.techniques.context.shares import tokens_of
+from weft.techniques.context.token_runs import tokens_of
 
 _POSITIONS = "position_ids"
 """Keyword by which forwards take the places of tokens in their samples."""

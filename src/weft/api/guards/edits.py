@@ -339,7 +339,7 @@ class ParameterEdits:
                 " or 3, and leave the model's parameters alone in between."
             )
         if has_copies:
-            self._stores.publish()
+            self._stores.gather_weights()
 
     def _note_edited(self, edited: Sequence[_WatchedParameter]) -> None:
         if self.has_parts:

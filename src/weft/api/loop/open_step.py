@@ -397,7 +397,7 @@ class OpenModel(PreparedModel):
         """The whole model's state, see `Session.weights`."""
         plan = self.plan
         if not (plan.mesh.tensor > 1 or plan.data_parallel.shards_weights):
-            self._parallel.stores.settle()
+            self._parallel.stores.wait_weights()
             return dict(self.model.state_dict())
         with self._calls.call("the gathering of weights", meets=True), self._guard.inside():
             weights = gather_weights(self._training.weights(), all_gather)

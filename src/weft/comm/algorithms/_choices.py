@@ -138,22 +138,22 @@ def _check_name(name: str) -> None:
 
 def _side_by_side(spans: Sequence[SizeRange], rest: str | None) -> tuple[SizeRange, ...]:
     """Spans in order, with what lies between them given to `rest`."""
-    found: list[SizeRange] = []
+    merged: list[SizeRange] = []
     at: int | None = 0
     for span in spans:
         if at is None or span.first_byte < at:
-            before = found[-1].algorithm
+            before = merged[-1].algorithm
             raise CollectiveError(
                 f"gives {format_size(span.first_byte)} and more to both {before} and {span.algorithm}: "
                 "ranges must not overlap."
             )
         if span.first_byte > at:
-            found.append(_filled(rest, at, span.first_byte))
-        found.append(span)
+            merged.append(_filled(rest, at, span.first_byte))
+        merged.append(span)
         at = span.stop_byte
     if at is not None:
-        found.append(_filled(rest, at, None))
-    return tuple(found)
+        merged.append(_filled(rest, at, None))
+    return tuple(merged)
 
 
 def _filled(rest: str | None, first: int, stop: int | None) -> SizeRange:

@@ -56,8 +56,8 @@ def _in_levels(
 def _hierarchical_all_reduce(outer: Method) -> Method:
     def columns_of(task: Task, blocks: Sequence[Runs]) -> list[Sequence[Runs]]:
         count = min(task.arrangement.nodes)
-        each = len(blocks) // count
-        return [blocks[column * each : (column + 1) * each] for column in range(count)]
+        parts = len(blocks) // count
+        return [blocks[column * parts : (column + 1) * parts] for column in range(count)]
 
     return _in_levels(
         hierarchical.all_reduce_seconds,

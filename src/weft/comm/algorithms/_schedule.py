@@ -153,13 +153,13 @@ def chained(blocks: Iterable[Runs]) -> Runs:
 
 
 def _chained(runs: Iterable[Run]) -> Runs:
-    found: list[Run] = []
+    merged: list[Run] = []
     for first, stop in runs:
-        if found and found[-1][1] == first:
-            found[-1] = (found[-1][0], stop)
+        if merged and merged[-1][1] == first:
+            merged[-1] = (merged[-1][0], stop)
         else:
-            found.append((first, stop))
-    return tuple(found)
+            merged.append((first, stop))
+    return tuple(merged)
 
 
 def mirrored(steps: Sequence[Step], phase: str) -> list[Step]:
@@ -193,11 +193,11 @@ def overlaid(first: Sequence[Step], second: Sequence[Step]) -> list[Step]:
 def turned_around(line: Line, blocks: Sequence[Runs]) -> list[Step]:
     """Return the step within one rank's buffer with which in-place all-to-alls end that carry what travels d places in
     slot i + d of the rank at i: the slots i + d and i − d change places.  As many blocks for every rank."""
-    n, i, each = len(line), line.position, len(blocks) // len(line)
+    n, i, parts = len(line), line.position, len(blocks) // len(line)
 
     def slot(distance: int) -> Sequence[Runs]:
-        first = (i + distance) % n * each
-        return blocks[first : first + each]
+        first = (i + distance) % n * parts
+        return blocks[first : first + parts]
 
     turned = [distance for distance in range(1, n) if 2 * distance != n]
     if not turned:

@@ -80,8 +80,10 @@ def predict(
     if len(place.nodes) > 1:
         names += _ACROSS_NODES
     names = [*BUILT_IN, *(name for name in names if name != "hierarchical" or len(place.nodes) > 1)]
-    found = {name: _seconds(name, collective, size_bytes, place, links) for name in names if defines(name, collective)}
-    return found if backend is None else found | {"backend": backend[0] + backend[1] * size_bytes}
+    seconds = {
+        name: _seconds(name, collective, size_bytes, place, links) for name in names if defines(name, collective)
+    }
+    return seconds if backend is None else seconds | {"backend": backend[0] + backend[1] * size_bytes}
 
 
 def shortlist(predicted: Mapping[str, float]) -> list[MethodCandidate]:

@@ -58,7 +58,9 @@ class ChoiceTable:
 
 def decide(candidates: Sequence[MethodCandidate], usual: str) -> str:
     """Return the name of the fastest that was measured, or what is `usual` where nothing is clearly faster."""
-    measured = {each.name: each.measured_seconds for each in candidates if each.measured_seconds is not None}
+    measured = {
+        candidate.name: candidate.measured_seconds for candidate in candidates if candidate.measured_seconds is not None
+    }
     if not measured:
         raise CollectiveError("nothing was measured, so nothing can be chosen. Keep at least one candidate.")
     best = min(measured, key=lambda name: (measured[name], name))
@@ -133,8 +135,8 @@ def _circumstances() -> dict[str, object]:
     }
 
 
-def _folder(given: Path | None) -> Path:
-    return given or cache_folder("collectives")
+def _folder(folder: Path | None) -> Path:
+    return folder or cache_folder("collectives")
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -86,10 +86,10 @@ def all_to_all(line: Line, blocks: Sequence[Runs]) -> list[Step]:
 def _jumps(line: Line, blocks: Sequence[Runs]) -> list[tuple[int, Runs, Runs]]:
     """(jump, blocks from this rank on, blocks from the rank a jump on), with as many blocks as are missing."""
     n, i = len(line), line.position
-    found: list[tuple[int, Runs, Runs]] = []
+    jumps: list[tuple[int, Runs, Runs]] = []
     for level in range(log_steps(n)):
         jump = 1 << level
         count = min(jump, n - jump)
         mine = joined(blocks[(i + k) % n] for k in range(count))
-        found.append((jump, mine, joined(blocks[(i + jump + k) % n] for k in range(count))))
-    return found
+        jumps.append((jump, mine, joined(blocks[(i + jump + k) % n] for k in range(count))))
+    return jumps

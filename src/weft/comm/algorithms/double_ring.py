@@ -70,12 +70,12 @@ def all_to_all(line: Line, blocks: Sequence[Runs]) -> list[Step]:
 
     def moving(step: int, way: int) -> Runs:
         """What has `step` places or more to go, in slot i + d all the way; of what is as far both ways one block."""
-        found: list[Runs] = []
+        passing: list[Runs] = []
         for distance in range(step, n // 2 + 1):
             first = (i + way * distance) % n * 2
             both = blocks[first : first + 2]
-            found += both if 2 * distance < n else both[:1] if way > 0 else both[1:]
-        return chained(found)
+            passing += both if 2 * distance < n else both[:1] if way > 0 else both[1:]
+        return chained(passing)
 
     steps: list[Step] = []
     for step in range(1, n // 2 + 1):

@@ -74,7 +74,7 @@ def _halving(line: Line, blocks: Sequence[Runs]) -> list[Step]:
         middle = first + half
         peer = line.ranks[line.position ^ half]
         low, high = joined(blocks[first:middle]), joined(blocks[middle:stop])
-        kept, given = (low, high) if line.position < middle else (high, low)
-        steps.append(Step("halving", (Send(peer, given),), (Receive(peer, kept, reduce=True),)))
+        kept, sent = (low, high) if line.position < middle else (high, low)
+        steps.append(Step("halving", (Send(peer, sent),), (Receive(peer, kept, reduce=True),)))
         first, stop = (first, middle) if line.position < middle else (middle, stop)
     return steps

@@ -216,15 +216,15 @@ def all_to_all(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], outer
     Inside the node what is for column y goes to its rank there, and lies in the place of its sender: so what is for one
     node lies together, and comes from one.
     """
-    size, each = math.gcd(*nodes), len(blocks) // len(line)
+    size, parts = math.gcd(*nodes), len(blocks) // len(line)
     place = Place(line, (size,) * (len(line) // size))
     within, count = range(size), len(place.nodes)
     whole = _whole(line, blocks)
     by_column = [chained(whole[node * size + column] for node in range(count)) for column in within]
     by_node = [
-        chained(blocks[(node * size + column) * each + part] for column in within)
+        chained(blocks[(node * size + column) * parts + part] for column in within)
         for node in range(count)
-        for part in range(each)
+        for part in range(parts)
     ]
     inside = _named(direct.all_to_all(place.inner(), by_column), _INSIDE)
     return [*inside, *_named(outer(place.outer(), by_node), _ACROSS)]
@@ -250,8 +250,8 @@ def _half_across(place: Place, blocks: Sequence[Runs], outer: Outer) -> list[Ste
     """Reduce-scatter or all-gather: the first blocks of all ranks of a node are one block, and so on."""
     if place.within >= place.columns:
         return []
-    each = len(blocks) // len(place.line)
-    kinds = [_owned(place, blocks[part::each], place.within) for part in range(each)]
+    num_parts = len(blocks) // len(place.line)
+    kinds = [_owned(place, blocks[part::num_parts], place.within) for part in range(num_parts)]
     parts = [joined(kind[node]) for node in range(len(place.nodes)) for kind in kinds]
     return _named(outer(place.outer(), parts), _ACROSS)
 
@@ -266,8 +266,8 @@ def _broadcast_across(place: Place, blocks: Sequence[Runs], root: int, outer: Ou
 
 def _whole(line: Line, blocks: Sequence[Runs]) -> list[Runs]:
     """The region of each rank as one block."""
-    each = len(blocks) // len(line)
-    return [joined(blocks[start : start + each]) for start in range(0, len(blocks), each)]
+    parts = len(blocks) // len(line)
+    return [joined(blocks[start : start + parts]) for start in range(0, len(blocks), parts)]
 
 
 def _home(place: Place, root: int) -> int:

@@ -37,8 +37,8 @@ def _scatter(line: Line, blocks: Sequence[Runs]) -> list[Step]:
     for level in reversed(range(log_steps(n))):
         distance = 1 << level
         if i % (2 * distance) == 0 and i + distance < n:
-            given = joined(blocks[i + distance : min(n, i + 2 * distance)])
-            steps.append(Step("scatter", sends=(Send(line.at(distance), given),)))
+            sent = joined(blocks[i + distance : min(n, i + 2 * distance)])
+            steps.append(Step("scatter", sends=(Send(line.at(distance), sent),)))
         elif i % (2 * distance) == distance:
             taken = joined(blocks[i : min(n, i + distance)])
             steps.append(Step("scatter", receives=(Receive(line.at(-distance), taken),)))

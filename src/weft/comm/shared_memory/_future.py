@@ -55,12 +55,12 @@ def _script() -> Any:
     return torch.jit.CompilationUnit(_SOURCE)
 
 
-def of_tensors(given: Future[Any]) -> Future[Any]:
-    """Return a future of a list of tensors, in C++ too, that is completed when `given` is (30 µs)."""
-    return _script().with_type(given)
+def of_tensors(future: Future[Any]) -> Future[Any]:
+    """Return a future of a list of tensors, in C++ too, that is completed when `future` is (30 µs)."""
+    return _script().with_type(future)
 
 
-def ending(given: Future[Any]) -> Future[Any]:
-    """Return a future that is completed when the function that is the value of `given` has been called, on a thread of
+def ending(future: Future[Any]) -> Future[Any]:
+    """Return a future that is completed when the function that is the value of `future` has been called, on a thread of
     TorchScript that has the state of this one."""
-    return _script().ending(given)
+    return _script().ending(future)

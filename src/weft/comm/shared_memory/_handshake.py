@@ -56,8 +56,8 @@ class Handshake:
                 segment, unreachable = self._segment(library)
                 lacking = unreachable or lacking
             if rank == 0:
-                told = segment.describe() if segment is not None else json.dumps({"reason": lacking})
-                self.rendezvous.say("segment", told)
+                description = segment.describe() if segment is not None else json.dumps({"reason": lacking})
+                self.rendezvous.say("segment", description)
             reasons = self._reasons(lacking)
             if not any(reasons):
                 engine = self._open(library, segment)

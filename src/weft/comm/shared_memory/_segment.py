@@ -80,18 +80,18 @@ def open_segment(description: str) -> SharedSegment:
     Raises:
         Unreachable: the rank is on another host, in another container, or another user's.
     """
-    told: Mapping[str, Any] = json.loads(description)
-    if "reason" in told:
-        raise Unreachable(str(told["reason"]))
-    if not told["boot_id"] or told["boot_id"] != boot_id():
+    fields: Mapping[str, Any] = json.loads(description)
+    if "reason" in fields:
+        raise Unreachable(str(fields["reason"]))
+    if not fields["boot_id"] or fields["boot_id"] != boot_id():
         raise Unreachable(OTHER_HOSTS)
-    path = f"/proc/{int(told['process'])}/fd/{int(told['descriptor'])}"
+    path = f"/proc/{int(fields['process'])}/fd/{int(fields['descriptor'])}"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise Unreachable(f"the memory of rank 0's process cannot be opened ({error.strerror})") from error
     try:
-        num_bytes = int(told["num_bytes"])
+        num_bytes = int(fields["num_bytes"])
         if os.fstat(descriptor).st_size != num_bytes:
             raise Unreachable("rank 0's process is in another container: its descriptor leads to another file here")
         memory = _map(descriptor, num_bytes)
@@ -99,7 +99,7 @@ def open_segment(description: str) -> SharedSegment:
         raise Unreachable(f"the memory of rank 0's process cannot be mapped ({error.strerror})") from error
     finally:
         os.close(descriptor)
-    nonce = bytes.fromhex(told["nonce"])
+    nonce = bytes.fromhex(fields["nonce"])
     if memory[NONCE_AT : NONCE_AT + NONCE_BYTES] != nonce:
         raise Unreachable("rank 0's process is in another container: its descriptor leads to other memory here")
     return SharedSegment(memory, nonce)

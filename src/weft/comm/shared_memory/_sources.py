@@ -22,7 +22,7 @@ no -ffast-math (sums must be those of every other backend)."""
 
 def digest() -> str:
     """Sixteen hexadecimal digits that name the sources and the flags."""
-    found = hashlib.sha256(" ".join(COMPILE_FLAGS).encode())
+    hashed = hashlib.sha256(" ".join(COMPILE_FLAGS).encode())
     for name in (*SOURCES, *HEADERS):
-        found.update(name.encode() + b"\0" + (FOLDER / name).read_bytes())
-    return found.hexdigest()[:16]
+        hashed.update(name.encode() + b"\0" + (FOLDER / name).read_bytes())
+    return hashed.hexdigest()[:16]

@@ -180,7 +180,7 @@ class Engine:
     def submit(self, call: Call, timeout_seconds: float, *, background: bool) -> int:
         """Put a call in the queue and return its number; `background`: begin although nobody waits for it yet."""
         send, receive = self._arrays(call.send), self._arrays(call.receive)
-        given = _CallStruct(
+        struct = _CallStruct(
             call.kind,
             call.dtype,
             call.op,
@@ -191,7 +191,7 @@ class Engine:
             timeout_seconds,
             *(None if array is None else ctypes.addressof(array) for array in (*send, *receive)),
         )
-        return int(self._library.weft_submit(self._alive(), byref(given)))
+        return int(self._library.weft_submit(self._alive(), byref(struct)))
 
     def wait(self, ticket: int, timeout_seconds: float) -> None:
         """Return when the call is done."""
@@ -236,12 +236,12 @@ class Engine:
     def wait_for_message(self, number: int, timeout_seconds: float) -> tuple[int, int]:
         """Wait until a message is done, and forget it; return the position in the group of the rank that sent it, and
         its end by `perf_counter_ns` (0 where another thread had waited for it before)."""
-        told = _DeliveryStruct()
-        if self._library.weft_wait_for_message(self._alive(), number, timeout_seconds, byref(told)):
-            failure = told.failure
-            detail = "" if told.sent_bytes == _NOT_KNOWN else f"sent {told.sent_bytes:,}"
+        delivery = _DeliveryStruct()
+        if self._library.weft_wait_for_message(self._alive(), number, timeout_seconds, byref(delivery)):
+            failure = delivery.failure
+            detail = "" if delivery.sent_bytes == _NOT_KNOWN else f"sent {delivery.sent_bytes:,}"
             raise GroupFailed(Failure(ErrorCode(failure.code), failure.culprit, failure.reporter, detail))
-        return told.source, told.done_ns
+        return delivery.source, delivery.done_ns
 
     def is_message_done(self, number: int) -> bool:
         """Whether a wait would return, or raise, at once."""
@@ -270,12 +270,12 @@ class Engine:
     def _piece_of(self, num_bytes: int) -> Any:
         """An array type whose instances, unlike those of ctypes' own, can be watched by weak references.  A training
         asks for the same few sizes again and again, and types are garbage that only the collector can free."""
-        found = self._piece_types.get(num_bytes)
-        if found is None:
+        piece_type = self._piece_types.get(num_bytes)
+        if piece_type is None:
             if len(self._piece_types) > _MANY_TYPES:
                 self._piece_types.clear()
-            found = self._piece_types[num_bytes] = type("Piece", (c_char * num_bytes,), {})
-        return found
+            piece_type = self._piece_types[num_bytes] = type("Piece", (c_char * num_bytes,), {})
+        return piece_type
 
     def _has_memory(self, segment: SharedSegment, stop: int) -> bool:
         """Whether the arena has memory up to `stop`, which is asked for here: a later write that found none would end

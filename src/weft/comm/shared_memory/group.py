@@ -125,24 +125,24 @@ class SharedMemoryGroup(WatchedGroup):
                 been left.
         """
         try:
-            found = self._allocated(torch.Size(shape), dtype)
+            tensor = self._allocated(torch.Size(shape), dtype)
         except GroupFailed as failed:
             raise explain(failed.failure, None, self.ranks, self.seconds) from None
-        if found is None:
+        if tensor is None:
             raise CollectiveError(
                 f"{torch.Size(shape).numel() * dtype.itemsize:,} bytes do not fit any more into this rank's arena in"
                 f" the shared memory. Free tensors that `allocate` gave, or make this one with torch.empty: it is then"
                 f" staged."
             )
-        return found
+        return tensor
 
     def allocate_if_possible(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
         """As `allocate`, flat; None where there is no such memory, of which the group's first rank warns once."""
         try:
-            found = self._allocated(torch.Size((num_elements,)), dtype)
+            tensor = self._allocated(torch.Size((num_elements,)), dtype)
         except GroupFailed:  # it has been left: a collective will say so
             return None
-        if found is None and self._place == 0 and not self._has_warned:
+        if tensor is None and self._place == 0 and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"Buffers of {num_elements * dtype.itemsize:,} bytes do not fit any more into the shared memory of"
@@ -150,7 +150,7 @@ class SharedMemoryGroup(WatchedGroup):
                 f" slowly. Shard gradients (zero = 2 or 3), or cut the model over more ranks.",
                 stacklevel=2,
             )
-        return found
+        return tensor
 
     def _allocated(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
         count = shape.numel()
@@ -285,18 +285,18 @@ class SharedMemoryGroup(WatchedGroup):
     # ── what only moves ───────────────────────────────────────────────────────────────────────────────────────────────
 
     @_shown
-    def all_gather_regions(self, given: Tensor, parts: Sequence[Tensor]) -> dist.Work:
-        """Fill `parts[rank]` with what rank `rank` gives; sizes may differ from rank to rank, and `given` may be this
+    def all_gather_regions(self, region: Tensor, parts: Sequence[Tensor]) -> dist.Work:
+        """Fill `parts[rank]` with what rank `rank` gives; sizes may differ from rank to rank, and `region` may be this
         rank's part.  Call on every rank; returns at once.  All tensors must be contiguous and of one dtype."""
-        return self._submit("all_gather_regions", parts, [self._gathering(given, parts)], list(parts), None)
+        return self._submit("all_gather_regions", parts, [self._gathering(region, parts)], list(parts), None)
 
-    def _gathering(self, given: Tensor, parts: Sequence[Tensor]) -> _Prepared:
-        flat_given = contiguous(given)[0]
+    def _gathering(self, own: Tensor, parts: Sequence[Tensor]) -> _Prepared:
+        flat_given = contiguous(own)[0]
         flats = [contiguous(part) for part in parts]
         receive = [region(flat) for flat, _ in flats]
         if receive[self._place][1] != flat_given.numel() * flat_given.itemsize:
             raise CollectiveError(
-                f"this rank gives {given.numel():,} elements of {given.dtype} to an all-gather whose output has room"
+                f"this rank gives {own.numel():,} elements of {own.dtype} to an all-gather whose output has room"
                 f" for {receive[self._place][1]:,} bytes of it: they must agree."
             )
         call = Call(Kind.ALL_GATHER, input=flat_given.data_ptr(), receive=receive)
@@ -304,25 +304,25 @@ class SharedMemoryGroup(WatchedGroup):
 
     @_shown
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        (parts,), (given,) = outputs, inputs
-        return self._submit("allgather", outputs, [self._gathering(given, parts)], parts, opts)
+        (parts,), (own,) = outputs, inputs
+        return self._submit("allgather", outputs, [self._gathering(own, parts)], parts, opts)
 
     @_shown
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        calls = [self._gathering(given, [parts[place] for parts in outputs]) for place, given in enumerate(inputs)]
+        calls = [self._gathering(own, [parts[place] for parts in outputs]) for place, own in enumerate(inputs)]
         return self._submit("allgather_coalesced", outputs, calls, [part for parts in outputs for part in parts], opts)
 
     @_shown
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
-        return self._submit("all_gather_single", output, [self._gathering_evenly(output, given)], [output], opts)
+    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
+        return self._submit("all_gather_single", output, [self._gathering_evenly(output, own)], [output], opts)
 
-    def _gathering_evenly(self, output: Tensor, given: Tensor) -> _Prepared:
-        flat_given, (flat, back) = contiguous(given)[0], contiguous(output)
+    def _gathering_evenly(self, output: Tensor, own_part: Tensor) -> _Prepared:
+        flat_given, (flat, back) = contiguous(own_part)[0], contiguous(output)
         at, own = region(flat_given)
-        if own * len(self.ranks) != flat.numel() * flat.itemsize or given.dtype != output.dtype:
+        if own * len(self.ranks) != flat.numel() * flat.itemsize or own_part.dtype != output.dtype:
             raise CollectiveError(
-                f"an all-gather of {given.numel():,} elements of {given.dtype} from each of {len(self.ranks)} ranks"
-                f" needs an output of as many together; this one has {output.numel():,} of {output.dtype}."
+                f"an all-gather of {own_part.numel():,} elements of {own_part.dtype} from each of {len(self.ranks)}"
+                f" ranks needs an output of as many together; this one has {output.numel():,} of {output.dtype}."
             )
         start = flat.data_ptr()
         receive = [(start + rank * own, own) for rank in range(len(self.ranks))]
@@ -330,7 +330,7 @@ class SharedMemoryGroup(WatchedGroup):
 
     @_shown
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        calls = [self._gathering_evenly(output, given) for output, given in zip(outputs, inputs, strict=True)]
+        calls = [self._gathering_evenly(output, own) for output, own in zip(outputs, inputs, strict=True)]
         return self._submit("all_gather_single_coalesced", outputs, calls, outputs, opts)
 
     @_shown
@@ -348,21 +348,21 @@ class SharedMemoryGroup(WatchedGroup):
     def all_to_all_single(
         self,
         output: Tensor,
-        given: Tensor,
+        own: Tensor,
         output_splits: list[int] | None = None,
         input_splits: list[int] | None = None,
         opts: Any = None,
     ) -> dist.Work:
-        (flat, back), flat_given = contiguous(output), contiguous(given)[0]
-        send = self._split(flat_given, given, input_splits or [])
+        (flat, back), flat_given = contiguous(output), contiguous(own)[0]
+        send = self._split(flat_given, own, input_splits or [])
         receive = self._split(flat, output, output_splits or [])
-        if output.dtype != given.dtype or send[self._place][1] != receive[self._place][1]:
+        if output.dtype != own.dtype or send[self._place][1] != receive[self._place][1]:
             raise CollectiveError(
-                f"an all-to-all that gives this rank {send[self._place][1]:,} bytes of {given.dtype} cannot take"
+                f"an all-to-all that gives this rank {send[self._place][1]:,} bytes of {own.dtype} cannot take"
                 f" {receive[self._place][1]:,} of {output.dtype} from it: they must agree."
             )
         call = Call(Kind.ALL_TO_ALL, send=send, receive=receive)
-        return self._submit("all_to_all_single", given, [(call, [flat_given, flat], back)], [output], opts)
+        return self._submit("all_to_all_single", own, [(call, [flat_given, flat], back)], [output], opts)
 
     @_shown
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
@@ -370,9 +370,9 @@ class SharedMemoryGroup(WatchedGroup):
 
     @_shown
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        (given,) = inputs
-        nothing = given.new_empty(0)
-        given_to = [given if rank == opts.rootRank else nothing for rank in range(len(self.ranks))]
+        (own,) = inputs
+        nothing = own.new_empty(0)
+        given_to = [own if rank == opts.rootRank else nothing for rank in range(len(self.ranks))]
         taken = outputs[0] if self._place == opts.rootRank else [nothing] * len(self.ranks)
         return self._submit("gather", inputs, [_exchange(given_to, taken)], taken, opts)
 
@@ -380,9 +380,9 @@ class SharedMemoryGroup(WatchedGroup):
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         (output,) = outputs
         nothing = output.new_empty(0)
-        given = inputs[0] if self._place == opts.rootRank else [nothing] * len(self.ranks)
+        parts = inputs[0] if self._place == opts.rootRank else [nothing] * len(self.ranks)
         taken = [output if rank == opts.rootRank else nothing for rank in range(len(self.ranks))]
-        return self._submit("scatter", outputs, [_exchange(given, taken)], taken, opts)
+        return self._submit("scatter", outputs, [_exchange(parts, taken)], taken, opts)
 
     @_shown
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> dist.Work:
@@ -470,9 +470,9 @@ class SharedMemoryGroup(WatchedGroup):
         return regions
 
 
-def _exchange(given: Sequence[Tensor], taken: Sequence[Tensor]) -> _Prepared:
+def _exchange(sent: Sequence[Tensor], received: Sequence[Tensor]) -> _Prepared:
     """An all-to-all: what each rank gets, and what comes from it."""
-    flats, flats_given = [contiguous(tensor) for tensor in taken], [contiguous(tensor)[0] for tensor in given]
+    flats, flats_given = [contiguous(tensor) for tensor in received], [contiguous(tensor)[0] for tensor in sent]
     call = Call(
         Kind.ALL_TO_ALL,
         send=[region(flat) for flat in flats_given],

@@ -11,7 +11,7 @@ from weft.errors import PlanError, RecipeError
 from weft.model.description import description_of, facts_of
 from weft.model.families import family_of
 from weft.techniques.check import runnability
-from weft.techniques.registry import unwritten
+from weft.techniques.registry import unsupported_in_script
 
 _SPLIT_LAYERS = {
     *("model.embed_tokens", "lm_head"),
@@ -77,8 +77,8 @@ def _hf_refusals(path: str, config: Mapping[str, object]) -> Iterator[str]:
 
 def plan_refusals(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """Yield why a plan that can be run has no plain script."""
-    yield from plan.compute.unwritten()
-    yield from unwritten(plan)
+    yield from plan.compute.unsupported_in_script()
+    yield from unsupported_in_script(plan)
     yield from _order_refusals(plan)
     yield from _model_refusals(recipe, plan)
 

@@ -11,7 +11,7 @@ from weft.interop.systems._contract import Emission, SystemJob
 from weft.interop.systems._facts import SystemFacts, facts_of
 from weft.model.profile import ModelSizes
 from weft.planning.search import Space
-from weft.techniques.registry import elsewhere
+from weft.techniques.registry import unsupported_by_others
 
 LAYERED = "a plain decoder of tokens"
 
@@ -96,7 +96,7 @@ def layout_refusals(job: SystemJob) -> Iterator[str]:
     layout = job.layout
     if layout.tensor_scheme != "1d":
         yield f"tensor scheme {layout.tensor_scheme}: it splits matrices in one dimension"
-    yield from elsewhere(layout)
+    yield from unsupported_by_others(layout)
     if layout.reduced_by != "auto":
         yield f"reductions by {layout.algorithm}: NCCL chooses there"
     if job.global_batch_size != layout.microbatch_size * layout.microbatches * layout.data or job.shares:

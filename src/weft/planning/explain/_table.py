@@ -11,7 +11,7 @@ from weft.formatting import format_number
 from weft.planning.price import TimeTerms
 from weft.planning.search import Candidate, SearchResult
 from weft.techniques.cost_terms import Layout
-from weft.techniques.registry import words as technique_words
+from weft.techniques.registry import describe as describe_techniques
 
 _HEADINGS = (
     "", "pp", "dp", "cp", "tp", "ep", "ZeRO", "micro", "pipeline", "recomputed", "step", "tokens/s/device", "MFU",
@@ -125,7 +125,7 @@ def _row(place: int, candidate: Candidate, first: Candidate) -> tuple[str, ...]:
         str(layout.stage),
         f"{layout.microbatch_size}×{layout.microbatches}",
         layout.schedule_line if layout.pipeline > 1 else "–",
-        ", ".join([layout.recompute_cell, *technique_words(layout)]),
+        ", ".join([layout.recompute_cell, *describe_techniques(layout)]),
         step,
         f"{candidate.tokens_per_second / layout.world_size:,.0f}",
         f"{100 * candidate.model_flops_utilization:.1f} %",

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from weft.formatting import format_number, format_percent, time_unit
 from weft.planning.price import MemoryKinds, Prediction, TimeTerms
 from weft.techniques.cost_terms import Calibration, Framework, Layout
-from weft.techniques.registry import words as technique_words
+from weft.techniques.registry import describe as describe_techniques
 
 _WORDS = {field.name: field.name.replace("_", " ") for field in dataclasses.fields(TimeTerms)} | {
     "memory_bound": "memory-bound",
@@ -77,7 +77,7 @@ def layout_line(layout: Layout) -> str:
     if layout.shards_weights and layout.reduce_every != "auto":
         stage += f" (gradients reduced every {layout.reduce_every})"
     words = [" × ".join(axes) or "1 device", stage, f"microbatch {layout.microbatch_size}"]
-    return ", ".join([*words, layout.recompute_line, *technique_words(layout)])
+    return ", ".join([*words, layout.recompute_line, *describe_techniques(layout)])
 
 
 def format_change(ratio: float) -> str:

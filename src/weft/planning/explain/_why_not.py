@@ -20,7 +20,7 @@ from weft.planning.explain._text import (
 from weft.planning.price import CostModel, Prediction, check_layout
 from weft.planning.search import Acceptance, Candidate, SearchResult, search
 from weft.techniques.cost_terms import Layout
-from weft.techniques.registry import lighter
+from weft.techniques.registry import lighter_settings
 
 _GIBI = 2**30
 _MOST_FIXES = 3
@@ -182,7 +182,7 @@ def _fitting(case: _Question, layout: Layout) -> list[tuple[str, Prediction]]:
 
 def _further(layout: Layout) -> Iterator[tuple[str, str, Layout]]:
     """(setting, text, layout) of changes that save memory."""
-    for text in lighter(layout):
+    for text in lighter_settings(layout):
         yield text.partition("=")[0], text, layout
     for factor in (2, 4):
         yield "tensor", f"tensor={layout.tensor * factor}", layout

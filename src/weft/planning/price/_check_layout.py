@@ -8,7 +8,7 @@ from weft.config.cluster import Cluster
 from weft.config.plan import AXES, EXPERT_LENDERS
 from weft.model.profile import Profile
 from weft.techniques.context.limits import heads_problem, length_problem, mixed_problem
-from weft.techniques.context.shares import exchanging_ranks
+from weft.techniques.context.token_runs import exchanging_ranks
 from weft.techniques.cost_terms import Layout
 from weft.techniques.data.contract import whole_batch_problem
 from weft.techniques.pipeline.schedules import chunk_limits

@@ -37,7 +37,7 @@ def update_of(
     rates = Reductions(layout, device, groups, seconds)
     ends = [rates.reduce(load) + load.scatter - early for load, early in zip(loads, step.slack, strict=True)]
     data = max(0.0, *ends) if len(ends) > 1 else max(0.0, ends[0])
-    data += max(rates.publish(load) + rates.average(load) for load in loads)
+    data += max(rates.gather_seconds(load) + rates.average(load) for load in loads)
     fullest = max(loads, key=lambda load: load.dense + load.experts)
     optimizer, offload = optimizer_seconds(layout, fullest.dense, fullest.experts, device)
     return Update(data, optimizer, offload)

@@ -28,7 +28,7 @@ def pinned(space: Space, plan: Plan) -> Space:
     """
     changes: dict[str, Any] = {}
     for technique in TECHNIQUES:
-        for key, values in technique.leaves(plan).items():
+        for key, values in technique.search_values(plan).items():
             name = searched()[key].knob.space
             changes[name] = tuple(value for value in getattr(space, name) if value in values)
     for key in plan.origins:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from weft.errors import RecipeError
-from weft.techniques.core import CheckpointShard, Shard, checkpoint_shards_of, exchange_masters, present
+from weft.techniques.core import CheckpointShard, Shard, checkpoint_shards_of, exchange_masters, resident_groups
 
 
 class WeightAverage:
@@ -35,7 +35,7 @@ class WeightAverage:
     def update(self) -> None:
         """Take up the masters of a step that was applied (not one that was skipped)."""
         assert not self._swapped, "the masters hold the average now"
-        for here in present(self._shards, states=False, writes=False):
+        for here in resident_groups(self._shards, states=False, writes=False):
             for index in here:
                 self._averages[index].lerp_(self._shards[index].master, 1.0 - self._decay)
 
@@ -54,17 +54,18 @@ class WeightAverage:
         return sum(average.numel() * average.element_size() for average in self._averages)
 
     @contextmanager
-    def swapped(self, publish: Callable[[], None]) -> Generator[None]:
+    def swapped(self, gather_weights: Callable[[], None]) -> Generator[None]:
         """Let the model have the averages inside the block, and its own weights, bit for bit, after it.
 
-        `publish` brings masters into the parameters (the stores' own, collective where they are cut), so enter and
-        leave on every rank.  Masters and averages change places, one shard at a time: there is no third copy.
+        `gather_weights` brings masters into the parameters (the reducers' own, collective where ZeRO cuts
+        them), so enter and leave on every rank.
+        Masters and averages change places, one shard at a time: there is no third copy.
         """
         assert not self._swapped, "the averages are in the model already"
         self._swapped = not self._swapped
         exchange_masters(self._shards, self._averages)
         try:
-            publish()
+            gather_weights()
             yield
         finally:
             # Copies of what lies with the host may be on their way to the device: they would read what comes now.
@@ -72,10 +73,10 @@ class WeightAverage:
                 torch.accelerator.synchronize()
             self._swapped = not self._swapped
             exchange_masters(self._shards, self._averages)
-            publish()
+            gather_weights()
 
     @torch.no_grad()
     def _copy_masters(self) -> None:
-        for here in present(self._shards, states=False, writes=False):
+        for here in resident_groups(self._shards, states=False, writes=False):
             for index in here:
                 self._averages[index].copy_(self._shards[index].master)

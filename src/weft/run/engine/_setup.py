@@ -83,23 +83,23 @@ class TrainingState:
         saved = state.get("loss_scale")
         if self.loss_scale is not None and isinstance(saved, Mapping):
             self.loss_scale.load_state(saved)  # pyright: ignore[reportArgumentType]
-        self.model.stores.settle()  # gathers that are under way read masters that loading has changed
+        self.model.stores.wait_weights()  # gathers that are under way read masters that loading has changed
         for technique in self.model.techniques:
             own = state.get(technique.saved_as)
             technique.load_state(own if isinstance(own, Mapping) else {})
-        self.model.stores.publish()
+        self.model.stores.gather_weights()
 
     @contextmanager
     def evaluated(self) -> Generator[None]:
         """Let the model have the weights that are evaluated: their moving average where there is one, and those that
         replicas agreed on last where they step by themselves.  Enter and leave on every rank."""
-        self.model.stores.settle()  # what is swapped may be on its way
-        publish = self.model.stores.publish
+        self.model.stores.wait_weights()  # what is swapped may be on its way
+        gather_weights = self.model.stores.gather_weights
         with ExitStack() as stack:
             for technique in self.model.techniques:
-                stack.enter_context(technique.evaluated(publish))
+                stack.enter_context(technique.evaluated(gather_weights))
             if self.average is not None:
-                stack.enter_context(self.average.swapped(publish))
+                stack.enter_context(self.average.swapped(gather_weights))
             yield
 
     @property
@@ -109,10 +109,10 @@ class TrainingState:
 
     def finish(self) -> None:
         """Agree on the steps taken: no more come, for now.  Call on every rank."""
-        self.model.stores.settle()
+        self.model.stores.wait_weights()
         changed = [technique.finish() for technique in self.model.techniques]
         if any(changed):
-            self.model.stores.publish()
+            self.model.stores.gather_weights()
 
     def close(self) -> None:
         """End what the training runs in the background; no steps follow.  Call it before process groups end."""

@@ -252,7 +252,7 @@ class Stepper:
         for technique in self._ending:
             with self._recorder.span(technique.span):
                 if technique.end_step(step, agreed.counts if finite else None):
-                    self._stores.publish()
+                    self._stores.gather_weights()
         skipped = not finite or count == 0
         routing = {} if self._routing is None else self._routing.end_step(applied=not skipped)
         self.num_skipped += skipped
@@ -325,9 +325,9 @@ class Stepper:
         # A technique that changes masters at the end of the step must not meet gathers that still read them, so these
         # are carried out now.  Otherwise gathers start here and end in the next forward.
         if any(technique.changes_masters for technique in self._ending):
-            self._stores.publish()
+            self._stores.gather_weights()
         else:
-            self._stores.publish_ahead()
+            self._stores.start_weight_gather()
         if self._average is not None:
             self._average.update()
 

@@ -98,19 +98,19 @@ def _advice(
 ) -> BucketAdvice | None:
     first, others = data.bucket_limits
     seen = [[*step.reductions, *step.gathers] for step in steps]
-    exposed = mean(sum(each.exposed_ns for each in step) for step in seen) / 1e9
+    exposed = mean(sum(event.exposed_ns for event in step) for step in seen) / 1e9
     modelled = sum(flow.exposed(others, first) for flow in flows)
     if exposed < _EXPOSED_SHARE * step_seconds or not exposed / _TRUSTED <= modelled <= exposed * _TRUSTED:
         return None
-    given = first if data.is_first_given else 0
-    best = best_bucket(flows, first=first, low=max(SMALLEST_BUCKET, given))
+    first_given = first if data.is_first_given else 0
+    best = best_bucket(flows, first=first, low=max(SMALLEST_BUCKET, first_given))
     would = sum(flow.exposed(best, first) for flow in flows) * exposed / modelled
     saved = exposed - would
     if saved < _SAVED_SHARE * exposed or saved < _SAVED_SHARE / 10 * step_seconds:
         return None
     return BucketAdvice(
         axis=_AXIS,
-        total_seconds=mean(sum(each.total_ns for each in step) for step in seen) / 1e9,
+        total_seconds=mean(sum(event.total_ns for event in step) for step in seen) / 1e9,
         exposed_seconds=exposed,
         best_bytes=best,
         would_expose_seconds=would,
@@ -119,14 +119,14 @@ def _advice(
 
 def _steps(seen: Sequence[TraceEvent], starts: Sequence[int]) -> list[_Step]:
     """Sort the axis's buckets by the step that launched them; the last step may not have ended, and is left out."""
-    buckets = [each for each in seen if each.axis == _AXIS and each.num_bytes >= _LEAST_BYTES]
-    borders = [bisect_left(buckets, start, key=lambda each: each.launched_ns) for start in starts]
-    found: list[_Step] = []
+    buckets = [event for event in seen if event.axis == _AXIS and event.num_bytes >= _LEAST_BYTES]
+    borders = [bisect_left(buckets, start, key=lambda event: event.launched_ns) for start in starts]
+    steps: list[_Step] = []
     for start, stop in zip(borders, borders[1:], strict=False):
         inside = buckets[start:stop] if start else []  # of the first that are kept there may be a part
-        reductions = [each for each in inside if each.operation in ("all_reduce", "reduce_scatter")]
-        found.append(_Step(reductions, [each for each in inside if each.operation == "all_gather"]))
-    return [step for step in found if step.reductions]
+        reductions = [event for event in inside if event.operation in ("all_reduce", "reduce_scatter")]
+        steps.append(_Step(reductions, [event for event in inside if event.operation == "all_gather"]))
+    return [step for step in steps if step.reductions]
 
 
 def _gaps(starts: Sequence[int]) -> list[float]:
@@ -157,7 +157,7 @@ def _flow(size: float, window: float, line: tuple[float, float], share: float, t
 
 
 def _bytes(seen: Sequence[TraceEvent]) -> int:
-    return sum(each.num_bytes for each in seen)
+    return sum(event.num_bytes for event in seen)
 
 
 def _window_seconds(reductions: Sequence[TraceEvent]) -> float:
@@ -174,13 +174,13 @@ def _line(steps: Iterable[Sequence[TraceEvent]]) -> tuple[float, float] | None:
     alone, behind = list[tuple[int, float]](), list[tuple[int, float]]()
     for seen in steps:
         free = 0
-        for each in seen:
-            if not each.is_done_exact:  # when the network was free again is not known either
+        for event in seen:
+            if not event.is_done_exact:  # when the network was free again is not known either
                 break
-            (alone if each.launched_ns >= free else behind).append(
-                (each.num_bytes, (each.done_ns - max(each.launched_ns, free)) / 1e9)
+            (alone if event.launched_ns >= free else behind).append(
+                (event.num_bytes, (event.done_ns - max(event.launched_ns, free)) / 1e9)
             )
-            free = max(free, each.done_ns)
+            free = max(free, event.done_ns)
     return fit_line(alone) or fit_line([*alone, *behind])
 
 

@@ -104,11 +104,11 @@ class Bucket(FlatLayout):
 
     def segments(self, start: int, stop: int) -> list[Segment]:
         """The members' runs inside [start, stop) of the flat storage."""
-        found: list[Segment] = []
+        segments: list[Segment] = []
         for member, offset in zip(self.members, self.offsets, strict=True):
             first, last = max(start, offset), min(stop, offset + member.shape.numel())
             if first < last:
-                found.append(
+                segments.append(
                     Segment(
                         layout=member.layout,
                         local_shape=member.shape,
@@ -117,16 +117,16 @@ class Bucket(FlatLayout):
                         length=last - first,
                     )
                 )
-        return found
+        return segments
 
     def cut_matrices(self) -> dict[str, int]:
         """Matrices (two dimensions) of which several regions hold rows → their columns."""
-        found: dict[str, int] = {}
+        columns: dict[str, int] = {}
         for member, offset in zip(self.members, self.offsets, strict=True):
             end = offset + member.shape.numel()
             if len(member.shape) == 2 and any(offset < stop < end for _, stop in self.regions):
-                found[member.layout.name] = member.shape[1]
-        return found
+                columns[member.layout.name] = member.shape[1]
+        return columns
 
 
 def compose_buckets(
@@ -179,7 +179,7 @@ def _key(member: BucketMember, compressed: bool) -> BucketKey:
 
 
 @dataclass(slots=True)
-class LiveBucket:
+class BucketState:
     """A bucket with its storages and where it stands in the step."""
 
     bucket: Bucket
@@ -203,10 +203,10 @@ class LiveBucket:
     """ZeRO-0 and 1: the members' gradients, views of `gradients` for good."""
     wait: Wait = nothing_to_wait_for
     launched: bool = False
-    settled: bool = False
-    arrival: Wait | None = None
+    reduced: bool = False
+    gather: Wait | None = None
     """Wait for the gather under way, if there is one."""
-    away: Sequence[Tensor] = ()
+    gathered: Sequence[Tensor] = ()
     """What the members' parameters will be again when it has ended."""
 
     def state_bytes(self, *, only_kept: bool) -> dict[str, int]:
@@ -236,15 +236,15 @@ class LiveBucket:
         elif self.bucket.key.reducing.index:
             self.gradients.zero_()
 
-    def send_away(self) -> None:
+    def drop_parameters(self) -> None:
         """Leave the members' parameters without elements until their weights arrive."""
-        self.away = [member.parameter.data for member in self.bucket.members]
+        self.gathered = [member.parameter.data for member in self.bucket.members]
         nothing = self.weights[:0]
         for member in self.bucket.members:
             member.parameter.data = nothing
 
 
-class HearsOfGradients(Protocol):
+class GradientListener(Protocol):
     """Owner of buckets."""
 
     def on_gradient(self, index: int, position: int, parameter: Tensor) -> None:
@@ -257,7 +257,7 @@ class GradientHook:
     """Tells the store of a gradient.  Weak, because autograd holds hooks where the garbage collector cannot see the
     cycle: a strong one would keep the store, and through it the process groups, alive for ever."""
 
-    store: weakref.ref[HearsOfGradients]
+    store: weakref.ref[GradientListener]
     index: int
     position: int
 

@@ -38,7 +38,7 @@ class Buckets(Technique):
         elif data.algorithm != "measured":
             yield from _unknown(start, plan)
 
-    def unwritten(self, plan: Plan) -> Iterator[str]:
+    def unsupported_in_script(self, plan: Plan) -> Iterator[str]:
         data = plan.data_parallel
         if data.reduces_narrow and plan.compute.precision == "bf16":
             yield 'plan.data_parallel.reduce_precision = "compute": the script sums gradients in fp32. Use "fp32".'

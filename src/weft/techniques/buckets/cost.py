@@ -59,8 +59,8 @@ class Reductions:
         """Seconds per element and step of averaging the replicas at the end of a round: nothing hides it."""
         layout, wire = self._layout, seconds("all_reduce", self._bucket, groups.replicate) / self._bucket
         shards = groups.shard.size if layout.shards_states else 1
-        each = layout.average_seconds(layout.wide_bytes, wire, self._device.memory_bytes_per_second)
-        return each / shards
+        per_byte = layout.average_seconds(layout.wide_bytes, wire, self._device.memory_bytes_per_second)
+        return per_byte / shards
 
     def sizes(self, load: RankLoad) -> tuple[float, float]:
         """Bytes of gradients that a rank has in buckets: dense ones and those of experts."""
@@ -90,7 +90,7 @@ class Reductions:
         slowed = (calibration.overlap_slowdown - 1.0) * hidden
         return times * (exposed + slowed) + last
 
-    def publish(self, load: RankLoad) -> float:
+    def gather_seconds(self, load: RankLoad) -> float:
         """Exposed seconds of gathering the weights that the optimizer shards have renewed."""
         layout, calibration = self._layout, self._device.calibration
         if not layout.gathers_after_step:

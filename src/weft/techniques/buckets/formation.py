@@ -68,13 +68,13 @@ def form_buckets(
     limit = dict.fromkeys((entry.key for entry in entries), limits[0])
     for place in reversed(range(len(entries))):
         key = entries[place].key
-        held = open_buckets.setdefault(key, [])
-        held.append(place)
-        if sum(entries[each].size_bytes for each in held) >= limit[key]:
+        members = open_buckets.setdefault(key, [])
+        members.append(place)
+        if sum(entries[index].size_bytes for index in members) >= limit[key]:
             closed.append((key, open_buckets.pop(key)))
             limit[key] = limits[1]
     closed.extend(open_buckets.items())
-    return [_lay_out(key, held, entries, ranks(key), cuts) for key, held in closed]
+    return [_lay_out(key, members, entries, ranks(key), cuts) for key, members in closed]
 
 
 def _aligned(size: int) -> int:

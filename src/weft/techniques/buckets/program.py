@@ -33,7 +33,8 @@ def buckets_of(share: ModelShare, members: Sequence[HeldParameter]) -> list[Form
     """Return the buckets of `members`, exactly as the engine forms them."""
     data = share.plan.data_parallel
     entries = [
-        BucketEntry(_key(share, held), held.num_elements, held.num_elements * share.master_bytes) for held in members
+        BucketEntry(_key(share, parameter), parameter.num_elements, parameter.num_elements * share.master_bytes)
+        for parameter in members
     ]
 
     def ranks(key: Key) -> int:
@@ -42,10 +43,18 @@ def buckets_of(share: ModelShare, members: Sequence[HeldParameter]) -> list[Form
     return form_buckets(entries, ranks=ranks, cuts=share.recipe.optimizer.cuts, limits=data.bucket_limits)
 
 
-def _key(share: ModelShare, held: HeldParameter) -> Key:
-    is_compressed = share.summing[1] > 1 and is_taken(share, held, held.shape)
-    tie = held.name if held.tie else ""
-    return Key(held.part, held.group, held.counts, held.partial_over, held.is_expert, tie, is_compressed)
+def _key(share: ModelShare, parameter: HeldParameter) -> Key:
+    is_compressed = share.summing[1] > 1 and is_taken(share, parameter, parameter.shape)
+    tie = parameter.name if parameter.tie else ""
+    return Key(
+        parameter.part,
+        parameter.group,
+        parameter.counts,
+        parameter.partial_over,
+        parameter.is_expert,
+        tie,
+        is_compressed,
+    )
 
 
 class Masters(NamedTuple):
@@ -76,8 +85,10 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
     members = masters_of(share).in_buckets
     formed = buckets_of(share, members)
     for number, bucket in enumerate(formed):
-        held = [members[place] for place in bucket.places]
-        yield from _over_data(share, bucket, held, f"bucket {number}: {_names([each.name for each in held])}")
+        inside = [members[place] for place in bucket.places]
+        yield from _over_data(
+            share, bucket, inside, f"bucket {number}: {_names([parameter.name for parameter in inside])}"
+        )
     for bucket in formed:
         yield from _over_model(share, bucket, [members[place].name for place in bucket.places])
     axis, ranks, _ = share.summing
@@ -92,7 +103,9 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
         )
 
 
-def _over_data(share: ModelShare, bucket: Formed[Key], held: Sequence[HeldParameter], name: str) -> Iterator[RankSend]:
+def _over_data(
+    share: ModelShare, bucket: Formed[Key], parameters: Sequence[HeldParameter], name: str
+) -> Iterator[RankSend]:
     """The sum of a bucket's gradients; where ranks share it out, its halves: before and after the optimizer."""
     axis, ranks, _ = share.summing_of(is_expert=bucket.key.is_expert)
     data = share.plan.data_parallel
@@ -102,8 +115,8 @@ def _over_data(share: ModelShare, bucket: Formed[Key], held: Sequence[HeldParame
     rounds = reduction_rounds(share.plan) if data.shards_gradients_alone else 1
     if bucket.key.is_compressed:
         spans = (
-            ParameterSpan(name=each.name, offset=offset, shape=each.shape)
-            for each, offset in zip(held, bucket.offsets, strict=True)
+            ParameterSpan(name=parameter.name, offset=offset, shape=parameter.shape)
+            for parameter, offset in zip(parameters, bucket.offsets, strict=True)
         )
         regions = tuple(bucket.regions) if is_cut else None
         frame = Frame(spans=tuple(spans), num_elements=bucket.num_elements, regions=regions)

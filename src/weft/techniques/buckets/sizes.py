@@ -186,12 +186,12 @@ class _Range(NamedTuple):
 
 def _ranges(low: float, high: float, first: float, size: float) -> list[_Range]:
     two = max(first, size - first)
-    found = [
+    ranges = [
         _Range(low, min(first, high), None, True),
         _Range(max(low, first), min(two, high), first, True),
         _Range(max(low, two), high, first, False),
     ]
-    return [each for each in found if each.low <= each.high]
+    return [span for span in ranges if span.low <= span.high]
 
 
 def _curves(flow: Flow, line: _Line, first: float | None, rests: bool) -> list[_Curve]:
@@ -217,14 +217,14 @@ def _curves(flow: Flow, line: _Line, first: float | None, rests: bool) -> list[_
 def _best_on_lines(flows: Sequence[Flow], lines: Sequence[_Line], sizes: _Range) -> Choice:
     """Return the best size in a range, were every collective its line; of equals the largest."""
     low, high, first, rests = sizes
-    each = [_curves(flow, line, first, rests) for flow, line in zip(flows, lines, strict=True)]
-    found = [root for curves in each for one, two in combinations(curves, 2) for root in (one - two).roots()]
-    for chosen in product(*each):
+    curves_of_flows = [_curves(flow, line, first, rests) for flow, line in zip(flows, lines, strict=True)]
+    roots = [root for curves in curves_of_flows for one, two in combinations(curves, 2) for root in (one - two).roots()]
+    for chosen in product(*curves_of_flows):
         p, q = sum(curve.p for curve in chosen), sum(curve.q for curve in chosen)
         if p > 0.0 and q > 0.0:
-            found.append(math.sqrt(q / p))
-    known = [low, high, *(size for size in found if low < size < high)]
-    costs = [sum(max(p * b + q / b + c for p, q, c in curves) for curves in each) for b in known]
+            roots.append(math.sqrt(q / p))
+    known = [low, high, *(size for size in roots if low < size < high)]
+    costs = [sum(max(p * b + q / b + c for p, q, c in curves) for curves in curves_of_flows) for b in known]
     least = min(costs)
     limit = least + _EQUAL * abs(least)
     return least, max(size for size, cost in zip(known, costs, strict=True) if cost <= limit)
@@ -256,7 +256,7 @@ def best_bucket(
     at = min(max(low, high / 16.0), high)
     for _ in range(_ROUNDS):
         lines = [_Line.near(flow.seconds, at) for flow in flows]
-        at = min(_best_on_lines(flows, lines, each) for each in ranges)[1]
+        at = min(_best_on_lines(flows, lines, span) for span in ranges)[1]
         near = next((size for size in tried if abs(size - at) < _SAME * at), None)
         if near is not None:
             break

@@ -9,7 +9,7 @@ from typing import final
 from weft.config.document import format_value
 from weft.config.plan import Plan
 from weft.techniques.compression.settings import CompressionSettings
-from weft.techniques.contract import Case, Held, Technique
+from weft.techniques.contract import Case, ExtraMemory, Technique
 
 _KEY = "plan.data_parallel.compression"
 
@@ -91,17 +91,17 @@ class Compression(Technique):
             problem = f"is as long as the run of {steps} steps: nothing would be compressed.\nUse {max(1, steps // 5)}."
             raise case.refuse(("data_parallel", "onebit_warmup_steps"), problem)
 
-    def held(self, settings: CompressionSettings) -> Held:
+    def extra_memory(self, settings: CompressionSettings) -> ExtraMemory:
         momentum = _MOMENTUM_BYTES * (settings.frozen_after is not None)
-        return Held(gradient_bytes=_OWED_BYTES * settings.owes + momentum)
+        return ExtraMemory(gradient_bytes=_OWED_BYTES * settings.owes + momentum)
 
-    def words(self, settings: CompressionSettings) -> Iterator[str]:
+    def describe(self, settings: CompressionSettings) -> Iterator[str]:
         if settings.compresses:
             yield f"gradients compressed by {settings.compression}"
 
-    elsewhere = words
+    unsupported_by_others = describe
 
-    def unwritten(self, plan: Plan) -> Iterator[str]:
+    def unsupported_in_script(self, plan: Plan) -> Iterator[str]:
         if plan.data_parallel.compresses:
             yield (f'{_KEY} = "{plan.data_parallel.compression}": the script sums gradients as they are. Use "none".')
 
@@ -109,5 +109,5 @@ class Compression(Technique):
         data = plan.data_parallel
         if not data.compresses:
             return plan, ""
-        told = f"compared without compression: {data.compression} changes gradients, which the recipe permits"
-        return replace(plan, data_parallel=data.uncompressed()), told
+        note = f"compared without compression: {data.compression} changes gradients, which the recipe permits"
+        return replace(plan, data_parallel=data.uncompressed()), note

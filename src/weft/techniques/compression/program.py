@@ -16,11 +16,11 @@ def codec_of(share: ModelShare) -> CodecSpec | None:
     return spec_of(data, share.recipe.run.seed, None) if data.compresses else None
 
 
-def is_taken(share: ModelShare, held: HeldParameter, shape: Shape) -> bool:
+def is_taken(share: ModelShare, parameter: HeldParameter, shape: Shape) -> bool:
     """Whether a parameter whose gradient has this shape is compressed: not where ranks that do not sum it hold copies,
     which would drift apart (`weft.techniques.compression.reduction`)."""
     codec = codec_of(share)
-    is_copied = held.is_tied or (share.plan.mesh.tensor > 1 and not held.is_split)
+    is_copied = parameter.is_tied or (share.plan.mesh.tensor > 1 and not parameter.is_split)
     return codec is not None and not is_copied and codec.takes(shape)
 
 
@@ -51,14 +51,14 @@ def between_replicas(share: ModelShare, members: Sequence[HeldParameter]) -> Ite
     (`weft.techniques.compression.replicas`)."""
     from weft.techniques.zero.cuts import shard_shape  # where weights are cut
 
-    here = [(held, rows) for held in members if (rows := shard_shape(share, held))[0]]
+    here = [(parameter, rows) for parameter in members if (rows := shard_shape(share, parameter))[0]]
     most = max(1, share.plan.data_parallel.bucket_limits[1] // share.gradient_bytes)
     shards, replicas = share.shards, share.plan.mesh.replicate
     for is_compressed in (True, False):
         chosen = [
-            (held, rows)
-            for held, rows in here
-            if is_taken(share, held, (-(-held.shape[0] // shards), *held.shape[1:])) == is_compressed
+            (parameter, rows)
+            for parameter, rows in here
+            if is_taken(share, parameter, (-(-parameter.shape[0] // shards), *parameter.shape[1:])) == is_compressed
         ]
         for places in storages_of([math.prod(rows) for _, rows in chosen], most):
             frame = frame_of([(chosen[place][0].name, chosen[place][1]) for place in places])

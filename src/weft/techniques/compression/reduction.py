@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from weft.comm.mesh import GroupView, Mesh
-from weft.techniques.buckets.bucket_state import Bucket, BucketMember, LiveBucket
+from weft.techniques.buckets.bucket_state import Bucket, BucketMember, BucketState
 from weft.techniques.compression.codecs import CodecSpec, CompressedReduction, Frame, KeptTensor, ParameterSpan
 from weft.techniques.core._layout import ParameterLayout
 from weft.techniques.core._shard import CheckpointShard
@@ -63,14 +63,14 @@ def reduction_shards(
     return stored_shards
 
 
-def residual_shards(buckets: Sequence[LiveBucket]) -> list[CheckpointShard]:
+def residual_shards(buckets: Sequence[BucketState]) -> list[CheckpointShard]:
     """Return what the reductions of buckets must keep."""
-    found: list[CheckpointShard] = []
-    for live in buckets:
-        if live.reduction is not None:
-            layouts = {member.layout.name: member.layout for member in live.bucket.members}
-            found += reduction_shards(live.reduction, layouts, live.bucket.key.reducing)
-    return found
+    stored: list[CheckpointShard] = []
+    for state in buckets:
+        if state.reduction is not None:
+            layouts = {member.layout.name: member.layout for member in state.bucket.members}
+            stored += reduction_shards(state.reduction, layouts, state.bucket.key.reducing)
+    return stored
 
 
 def _residual(kept: KeptTensor, layout: ParameterLayout, view: GroupView, start: int) -> CheckpointShard:

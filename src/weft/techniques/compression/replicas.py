@@ -126,14 +126,14 @@ class ReplicaSums:
 
     def checkpoint_shards(self) -> list[CheckpointShard]:
         """Return what compression must keep over a restart."""
-        found: list[CheckpointShard] = []
+        stored: list[CheckpointShard] = []
         for storage in self._storages:
             if storage.reduction is not None:
                 layouts = {entry.layout.name: entry.layout for entry in storage.entries}
                 starts = {entry.layout.name: entry.shard.segments[0].start for entry in storage.entries}
                 shard = (self._shard.index, self._shard.size)
-                found += reduction_shards(storage.reduction, layouts, self._replicate, starts=starts, shard=shard)
-        return found
+                stored += reduction_shards(storage.reduction, layouts, self._replicate, starts=starts, shard=shard)
+        return stored
 
     def state_bytes(self) -> int:
         """Bytes of storages, residuals and bases on this rank."""

@@ -77,13 +77,15 @@ def _hiding(parameters: Sequence[nn.Parameter], call: Callable[..., Any], *args:
     Dynamo breaks the graph at each such parameter, without a word: with gradients in fp32 a block in bf16 fell into
     graphs of one or two operators, and nothing was fused across them (torch 2.11 and 2.13, 2026-11).
     """
-    held = [(each, each.grad) for each in parameters if each.grad is not None and each.grad.dtype != each.dtype]
-    for parameter, _ in held:
+    hidden = [
+        (weight, weight.grad) for weight in parameters if weight.grad is not None and weight.grad.dtype != weight.dtype
+    ]
+    for parameter, _ in hidden:
         parameter.grad = None
     try:
         return call(*args, **kwargs)
     finally:
-        for parameter, gradient in held:
+        for parameter, gradient in hidden:
             parameter.grad = gradient
 
 

@@ -66,7 +66,7 @@ class ComputePlan:
         """Return the same with ranks that wait so long for one another."""
         return replace(self, collective_timeout_seconds=seconds)
 
-    def unwritten(self) -> Iterator[str]:
+    def unsupported_in_script(self) -> Iterator[str]:
         """Yield why no script of plain torch computes so, with the change to make."""
         if self.precision == "fp16":
             yield 'plan.compute.precision = "fp16": the script scales no losses. Use "bf16" or "fp32".'

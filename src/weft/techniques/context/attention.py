@@ -47,7 +47,7 @@ from weft.techniques.core.unkept import unkept
 from weft.techniques.randomness.keyed_dropout import KeyedDropout
 
 
-class _SharedAttention(torch.autograd.Function):
+class _ContextAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -106,12 +106,12 @@ class _Backward:
         pairs = list(self._who.pairs(source))
         if len(pairs) == 1 and pairs[0].keys == slice(None):
             return self._of_pair(source, pairs[0], keys, values, kv_heads)
-        by_key, by_value = (torch.zeros_like(each, dtype=self._wide) for each in (keys, values))
+        by_key, by_value = (torch.zeros_like(tensor, dtype=self._wide) for tensor in (keys, values))
         for pair in pairs:
             columns = (slice(None), slice(None), pair.keys)
-            found = self._of_pair(source, pair, keys[columns], values[columns], kv_heads)
-            by_key[columns] += found[0]
-            by_value[columns] += found[1]
+            gradients = self._of_pair(source, pair, keys[columns], values[columns], kv_heads)
+            by_key[columns] += gradients[0]
+            by_value[columns] += gradients[1]
         return by_key.to(keys.dtype), by_value.to(values.dtype)
 
     def _of_pair(self, source: int, pair: Pair, keys: Tensor, values: Tensor, kv_heads: slice) -> tuple[Tensor, Tensor]:
@@ -183,7 +183,7 @@ class VisitedAttention:
         if torch.compiler.is_compiling():
             return self._in_graph(query, key, value, tokens, form)
         who = Visibility(tokens, self._view, form, self._together)
-        return _SharedAttention.apply(query, key, value, form.mod.sinks, self._exchange, who)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
+        return _ContextAttention.apply(query, key, value, form.mod.sinks, self._exchange, who)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
 
     def _in_graph(self, query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, form: AttentionForm) -> Tensor:
         """The same as one operator of a compiler's graph (`operators.py`)."""
@@ -227,10 +227,10 @@ class ContextAttentionMode(AttentionTaker):
         if func is attend_call:
             return self._share(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
-            given = multi_head_call(args, kwargs or {})
-            if given is None:
+            call = multi_head_call(args, kwargs or {})
+            if call is None:
                 raise self._refused("attends by nn.MultiheadAttention with need_weights = True, or with keys added")
-            return attend_multi_head(given, self._of_torch)
+            return attend_multi_head(call, self._of_torch)
         if func is Tensor.unflatten and torch.compiler.is_compiling():  # which Dynamo cannot enter by its function
             return args[0].unflatten(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -12,7 +12,7 @@ from typing import final
 
 from weft.config.plan import Plan
 from weft.techniques.context.settings import ContextSettings
-from weft.techniques.contract import Case, Removal, Technique
+from weft.techniques.contract import Ablation, Case, Technique
 
 
 def _without(plan: Plan) -> Plan:
@@ -31,7 +31,7 @@ class Context(Technique):
 
     name = "context parallelism"
     part = ContextSettings
-    removals = (Removal("context ranks", _without, frees_ranks=True),)
+    ablations = (Ablation("context ranks", _without, frees_ranks=True),)
     judged_alone = ("mesh.context",)
 
     def runs(self, plan: Plan) -> bool:
@@ -49,7 +49,7 @@ class Context(Technique):
                 " tensor_parallel.sequence, or memory.recompute, for long samples; or `weft train`."
             )
 
-    def unwritten(self, plan: Plan) -> Iterator[str]:
+    def unsupported_in_script(self, plan: Plan) -> Iterator[str]:
         if plan.mesh.context > 1:
             yield (
                 f"plan.mesh.context = {plan.mesh.context}: torch's own context parallelism does not run on CPUs, and"
@@ -65,7 +65,7 @@ class Context(Technique):
 
     def _check_exchanging(self, case: Case) -> None:
         ranks, settings = case.plan.mesh.context, case.plan.context_parallel
-        among = [each for each in range(2, ranks) if ranks % each == 0]
+        among = [divisor for divisor in range(2, ranks) if ranks % divisor == 0]
         path = ("context_parallel", "ulysses")
         if settings.scheme != "usp":
             if settings.ulysses:

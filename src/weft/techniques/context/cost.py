@@ -6,7 +6,7 @@ Sources: ring attention, Liu et al. 2023 (arXiv 2310.01889); Ulysses, Jacobs et 
 from __future__ import annotations
 
 from weft.model.profile import Operator
-from weft.techniques.context.shares import copies_of, exchanging_ranks
+from weft.techniques.context.token_runs import copies_of, exchanging_ranks
 from weft.techniques.cost_terms import Sender
 
 

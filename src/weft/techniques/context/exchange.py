@@ -23,7 +23,7 @@ from torch import Tensor
 from weft.comm.collectives import all_gather, reduce_scatter_shards
 from weft.comm.device import runs_on_gloo
 from weft.comm.mesh import GroupView
-from weft.techniques.context.shares import Shown
+from weft.techniques.context.token_runs import Shown
 
 Gradients = Callable[[int, Tensor, Tensor, slice], tuple[Tensor, Tensor]]
 """Source, keys and values that it shows of some heads, and which heads of keys these are → what this rank's queries say
@@ -57,7 +57,7 @@ class _Packing:
         if self._shown.window is None:
             return self.pack(key, value)
         places = self._shown.places(index)
-        parts = [torch.cat([each[:, :, start:stop] for start, stop in places], 2) for each in (key, value)]
+        parts = [torch.cat([tensor[:, :, start:stop] for start, stop in places], 2) for tensor in (key, value)]
         return self.pack(*parts)
 
     def pack(self, key: Tensor, value: Tensor) -> Tensor:
@@ -114,14 +114,14 @@ class GatherExchange:
     def gradients(self, key: Tensor, value: Tensor, shown: Shown, compute: Gradients) -> tuple[Tensor, Tensor]:
         """See `KeyExchange`."""
         packing, mine, every_head = _Packing(key, value, shown), self._view.index, slice(0, key.shape[1])
-        found = {
+        gradients = {
             source: compute(source, keys, values, every_head) for source, keys, values in self.visit(key, value, shown)
         }
-        own = found.pop(mine)
-        if not found:
+        own = gradients.pop(mine)
+        if not gradients:
             return own
         nothing = key.new_zeros(packing.longest)
-        others = {source: _filled_up(packing.pack(*said), packing.longest) for source, said in found.items()}
+        others = {source: _filled_up(packing.pack(*said), packing.longest) for source, said in gradients.items()}
         every = torch.stack([others.get(source, nothing) for source in range(self._view.size)])
         return packing.add(own, reduce_scatter_shards(every, self._view, 0)[0], mine)
 
@@ -141,14 +141,14 @@ class RingExchange:
         if not shown.most:
             yield mine, key, value
             return
-        held = packing.pack_shown(key, value, mine)
+        packed = packing.pack_shown(key, value, mine)
         for step in range(self._view.size):
             source = (mine - step) % self._view.size
             is_last = step == self._view.size - 1
-            passing = None if is_last else self._pass_on(held, packing.size(self._before(source)))
-            yield source, *((key, value) if step == 0 else packing.unpack(held, source))
+            passing = None if is_last else self._pass_on(packed, packing.size(self._before(source)))
+            yield source, *((key, value) if step == 0 else packing.unpack(packed, source))
             if passing is not None:
-                held = passing()
+                packed = passing()
 
     def gradients(self, key: Tensor, value: Tensor, shown: Shown, compute: Gradients) -> tuple[Tensor, Tensor]:
         """See `KeyExchange`.
@@ -182,8 +182,8 @@ class RingExchange:
         for both and returns these."""
         view = self._view
         assert view.group is not None, "a ring has two members or more"
-        wire = torch.device("cpu") if runs_on_gloo(flat.device, view.group) else flat.device
-        leaving, buffer = flat.to(wire), flat.new_empty(arriving, device=wire)
+        transport_device = torch.device("cpu") if runs_on_gloo(flat.device, view.group) else flat.device
+        leaving, buffer = flat.to(transport_device), flat.new_empty(arriving, device=transport_device)
         peers = view.ranks[(view.index + 1) % view.size], view.ranks[self._before(view.index)]
         works = _start(leaving, buffer, peers, view.group)
 

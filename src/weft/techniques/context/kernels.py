@@ -49,7 +49,8 @@ class Scoring:
     def of_rows(self, rows: slice) -> Scoring:
         """Return the same for some of the queries."""
         mask, bias = (
-            each if each is None or each.shape[2] == 1 else each[:, :, rows] for each in (self.mask, self.bias)
+            tensor if tensor is None or tensor.shape[2] == 1 else tensor[:, :, rows]
+            for tensor in (self.mask, self.bias)
         )
         return replace(self, mask=mask, bias=bias)
 
@@ -130,10 +131,10 @@ class CudaFlash:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
         assert scoring.mask is None, "the flash kernel takes no mask"
-        found = torch.ops.aten._scaled_dot_product_flash_attention(
+        results = torch.ops.aten._scaled_dot_product_flash_attention(
             *readable(query, key, value), 0.0, scoring.causal, return_debug_mask=False, scale=scoring.scale
         )
-        return found[0], found[1]
+        return results[0], results[1]
 
     def backward(
         self,
@@ -162,11 +163,11 @@ class CudaEfficient:
         """See `Kernel`."""
         groups = query.shape[1] // key.shape[1]
         (query,) = readable(query)
-        found = torch.ops.aten._scaled_dot_product_efficient_attention(
+        results = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1),
             _aligned(scoring.mask, query, key), True, 0.0, scoring.by_kernel, scale=scoring.scale,
         )  # fmt: skip
-        return found[0], found[1][:, :, : query.shape[2]]
+        return results[0], results[1][:, :, : query.shape[2]]
 
     def backward(
         self,
@@ -189,7 +190,8 @@ class CudaEfficient:
             [True, True, True, False], scoring.by_kernel, scale=scoring.scale,
         )  # fmt: skip
         by_key, by_value = (
-            each.unflatten(1, (-1, groups)).sum(2, dtype=torch.float32).to(key.dtype) for each in (by_key, by_value)
+            gradient_part.unflatten(1, (-1, groups)).sum(2, dtype=torch.float32).to(key.dtype)
+            for gradient_part in (by_key, by_value)
         )
         return by_query, by_key, by_value
 
@@ -202,7 +204,9 @@ def readable(*tensors: Tensor) -> tuple[Tensor, ...]:
         starts = [tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1])]
         return tensor.stride(-1) == 1 and not any(start % _ALIGNED_BYTES for start in starts)
 
-    return tuple(each if is_readable(each) else each.clone(memory_format=torch.contiguous_format) for each in tensors)
+    return tuple(
+        source if is_readable(source) else source.clone(memory_format=torch.contiguous_format) for source in tensors
+    )
 
 
 def _added(mask: Tensor | None, query: Tensor) -> Tensor | None:
@@ -217,9 +221,9 @@ def _aligned(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     if mask is None:
         return None
     row = -(-key.shape[2] * query.element_size() // _ALIGNED_BYTES) * _ALIGNED_BYTES // query.element_size()
-    held = query.new_zeros((*mask.shape[:-1], row))[..., : key.shape[2]]
-    held.masked_fill_(~mask.to(query.device), -torch.inf)
-    return held.expand(query.shape[0], query.shape[1], -1, -1)
+    padded = query.new_zeros((*mask.shape[:-1], row))[..., : key.shape[2]]
+    padded.masked_fill_(~mask.to(query.device), -torch.inf)
+    return padded.expand(query.shape[0], query.shape[1], -1, -1)
 
 
 def _by_token(tensor: Tensor) -> Tensor:
@@ -231,6 +235,6 @@ def _in_full_rows(log_sum: Tensor) -> Tensor:
     """L with as many rows as the kernel itself writes: what is beyond the queries, or saw no key, is +∞, which makes
     its probabilities nothing."""
     rows = -(-log_sum.shape[-1] // _LOG_SUM_ROWS) * _LOG_SUM_ROWS
-    held = log_sum.new_full((*log_sum.shape[:-1], rows), torch.inf)
-    held[..., : log_sum.shape[-1]] = log_sum.masked_fill(log_sum == -torch.inf, torch.inf)
-    return held
+    padded = log_sum.new_full((*log_sum.shape[:-1], rows), torch.inf)
+    padded[..., : log_sum.shape[-1]] = log_sum.masked_fill(log_sum == -torch.inf, torch.inf)
+    return padded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.config.recipe import Recipe
-from weft.techniques.context.shares import exchanging_ranks
+from weft.techniques.context.token_runs import exchanging_ranks
 
 _TOKEN_BY_TOKEN = frozenset({"use_dora", "use_rslora"})
 """Settings of low-rank adapters under which they work token by token."""

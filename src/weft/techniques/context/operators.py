@@ -116,14 +116,14 @@ def _shared_attention_backward(
     )
     whole = Partial(output, log_sum)
     made = gradients_of_all(gradient.contiguous(), query, key, value, whole, exchange, who)
-    by_query, by_key, by_value = (each.contiguous() for each in made)
+    by_query, by_key, by_value = (tensor.contiguous() for tensor in made)
     return by_query, by_key, by_value
 
 
 def _like_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    by_query, by_key, by_value = (each.new_empty(each.shape) for each in (query, key, value))
+    by_query, by_key, by_value = (tensor.new_empty(tensor.shape) for tensor in (query, key, value))
     return by_query, by_key, by_value
 
 
@@ -138,13 +138,13 @@ def _backward(ctx: Any, gradient: Tensor, *unused: Tensor | None) -> tuple[Any, 
     return *made, None, None, *(None for _ in ctx.settings)
 
 
-def _exchanged(flat: Tensor, given: Sequence[int], taken: Sequence[int], group: str) -> Tensor:
+def _exchanged(flat: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
     """Send run j of a flat tensor, `given[j]` elements, to member j; return what comes from all, end to end."""
-    return exchange_parts(flat, list(given), list(taken), _view_of(group, range(len(given)), 0))
+    return exchange_parts(flat, list(sent), list(received), _view_of(group, range(len(sent)), 0))
 
 
-def _like_exchanged(flat: Tensor, given: Sequence[int], taken: Sequence[int], group: str) -> Tensor:
-    return flat.new_empty(sum(taken))
+def _like_exchanged(flat: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
+    return flat.new_empty(sum(received))
 
 
 def _note_exchange(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

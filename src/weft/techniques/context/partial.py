@@ -130,8 +130,8 @@ def _masked(scoring: Scoring, query: Tensor, key: Tensor) -> Scoring:
 
 def _chunks(query: Tensor, key: Tensor) -> list[slice]:
     """Runs of queries whose scores may exist at once; at least one, also of no queries."""
-    each = max(1, _CHUNK_SCORES // max(1, query.shape[0] * query.shape[1] * key.shape[2]))
-    return [slice(start, start + each) for start in range(0, max(1, query.shape[2]), each)]
+    rows = max(1, _CHUNK_SCORES // max(1, query.shape[0] * query.shape[1] * key.shape[2]))
+    return [slice(start, start + rows) for start in range(0, max(1, query.shape[2]), rows)]
 
 
 def _widened(values: Tensor) -> Tensor:
@@ -182,15 +182,15 @@ def _backward_plainly(
     for rows in _chunks(query, key):
         scores, slope = _scores(query[:, :, rows], keys, scoring.of_rows(rows))
         probabilities = _probabilities(scores, whole.log_sum[:, :, rows])
-        given = gradient[:, :, rows]
-        weights, by_probability = probabilities, _widened(given) @ _widened(values).transpose(-1, -2)
+        output_gradient = gradient[:, :, rows]
+        weights, by_probability = probabilities, _widened(output_gradient) @ _widened(values).transpose(-1, -2)
         if kept is not None:  # Σ P·D·(dO·V) over the keys is dO·O, as without: the row sums stay what they are
             drop = kept(rows)
             weights, by_probability = probabilities * drop, by_probability * drop
-        by_value += (weights.to(given.dtype).transpose(-1, -2) @ given).to(wide)
+        by_value += (weights.to(output_gradient.dtype).transpose(-1, -2) @ output_gradient).to(wide)
         by_score = probabilities * (by_probability - row_sums[:, :, rows, None]) * scoring.scale
         by_score = (by_score if slope is None else by_score * slope).to(query.dtype)
         by_query[:, :, rows] = by_score @ keys
         by_key += (by_score.transpose(-1, -2) @ query[:, :, rows]).to(wide)
-    by_key, by_value = (each.unflatten(1, (-1, groups)).sum(2).to(key.dtype) for each in (by_key, by_value))
+    by_key, by_value = (tensor.unflatten(1, (-1, groups)).sum(2).to(key.dtype) for tensor in (by_key, by_value))
     return by_query, by_key, by_value

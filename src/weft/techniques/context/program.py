@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from weft.techniques.context.contract import Context
-from weft.techniques.context.shares import BETWEEN, HEADS, Shown, copies_of, exchanging_ranks, tokens_of
+from weft.techniques.context.token_runs import BETWEEN, HEADS, Shown, copies_of, exchanging_ranks, tokens_of
 from weft.techniques.send_trace import ModelShare, ModuleCall, RankSend
 
 
@@ -34,11 +34,11 @@ def _around(share: ModelShare, call: ModuleCall) -> Iterator[RankSend]:
         return
     tensor = share.plan.mesh.tensor
     counts = call.heads // tensor, max(1, call.shape[1] // tensor)
-    each = share.plan.context_parallel.ulysses or exchanging_ranks(ranks, *counts)
-    yield from _swapped(share, call, HEADS, each, ranks // each)
-    some = kv_heads * copies_of(kv_heads, each) // each
-    between = Shown(call.shape[2], ranks // each, _window(call), each)
-    yield from _shown(share, call, BETWEEN, some, between, mine // each)
+    neighbours = share.plan.context_parallel.ulysses or exchanging_ranks(ranks, *counts)
+    yield from _swapped(share, call, HEADS, neighbours, ranks // neighbours)
+    some = kv_heads * copies_of(kv_heads, neighbours) // neighbours
+    between = Shown(call.shape[2], ranks // neighbours, _window(call), neighbours)
+    yield from _shown(share, call, BETWEEN, some, between, mine // neighbours)
 
 
 def _own(share: ModelShare, call: ModuleCall, heads: int) -> int:
@@ -94,8 +94,8 @@ def _swapped(share: ModelShare, call: ModuleCall, axis: str, ranks: int, groups:
     keys *= copies_of(keys, ranks)
     mine = share.coordinates["context"]
     first = mine - mine % ranks
-    held = [tokens_of(length, ranks * groups, first + each) for each in range(ranks)]
-    own, every = held[mine - first], sum(held)
+    tokens = [tokens_of(length, ranks * groups, first + place) for place in range(ranks)]
+    own, every = tokens[mine - first], sum(tokens)
     element = share.of_microbatch(call.shape)[0] * share.compute_bytes
     into = element * (heads * size + keys * (size + call.output[3]))
     back = element * heads * call.output[3]

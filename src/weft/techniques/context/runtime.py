@@ -15,7 +15,7 @@ from weft.config.plan import axis_coordinates
 from weft.errors import PlanError
 from weft.techniques.context.attention import Attend, AttentionModule, VisitedAttention, wrap_attention
 from weft.techniques.context.exchange import GatherExchange, RingExchange
-from weft.techniques.context.shares import BETWEEN, HEADS, exchanging_ranks, runs_of
+from weft.techniques.context.token_runs import BETWEEN, HEADS, exchanging_ranks, runs_of
 from weft.techniques.context.ulysses import HeadExchange
 from weft.techniques.core import ModelPart, StepContext
 from weft.techniques.core.local_tokens import LocalTokens
@@ -35,8 +35,8 @@ class _SequenceShard:
     padding_token: int | None = None
     """See `Blueprint.padding_token`."""
 
-    def take(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LocalTokens]:
-        """See `TokenSharing`: every field of (samples, tokens, …) is cut."""
+    def cut_batch(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LocalTokens]:
+        """See `SequenceShard`: every field of (samples, tokens, …) is cut."""
         length = batch["tokens"].shape[1]
         runs = runs_of(length, self.view.size, self.view.index)
         tokens = LocalTokens(length=length, runs=runs, documents=_documents(batch) if self.isolates else None)
@@ -74,7 +74,7 @@ class ContextRanks(TechniqueRuntime):
         _check_built(self._build)
         attending = self._attending  # found before there are hooks, with which no model can be copied
         shares = _SequenceShard(view, not _OF_DOCUMENTS.isdisjoint(blueprint.inputs.values()), blueprint.padding_token)
-        context.sharing = shares
+        context.sequence_shard = shares
         if blueprint.attending and shares.isolates:
             _make_no_masks(part.module)
         keyword, kind = blueprint.position_input, blueprint.attention
@@ -100,8 +100,8 @@ class ContextRanks(TechniqueRuntime):
 
     @cached_property
     def _attending(self) -> Sequence[str]:
-        if found := self._build.blueprint.attending:
-            return found
+        if names := self._build.blueprint.attending:
+            return names
         from weft.techniques.context.trace import attending_modules  # for models that say it themselves
 
         return attending_modules(self._build.blueprint)
@@ -144,16 +144,16 @@ def _attention_of(build: Build, view: GroupView) -> Attend:
 def _mixed(build: Build, view: GroupView) -> Attend:
     """Heads are exchanged among neighbours, and keys go round between groups of these.  Call on every rank alike."""
     plan, mesh = build.plan, build.mesh
-    each = plan.context_parallel.ulysses
-    if not each:
+    neighbours = plan.context_parallel.ulysses
+    if not neighbours:
         counts = build.blueprint.attention_heads
         assert counts is not None, "the model was checked"
         own, keys = (max(1, number // plan.mesh.tensor) for number in counts)
-        each = exchanging_ranks(view.size, own, keys)
-    groups = [list(range(first, first + each)) for first in range(0, view.size, each)]
+        neighbours = exchanging_ranks(view.size, own, keys)
+    groups = [list(range(first, first + neighbours)) for first in range(0, view.size, neighbours)]
     heads, ring = (_line(mesh, name, parts) for name, parts in ((HEADS, groups), (BETWEEN, _transposed(groups))))
-    between = VisitedAttention(ring, RingExchange(ring), together=each)
-    return HeadExchange(heads, group=view.index // each, groups=len(groups), between=between)
+    between = VisitedAttention(ring, RingExchange(ring), together=neighbours)
+    return HeadExchange(heads, group=view.index // neighbours, groups=len(groups), between=between)
 
 
 def _line(mesh: Mesh, name: str, parts: Sequence[Sequence[int]]) -> GroupView:
@@ -161,12 +161,12 @@ def _line(mesh: Mesh, name: str, parts: Sequence[Sequence[int]]) -> GroupView:
     first time."""
     if name not in mesh.lines:
         group_of = {place: index for index, part in enumerate(parts) for place in part}
-        found: dict[tuple[object, ...], list[int]] = {}
+        partition: dict[tuple[object, ...], list[int]] = {}
         for rank in range(mesh.plan.world_size):
             places = axis_coordinates(mesh.plan, rank)
             beside = tuple(place for axis, place in places.items() if axis not in ("context", "expert"))
-            found.setdefault((beside, group_of[places["context"]]), []).append(rank)
-        mesh.lines[name] = mesh.create_group(list(found.values()), name)
+            partition.setdefault((beside, group_of[places["context"]]), []).append(rank)
+        mesh.lines[name] = mesh.create_group(list(partition.values()), name)
     return mesh.lines[name]
 
 

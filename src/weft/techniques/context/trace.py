@@ -91,9 +91,9 @@ def _watched(blueprint: Blueprint, batch: Mapping[str, Tensor], length: int, *, 
     for name, inner in module.named_modules():
         inner.register_forward_pre_hook(partial(watch.enter, name))
         inner.register_forward_hook(watch.leave)
-    given = {keyword: batch[field] for keyword, field in blueprint.inputs.items() if field == "tokens"}
+    inputs = {keyword: batch[field] for keyword, field in blueprint.inputs.items() if field == "tokens"}
     with watch.calls(), watch.operators(), torch.set_grad_enabled(trains):
-        module(**{keyword: field[:, :length] for keyword, field in given.items()})
+        module(**{keyword: field[:, :length] for keyword, field in inputs.items()})
     return watch
 
 

@@ -22,24 +22,24 @@ from weft.model.derivatives import once
 from weft.techniques.context.attention import Attend, VisitedAttention
 from weft.techniques.context.exchange import GatherExchange
 from weft.techniques.context.form import AttentionForm
-from weft.techniques.context.shares import copies_of, joint_runs, runs_of, tokens_of
+from weft.techniques.context.token_runs import copies_of, joint_runs, runs_of, tokens_of
 from weft.techniques.core.local_tokens import LocalTokens
 
 
-def exchange_parts(flat: Tensor, given: list[int], taken: list[int], view: GroupView) -> Tensor:
+def exchange_parts(flat: Tensor, sent: list[int], received: list[int], view: GroupView) -> Tensor:
     """Send run j of a flat tensor, `given[j]` elements, to member j; return what comes from all, end to end."""
     assert view.group is not None, "a group of one member exchanges nothing"
-    wire = torch.device("cpu") if runs_on_gloo(flat.device, view.group) else flat.device
-    arrived = flat.new_empty(sum(taken), device=wire)
-    dist.all_to_all_single(arrived, flat.contiguous().to(wire), taken, given, group=view.group)
+    transport_device = torch.device("cpu") if runs_on_gloo(flat.device, view.group) else flat.device
+    arrived = flat.new_empty(sum(received), device=transport_device)
+    dist.all_to_all_single(arrived, flat.contiguous().to(transport_device), received, sent, group=view.group)
     return arrived.to(flat.device)
 
 
 class _Swap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, given: list[int], taken: list[int], view: GroupView) -> Tensor:
-        ctx.given, ctx.taken, ctx.view = given, taken, view
-        return exchange_parts(flat, given, taken, view)
+    def forward(ctx: Any, flat: Tensor, sent: list[int], received: list[int], view: GroupView) -> Tensor:
+        ctx.given, ctx.taken, ctx.view = sent, received, view
+        return exchange_parts(flat, sent, received, view)
 
     @staticmethod
     @once("the exchange of heads", "Use plan.mesh.context = 1.")
@@ -47,11 +47,11 @@ class _Swap(torch.autograd.Function):
         return exchange_parts(grads[0], ctx.taken, ctx.given, ctx.view), None, None, None
 
 
-def _swap(flat: Tensor, given: list[int], taken: list[int], view: GroupView) -> Tensor:
+def _swap(flat: Tensor, sent: list[int], received: list[int], view: GroupView) -> Tensor:
     if torch.compiler.is_compiling():
         assert view.group is not None, "a group of one member exchanges nothing"
-        return torch.ops.weft.exchanged(flat, given, taken, str(view.group.group_name))
-    return _Swap.apply(flat, given, taken, view)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
+        return torch.ops.weft.exchanged(flat, sent, received, str(view.group.group_name))
+    return _Swap.apply(flat, sent, received, view)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
 
 
 @final
@@ -135,23 +135,25 @@ class _Whole:
         flat = torch.cat([torch.cat([part[:, to].reshape(-1) for part in parts]) for to in range(ranks)])
         shapes = [(part.shape[0], part.shape[2], part.shape[4]) for part in parts]
         sizes = [math.prod(shape) for shape in shapes]
-        taken = [sum(sizes) * held for held in self._held]
+        taken = [sum(sizes) * tokens for tokens in self._held]
         arrived = _swap(flat, [sum(sizes) * self._mine] * ranks, taken, self._view).split(taken)
-        by_rank = [run.split([size * held for size in sizes]) for run, held in zip(arrived, self._held, strict=True)]
+        by_rank = [
+            run.split([size * tokens for size in sizes]) for run, tokens in zip(arrived, self._held, strict=True)
+        ]
         return [self._in_order([runs[index] for runs in by_rank], shape) for index, shape in enumerate(shapes)]
 
     def of_heads(self, mixed: Tensor) -> Tensor:
         """(samples, heads / ranks, the group's tokens, size) → (samples, heads, own tokens, size)."""
         samples, heads, _, size = mixed.shape
         by_rank = mixed.index_select(2, self._by_rank.to(mixed.device)).split(self._held, 2)
-        each = samples * heads * size
+        token_size = samples * heads * size
         flat = torch.cat([part.reshape(-1) for part in by_rank])
-        taken = [each * self._mine] * self._view.size
-        arrived = _swap(flat, [each * held for held in self._held], taken, self._view).split(taken)
+        taken = [token_size * self._mine] * self._view.size
+        arrived = _swap(flat, [token_size * tokens for tokens in self._held], taken, self._view).split(taken)
         return torch.cat([part.view(samples, heads, self._mine, size) for part in arrived], 1)
 
     def _in_order(self, by_rank: list[Tensor], shape: tuple[int, int, int]) -> Tensor:
         """(samples, heads, the group's tokens, size) in the order of positions; `shape` is that without tokens."""
         samples, heads, size = shape
-        parts = [part.view(samples, heads, held, size) for part, held in zip(by_rank, self._held, strict=True)]
+        parts = [part.view(samples, heads, tokens, size) for part, tokens in zip(by_rank, self._held, strict=True)]
         return torch.cat(parts, 2).index_select(2, self._by_position.to(parts[0].device))

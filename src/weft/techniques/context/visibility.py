@@ -13,7 +13,7 @@ from weft.comm.mesh import GroupView
 from weft.techniques.context.form import AttentionForm
 from weft.techniques.context.kernels import Scoring
 from weft.techniques.context.partial import Kept
-from weft.techniques.context.shares import Runs, Shown
+from weft.techniques.context.token_runs import Runs, Shown
 from weft.techniques.core.local_tokens import LocalTokens
 
 _FEWEST_QUERIES = 256

@@ -32,6 +32,6 @@ from weft.techniques.core._shard import Shard as Shard
 from weft.techniques.core._shard import checkpoint_shards_of as checkpoint_shards_of
 from weft.techniques.core._shard import exchange_masters as exchange_masters
 from weft.techniques.core._shard import first_element as first_element
-from weft.techniques.core._shard import present as present
+from weft.techniques.core._shard import resident_groups as resident_groups
 from weft.techniques.core._sparse_tables import sparse_tables as sparse_tables
 from weft.techniques.core.materialise import materialise as materialise

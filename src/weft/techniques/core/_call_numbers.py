@@ -63,7 +63,7 @@ class CallNumbers:
         """
         around = _checkpoints_around()
         # The innermost that runs again says it; what is within that one runs for the first time.
-        inner = next((place for place, each in enumerate(around) if each.is_again), len(around))
+        inner = next((place for place, checkpoint in enumerate(around) if checkpoint.is_again), len(around))
         if inner < len(around):
             number = self._again(around[inner].own, key)
         elif torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
@@ -71,8 +71,8 @@ class CallNumbers:
         else:
             number = self._called[key]
             self._called[key] += 1
-        for each in around[:inner]:
-            self._within.setdefault(each.own, _Noted()).numbers[key].append(number)
+        for checkpoint in around[:inner]:
+            self._within.setdefault(checkpoint.own, _Noted()).numbers[key].append(number)
         return number
 
     def _again(self, own: Any, key: str) -> int:
@@ -102,23 +102,23 @@ def numbered(key: str, number: int) -> str:
 
 def _checkpoints_around() -> list[_Checkpoint]:
     """The checkpoints that the caller runs in, the innermost first."""
-    found: list[_Checkpoint] = []
+    checkpoints: list[_Checkpoint] = []
     frame: Any = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # what `inspect` and `logging` use
     while frame is not None:
         if frame.f_globals is _GLOBALS and (known := _checkpoint_of(frame)) is not None:
-            found.append(known)
+            checkpoints.append(known)
         frame = frame.f_back
-    return found
+    return checkpoints
 
 
 def _checkpoint_of(frame: Any) -> _Checkpoint | None:
-    name, given = frame.f_code.co_name, frame.f_locals
-    if name == "checkpoint" and "gen" in given:
-        within = given["gen"].gi_frame
+    name, variables = frame.f_code.co_name, frame.f_locals
+    if name == "checkpoint" and "gen" in variables:
+        within = variables["gen"].gi_frame
         own = None if within is None else within.f_locals.get("new_frame")
         return None if own is None else _Checkpoint(own, is_again=False)
     if name == "unpack_hook":
-        return _Checkpoint(given["frame"], is_again=True)
-    if name in ("forward", "backward") and "ctx" in given:  # of torch's older form, `use_reentrant=True`
-        return _Checkpoint(given["ctx"], is_again=name == "backward")
+        return _Checkpoint(variables["frame"], is_again=True)
+    if name in ("forward", "backward") and "ctx" in variables:  # of torch's older form, `use_reentrant=True`
+        return _Checkpoint(variables["ctx"], is_again=name == "backward")
     return None

@@ -13,8 +13,8 @@ from torch import Tensor
 from weft.techniques.core._call_numbers import CallNumbers
 
 if TYPE_CHECKING:
-    from weft.techniques.core.elsewhere import Elsewhere
-    from weft.techniques.core.local_tokens import LocalTokens, TokenSharing
+    from weft.techniques.core.activation_store import ActivationStore
+    from weft.techniques.core.local_tokens import LocalTokens, SequenceShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class MicrobatchState:
 
 
 class BlockPath(Protocol):
-    """The way of a forward through the blocks (`weft.techniques.core.block_paths.Ways`)."""
+    """The way of a forward through the blocks (`weft.techniques.core.block_paths.ForwardPath`)."""
 
     def come_to(self, name: str) -> None:
         """Go on to a block."""
@@ -73,13 +73,13 @@ class StepContext:
     """Whether any module of the model draws under keys."""
     unseen: str = ""
     """Why no trace shows all that the model draws; empty: it does."""
-    sharing: TokenSharing | None = None
+    sequence_shard: SequenceShard | None = None
     """How ranks share out the tokens of a batch; None: each has whole samples."""
     gathers: str = ""
     """The block whose weights the forward in hand gathered last, under ZeRO-3."""
-    ways: BlockPath | None = None
+    block_path: BlockPath | None = None
     """The ways of forwards through blocks, where data ranks must all take the same; None: they need not."""
-    elsewhere: Elsewhere | None = None
+    activation_store: ActivationStore | None = None
     """Where what blocks keep for backward waits; None: it stays on the device."""
 
     ledger: DrawNotes | None = None

@@ -86,8 +86,8 @@ class DrawMode(TorchDispatchMode):
         self._answer = answer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        return self._answer(func, args, given) if is_draw(func, args, given) else func(*args, **given)
+        keywords = kwargs or {}
+        return self._answer(func, args, keywords) if is_draw(func, args, keywords) else func(*args, **keywords)
 
 
 class _OwnTorch(TorchDispatchMode):
@@ -106,9 +106,9 @@ class _OwnTorch(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        result = func(*args, **given)
-        if given.get("generator") is None and is_draw(func, args, given):
+        keywords = kwargs or {}
+        result = func(*args, **keywords)
+        if keywords.get("generator") is None and is_draw(func, args, keywords):
             self.drew |= not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(result))
         return result
 

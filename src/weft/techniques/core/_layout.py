@@ -180,7 +180,9 @@ class ParameterLayout:
 
     def axes_along(self, dim: int) -> frozenset[Axis]:
         """Axes that cut dimension `dim` (from 0)."""
-        return frozenset(a for a, each in self.placements.items() if any(cut.dim == dim for cut in _cuts(each)))
+        return frozenset(
+            a for a, placement in self.placements.items() if any(cut.dim == dim for cut in _cuts(placement))
+        )
 
     def reducing(self, mesh: Mesh) -> GroupView:
         """The ranks that hold the same part and see other samples or tokens: its gradient is summed over them, and

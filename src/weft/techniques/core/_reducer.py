@@ -62,13 +62,13 @@ class GradientReducer(Protocol):
         """What of the reductions themselves must outlive a restart: what compression owes and has learnt."""
         ...
 
-    def publish(self) -> None:
+    def start_weight_gather(self) -> None:
         """Bring the masters back into the parameters: cast, then gather.  Gathers may still be under way when it
         returns: forwards wait for what they read.  Nothing may change the masters until they have ended."""
         ...
 
-    def settle(self) -> None:
-        """Wait until all weights that `publish` gathers are there."""
+    def wait_weights(self) -> None:
+        """Wait until all weights that `start_weight_gather` gathers are there."""
         ...
 
     def release(self) -> None:
@@ -144,19 +144,19 @@ class ReducerSet:
     def checkpoint_shards(self) -> list[CheckpointShard]:
         return [stored for store in self.stores for stored in store.checkpoint_shards()]
 
-    def publish(self) -> None:
+    def gather_weights(self) -> None:
         """Bring the masters back into the parameters, to the end."""
-        self.publish_ahead()
-        self.settle()
+        self.start_weight_gather()
+        self.wait_weights()
 
-    def publish_ahead(self) -> None:
-        """Begin to: the next forwards wait for what they read, and `settle` for all."""
+    def start_weight_gather(self) -> None:
+        """Begin to: the next forwards wait for what they read, and `wait_weights` for all."""
         for store in self.stores:
-            store.publish()
+            store.start_weight_gather()
 
-    def settle(self) -> None:
+    def wait_weights(self) -> None:
         for store in self.stores:
-            store.settle()
+            store.wait_weights()
 
     def release(self) -> None:
         for store in self.stores:

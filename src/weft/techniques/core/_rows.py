@@ -23,8 +23,8 @@ class SparseRows:
     def from_gradient(cls, gradient: Tensor) -> Self:
         """Take the rows of a sparse COO gradient (rows, width), adding up rows that it names twice."""
         assert gradient.is_sparse, "the gradient of a sparse embedding"
-        held = gradient.coalesce()
-        return cls(indices=held.indices()[0], values=held.values())
+        coalesced = gradient.coalesce()
+        return cls(indices=coalesced.indices()[0], values=coalesced.values())
 
     @classmethod
     def none(cls, table: Tensor, dtype: torch.dtype) -> Self:

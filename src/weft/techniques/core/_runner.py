@@ -46,7 +46,7 @@ class LossTotals:
         """Return sum and count, (2,), as this rank adds them to a sum over the world: nothing where another rank brings
         the same."""
         both = torch.stack([self.sum, self.count])
-        return both if mesh.alike.index == 0 else torch.zeros_like(both)
+        return both if mesh.loss_replicas.index == 0 else torch.zeros_like(both)
 
     def add(self, loss_sum: Tensor, count: Tensor) -> None:
         self.sum += loss_sum.detach()
@@ -101,12 +101,12 @@ class Runner(Protocol):
 
 def microbatch_state(batch: Batch, seed: int, step: int, tokens: LocalTokens | None = None) -> MicrobatchState:
     """The keys of randomness of one microbatch (on the device already), of whose samples this rank has `tokens`."""
-    found = batch.get("tokens")
+    field = batch.get("tokens")
     return MicrobatchState(
         seed=seed,
         step=step,
         sample_ids=batch["sample_ids"],
-        sequence_length=None if found is None or found.ndim < 2 else found.shape[1],
+        sequence_length=None if field is None or field.ndim < 2 else field.shape[1],
         tokens=tokens,
     )
 
@@ -116,8 +116,8 @@ def take_microbatch(
 ) -> tuple[Batch, MicrobatchState]:
     """Return what this rank computes of a microbatch, on the device, and its keys."""
     moved, tokens = move_batch(batch, device), None
-    if context.sharing is not None:
-        moved, tokens = context.sharing.take(moved)
+    if context.sequence_shard is not None:
+        moved, tokens = context.sequence_shard.cut_batch(moved)
     return moved, microbatch_state(moved, seed, step, tokens)
 
 
@@ -133,14 +133,14 @@ def move_batch(batch: Batch, device: torch.device) -> Batch:
 def model_inputs(blueprint: Blueprint, batch: Batch, dtype: torch.dtype | None) -> dict[str, Any]:
     """Keywords of the model's forward; fields that the batch lacks are left out, and where `blueprint.casts_inputs`,
     floating ones are cast to `dtype`."""
-    found = blueprint.keywords(batch)
+    keywords = blueprint.keywords(batch)
     if dtype is None or not blueprint.casts_inputs:
-        return found
+        return keywords
 
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    return {keyword: tree_map(cast, value) for keyword, value in found.items()}
+    return {keyword: tree_map(cast, value) for keyword, value in keywords.items()}
 
 
 def compute_dtype_of(module: nn.Module) -> torch.dtype | None:

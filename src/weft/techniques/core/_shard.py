@@ -65,7 +65,7 @@ class Keeper(Protocol):
 class Shard:
     """A flat tensor that this rank updates: fp32 masters under bf16 and fp16, else the parameters themselves.
 
-    Read and write masters and states within `present`: between two steps they may be away.
+    Read and write masters and states within `resident_groups`: between two steps they may be away.
     """
 
     master: Tensor
@@ -117,13 +117,13 @@ class Shard:
         if self.keeper is not None:
             self.keeper.rest()
 
-    def publish(self) -> None:
+    def write_weights(self) -> None:
         """Cast the master to the weights.  One that is away has done so when it left."""
         if self.weights is not None and self.master.numel() == self.size:
             self.weights.copy_(self.master)
 
     def take_over(self) -> None:
-        """Take over what somebody has written into the weights since `publish`.  The others keep their digits."""
+        """Take over what somebody has written into the weights since `write_weights`.  The others keep their digits."""
         if self.weights is not None and self.master.numel() == self.size:
             changed = self.weights != self.master.to(self.weights.dtype)
             self.master.copy_(torch.where(changed, self.weights.to(self.master.dtype), self.master))
@@ -183,8 +183,8 @@ class CheckpointShard:
 def checkpoint_shards_of(prefix: str, shards: Sequence[Shard], states: Sequence[Tensor]) -> Iterator[CheckpointShard]:
     """Yield the checkpoint shards `<prefix>/<parameter>` of states (or averages) that are laid out element by element
     as the masters are."""
-    for shard, held in zip(shards, states, strict=True):
-        state = shard.at_rest(held)
+    for shard, values in zip(shards, states, strict=True):
+        state = shard.at_rest(values)
         for segment in shard.segments:
             yield CheckpointShard(
                 name=f"{prefix}/{segment.layout.name}",
@@ -197,7 +197,7 @@ def checkpoint_shards_of(prefix: str, shards: Sequence[Shard], states: Sequence[
             )
 
 
-def present(shards: Sequence[Shard], *, states: bool = True, writes: bool = True) -> Iterator[Sequence[int]]:
+def resident_groups(shards: Sequence[Shard], *, states: bool = True, writes: bool = True) -> Iterator[Sequence[int]]:
     """Yield the indices of all shards in groups: a group's masters, and their states if `states`, are there until the
     next is asked for.  One group where nothing is kept elsewhere.
 
@@ -216,8 +216,8 @@ def present(shards: Sequence[Shard], *, states: bool = True, writes: bool = True
 @torch.no_grad()
 def exchange_masters(shards: Sequence[Shard], others: Sequence[Tensor]) -> None:
     """Let masters and others change places, one shard at a time: there is no third copy."""
-    for here in present(shards, states=False):
+    for here in resident_groups(shards, states=False):
         for index in here:
-            held = shards[index].master.clone()
+            master = shards[index].master.clone()
             shards[index].master.copy_(others[index])
-            others[index].copy_(held)
+            others[index].copy_(master)

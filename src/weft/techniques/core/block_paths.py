@@ -25,7 +25,7 @@ from weft.comm.mesh import GroupView, Mesh
 from weft.comm.untraced import untraced
 from weft.errors import CollectiveError
 from weft.techniques.core._context import StepContext
-from weft.techniques.core.unequal_gathers import ways_differ
+from weft.techniques.core.unequal_gathers import paths_differ
 
 _ROOT = "what stands before its blocks"
 _END = "the end of its forward"
@@ -46,9 +46,9 @@ def note_gathers(context: StepContext, root: nn.Module, blocks: Sequence[str], m
     units = {name: block for name, block in own.items() if any(True for _ in block.parameters())}
     view = mesh["data"]
     if view.group is not None and not hold and dist.get_backend(view.group) != "fake":
-        ways = context.ways = Ways([*units], view)
-        root.register_forward_pre_hook(ways.begin, prepend=True)
-        root.register_forward_hook(ways.end)
+        path = context.block_path = ForwardPath([*units], view)
+        root.register_forward_pre_hook(path.begin, prepend=True)
+        root.register_forward_hook(path.end)
     root.register_forward_pre_hook(_Note(context, _ROOT), prepend=True)
     for name, unit in units.items():
         unit.register_forward_pre_hook(_Note(context, name), prepend=True)
@@ -64,12 +64,12 @@ class _Note:
 
     def __call__(self, unit: nn.Module, args: Any) -> None:
         self.context.gathers = self.name
-        if self.context.ways is not None and self.name != _ROOT:
-            self.context.ways.come_to(self.name)
+        if self.context.block_path is not None and self.name != _ROOT:
+            self.context.block_path.come_to(self.name)
 
 
 @untraced
-class Ways:
+class ForwardPath:
     """The ways of this rank's forwards, through blocks by name.  Create it on every data rank of `view` alike."""
 
     def __init__(self, blocks: Sequence[str], view: GroupView) -> None:
@@ -109,7 +109,7 @@ class Ways:
         settled, forward, place = self._place[0], self._place[1], len(self._now)
         self._now.append(name)
         if self._expected[place : place + 1] != [name]:
-            self._settle(settled, forward, place, name)
+            self._agree(settled, forward, place, name)
             settled += 1
             ahead = (way for way in reversed(self._known) if way[: place + 1] == self._now)
             self._expected = next(ahead, [*self._now])
@@ -121,7 +121,7 @@ class Ways:
         self._inside = False
         self._known = [*(way for way in self._known if way != self._now), self._now][-_KNOWN:]
 
-    def _settle(self, settled: int, forward: int, place: int, name: str) -> None:
+    def _agree(self, settled: int, forward: int, place: int, name: str) -> None:
         """Return when all ranks have come to the same block at this place."""
         self._store.set(f"{settled}/{self._rank}", json.dumps([forward, place, name]))
         deadline, pause = time.monotonic() + self._timeout_seconds, _SHORTEST_SECONDS
@@ -132,7 +132,7 @@ class Ways:
                 if other == [forward, place, name]:
                     waiting.remove(rank)
                 elif other:
-                    raise ways_differ(
+                    raise paths_differ(
                         f"the forward of rank {self._rank} came to {name}, that of rank {rank} to {other[-1]}"
                     )
             if waiting and time.monotonic() > deadline:
@@ -154,10 +154,10 @@ class Ways:
         return [forward, place, self._expected[place]] if stayed else []
 
 
-def _say_where(ways: weakref.ref[Ways], store: dist.Store, key: str, is_over: threading.Event) -> None:
+def _say_where(path: weakref.ref[ForwardPath], store: dist.Store, key: str, is_over: threading.Event) -> None:
     """Publish where a rank stands, when it has not moved between two looks."""
     before = said = None
-    while not is_over.wait(_LOOK_SECONDS) and (alive := ways()) is not None:
+    while not is_over.wait(_LOOK_SECONDS) and (alive := path()) is not None:
         place = alive._place  # pyright: ignore[reportPrivateUsage]
         del alive
         if place == before != said:

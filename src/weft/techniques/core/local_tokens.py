@@ -32,13 +32,13 @@ class LocalTokens:
 
     def within(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the positions, as runs, of this rank's own tokens from `start` to `stop`."""
-        found: list[tuple[int, int]] = []
+        runs: list[tuple[int, int]] = []
         for first, last in self.runs:
             low, high = max(start, 0), min(stop, last - first)
             if low < high:
-                found.append((first + low, first + high))
+                runs.append((first + low, first + high))
             start, stop = start - (last - first), stop - (last - first)
-        return found
+        return runs
 
     def rows_of(self, x: Tensor, samples: int, own: tuple[int, int], key: str) -> list[tuple[int, int]]:
         """Return, as runs, which rows of the whole samples an activation has, whose last dim is that of features.
@@ -50,7 +50,7 @@ class LocalTokens:
             PlanError: dim 1 is not that of the tokens.
         """
         tokens = own[1] - own[0]
-        each, left = divmod(x.numel() // max(samples * x.shape[-1], 1), max(tokens, 1))
+        row_size, left = divmod(x.numel() // max(samples * x.shape[-1], 1), max(tokens, 1))
         is_flat = x.dim() == 2 and x.shape[0] == samples * tokens
         if left or not (is_flat or (x.dim() > 2 and x.shape[1] == tokens)):
             raise PlanError(
@@ -58,12 +58,12 @@ class LocalTokens:
                 " rank has of each sample, so that plans would drop different ones. Set this dropout to 0, or use"
                 " plan.mesh.context = 1."
             )
-        return [(each * first, each * last) for first, last in self.within(*own)]
+        return [(row_size * first, row_size * last) for first, last in self.within(*own)]
 
 
-class TokenSharing(Protocol):
+class SequenceShard(Protocol):
     """How ranks share out the tokens of a batch."""
 
-    def take(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LocalTokens | None]:
+    def cut_batch(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LocalTokens | None]:
         """Return the fields of this rank's tokens, and which they are; None: whole samples, of which it has some."""
         ...

@@ -132,11 +132,11 @@ class _FreshTensors:
 
     def _dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         old, known = self.unplaced[name], self.layout_of(name).name
-        wanted = self._frozen_dtype if isinstance(old, nn.Parameter) and not old.requires_grad else self._dtype
-        if wanted not in NARROW and self._main is not None:
-            return dtype_beside(dtype, self._main, wanted)
-        keeps = wanted in NARROW and any(fnmatchcase(known, pattern) for pattern in self._keep)
-        return dtype if keeps or not dtype.is_floating_point else wanted
+        target = self._frozen_dtype if isinstance(old, nn.Parameter) and not old.requires_grad else self._dtype
+        if target not in NARROW and self._main is not None:
+            return dtype_beside(dtype, self._main, target)
+        keeps = target in NARROW and any(fnmatchcase(known, pattern) for pattern in self._keep)
+        return dtype if keeps or not dtype.is_floating_point else target
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

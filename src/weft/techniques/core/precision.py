@@ -49,9 +49,9 @@ def main_dtype(module: nn.Module) -> torch.dtype:
     return torch.get_default_dtype()
 
 
-def dtype_beside(dtype: torch.dtype, main: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-    """Return what becomes of a dtype where a model given in `main` is to be in `wanted`, fp32 or fp64: what was in
+def dtype_beside(dtype: torch.dtype, main: torch.dtype, compute: torch.dtype) -> torch.dtype:
+    """Return what becomes of a dtype where a model given in `main` is to be in `compute`, fp32 or fp64: what was in
     another dtype than the rest was so for a reason, and stays."""
     if real_of(dtype) != main:
         return dtype
-    return wanted.to_complex() if dtype.is_complex else wanted
+    return compute.to_complex() if dtype.is_complex else compute

@@ -88,7 +88,7 @@ class RouterWatch:
     def _summed(self) -> Tensor:
         """(routers, experts + 1): choices of each expert, and entropies, of the whole batch."""
         sums = torch.zeros(len(self._rows), self._table.num_experts + 1, dtype=torch.float64, device=self._mesh.device)
-        if self._mesh.alike.index == 0:
+        if self._mesh.loss_replicas.index == 0:
             for (name, _), (_, noted) in self._seen.items():
                 sums[self._rows[name]] += noted
         self._seen.clear()
@@ -106,11 +106,11 @@ class RouterWatch:
             bias += (self._table.balance_rate * (counts.mean() - counts).sign()).to(bias.dtype)
 
     def _reports(self, sums: Tensor) -> dict[str, RouterReport]:
-        found: dict[str, RouterReport] = {}
+        reports: dict[str, RouterReport] = {}
         for name, row in self._rows.items():
             *counts, entropy = sums[row].tolist()
             choices = sum(counts)
             if choices:
                 load = [count / choices for count in counts]
-                found[name] = RouterReport(load, entropy * self._table.top_k / choices)
-        return found
+                reports[name] = RouterReport(load, entropy * self._table.top_k / choices)
+        return reports

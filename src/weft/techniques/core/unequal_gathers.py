@@ -9,7 +9,7 @@ from weft.errors import CollectiveError, PlanError
 from weft.techniques.core._context import StepContext
 
 
-def ways_differ(where: str) -> PlanError:
+def paths_differ(where: str) -> PlanError:
     """The error of data ranks that did not go the same way; `where` says what is known of it."""
     return PlanError(
         "data ranks did not run the same blocks in this step, and under ZeRO-3 all of them together gather each"
@@ -30,4 +30,4 @@ def gathering_alike(context: StepContext) -> Generator[None]:
     except CollectiveError as error:
         if not context.gathers or "does not fit" not in str(error):
             raise
-        raise ways_differ(f"this rank's forward came to {context.gathers} last") from error
+        raise paths_differ(f"this rank's forward came to {context.gathers} last") from error

@@ -269,9 +269,9 @@ class Device:
             return 0.0, 0.0
         heads, half = max(1.0, operator.heads / share.tensor), 0.5 if operator.causal else 1.0
         scores = share.tokens * heads * min(share.sequence, operator.window or share.sequence) * half
-        each = scores * share.element_bytes / 2 / self.memory_bytes_per_second
+        pass_seconds = scores * share.element_bytes / 2 / self.memory_bytes_per_second
         sizes = _SCORE_PASSES[False]
-        return each * (sizes[0] + 4.0), each * (sizes[1] + 8.0)
+        return pass_seconds * (sizes[0] + 4.0), pass_seconds * (sizes[1] + 8.0)
 
     def _measured_attention(
         self, operator: Operator, share: Share, heads: float, keys: float, ideal: float

@@ -37,13 +37,13 @@ class Speeds:
             return None
         cores = devices.count
         ranks = cores if devices.kind != "cpu" else max(1, round(cores / threads))
-        wanted = threads if devices.kind == "cpu" else 1.0
+        num_threads = threads if devices.kind == "cpu" else 1.0
 
         def distance(setting: tuple[int, int]) -> float:
-            return abs(math.log2(setting[0] / ranks)) + abs(math.log2(_share(setting, cores) / wanted))
+            return abs(math.log2(setting[0] / ranks)) + abs(math.log2(_share(setting, cores) / num_threads))
 
         nearest = min(measured.settings, key=distance)
-        scale = _share(nearest, cores) / wanted if devices.kind == "cpu" else 1.0
+        scale = _share(nearest, cores) / num_threads if devices.kind == "cpu" else 1.0
         return cls(
             tuple(row for row in measured.matrix if (row.ranks, row.threads) == nearest),
             tuple(row for row in measured.attention if (row.ranks, row.threads) == nearest),

@@ -153,10 +153,10 @@ class Network:
         """Return where the groups of every axis lie."""
         sizes = (layout.pipeline, layout.replicate, layout.shard, layout.context, layout.tensor, layout.expert)
         key = (layout.order, *sizes, layout.cuts_experts)
-        found = self._groups.get(key)
-        if found is None:
-            found = self._groups[key] = self._place_all(layout)
-        return found
+        groups = self._groups.get(key)
+        if groups is None:
+            groups = self._groups[key] = self._place_all(layout)
+        return groups
 
     def group(self, layout: Layout, *axes: Axis) -> AxisGroup:
         """Return where the groups over the product of `axes` lie; expert stands for what it borrows."""
@@ -212,10 +212,10 @@ class Network:
             size = math.prod(size for size, _ in lattice)
             spans = [(size, 1)]
             for level in levels[:-1]:
-                found = _even_span([(n, stride * spacing) for n, stride in lattice], level.slots) if regular else None
-                if found is None and regular and spacing == 1 and len(lattice) == 1:
-                    found = _uneven_span(*lattice[0], world, level.slots)
-                spans.append(found or self._examine(lattice, world, spacing, level.slots))
+                span = _even_span([(n, stride * spacing) for n, stride in lattice], level.slots) if regular else None
+                if span is None and regular and spacing == 1 and len(lattice) == 1:
+                    span = _uneven_span(*lattice[0], world, level.slots)
+                spans.append(span or self._examine(lattice, world, spacing, level.slots))
             spans.append((1, size))  # the last level joins all
             self._placed[key] = self._group_of(size, _legs(levels, spans, lattice, spacing), max(1, world // size))
         return self._placed[key]
@@ -297,14 +297,14 @@ class Network:
 
 def _axes(layout: Layout) -> list[tuple[Axis, int, int]]:
     """Axes with size and stride, innermost first."""
-    found: list[tuple[Axis, int, int]] = []
+    axes: list[tuple[Axis, int, int]] = []
     stride = 1
     for axis in reversed(layout.order):
         if axis != "expert":
             size = int(getattr(layout, axis))
-            found.append((axis, size, stride))
+            axes.append((axis, size, stride))
             stride *= size
-    return found
+    return axes
 
 
 def _borrowed(
@@ -325,15 +325,15 @@ def _borrowed(
         lenders = ["tensor", *lenders]
     elif not layout.cuts_experts:
         left.append(sizes["tensor"])
-    wanted = layout.expert
+    remaining = layout.expert
     taken: list[tuple[int, int]] = []
     for axis in lenders:
         size, stride = sizes[axis]
-        part = math.gcd(size, wanted)
+        part = math.gcd(size, remaining)
         taken.append((part, stride))
         left.append((size // part, stride * part))
-        wanted //= part
-    assert wanted == 1, f"expert = {layout.expert} does not divide the ranks that it borrows"
+        remaining //= part
+    assert remaining == 1, f"expert = {layout.expert} does not divide the ranks that it borrows"
     return sorted(taken, key=itemgetter(1)), sorted(left, key=itemgetter(1))
 
 

@@ -84,23 +84,23 @@ class AuxiliaryRunner(SequentialRunner):
 
     def _forward(self, batch: Batch, state: MicrobatchState) -> _Forward:
         """One forward gives both, so that terms see what the loss sees."""
-        found: dict[str, tuple[Tensor, Tensor]] = {}
+        sums: dict[str, tuple[Tensor, Tensor]] = {}
 
         def both(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-            found.update({name: term.sums(outputs, batch) for name, term in self._terms.items()})
+            sums.update({name: term.sums(outputs, batch) for name, term in self._terms.items()})
             return self._blueprint.loss(outputs, batch)
 
         loss_sum, count = self._loss(batch, state, both)
-        return loss_sum, count, found
+        return loss_sum, count, sums
 
     @torch.no_grad()
     def _rehearsed(self, moved: Sequence[Batch], states: Sequence[MicrobatchState]) -> list[_Forward]:
         """Forwards of all microbatches without backwards; what they change in buffers is put back."""
         buffers = [(buffer, buffer.clone()) for buffer in self._part.module.buffers()]
-        found = [self._forward(batch, state) for batch, state in zip(moved, states, strict=True)]
+        sums = [self._forward(batch, state) for batch, state in zip(moved, states, strict=True)]
         for buffer, before in buffers:
             buffer.copy_(before)
-        return found
+        return sums
 
     @torch.no_grad()
     def _add_up(self, forwards: Sequence[_Forward]) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:

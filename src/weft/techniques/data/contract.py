@@ -7,7 +7,7 @@ from typing import final
 
 from weft.config.document import format_value
 from weft.config.plan import Plan
-from weft.techniques.contract import Case, Removal, Technique
+from weft.techniques.contract import Ablation, Case, Technique
 from weft.techniques.data.settings import MicrobatchPlan, as_per_step, even_shares, split_batch
 
 
@@ -32,9 +32,9 @@ class Data(Technique):
 
     name = "data parallelism"
     part = MicrobatchPlan
-    removals = (
-        Removal("data ranks", _without, frees_ranks=True),
-        Removal("accumulation", _without_accumulation),
+    ablations = (
+        Ablation("data ranks", _without, frees_ranks=True),
+        Ablation("accumulation", _without_accumulation),
     )
 
     def sends(self, plan: Plan) -> bool:

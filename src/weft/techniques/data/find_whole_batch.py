@@ -200,16 +200,16 @@ class _Noting(Gathering):
         self._numbers: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        site, given = _site(), kwargs or {}
+        site, keywords = _site(), kwargs or {}
         dims = self._products.get(site)
         if dims is not None:
-            args, given = gathered((args, given), dims, self._gather)
-        result, name = func(*args, **given), getattr(func, "__name__", "").strip("_")
+            args, keywords = gathered((args, keywords), dims, self._gather)
+        result, name = func(*args, **keywords), getattr(func, "__name__", "").strip("_")
         if name in _COUNTS and _is(result):
             self._numbers.append(result)
         numbers = {_storage(tensor) for tensor in self._numbers}
-        reads = any(_is(leaf) and _storage(leaf) in numbers for leaf in tree_leaves((args, given)) if numbers)
-        self.calls.append(_Call(site, name, _shapes((args, given)), _shapes(result), reads))
+        reads = any(_is(leaf) and _storage(leaf) in numbers for leaf in tree_leaves((args, keywords)) if numbers)
+        self.calls.append(_Call(site, name, _shapes((args, keywords)), _shapes(result), reads))
         if self._blocks[0]:
             self.in_blocks.add(site)
         return result
@@ -343,7 +343,7 @@ def _count_blocks(module: nn.Module, blueprint: Blueprint, blocks: list[int]) ->
 def _products(few: _Run, more: _Run) -> dict[Site, Dims]:
     """Calls whose result grows in two dims, of operands that grow in one."""
     _check_alike(few, more)
-    found: dict[Site, Dims] = {}
+    products: dict[Site, Dims] = {}
     plain: set[Site] = set()
     for one, two in zip(few.calls, more.calls, strict=True):
         read = [_growing(*shapes) for shapes in zip(one.read, two.read, strict=True)]
@@ -353,7 +353,7 @@ def _products(few: _Run, more: _Run) -> dict[Site, Dims]:
             plain.add(one.site)
             continue
         dims = tuple(next(iter(dims), None) for dims in read)
-        if found.setdefault(one.site, dims) != dims:
+        if products.setdefault(one.site, dims) != dims:
             plain.add(one.site)
         if sum(dim is not None for dim in dims) < 2 or any(
             dim is not None and shape[dim] != _SAMPLES for dim, shape in zip(dims, one.read, strict=True)
@@ -363,9 +363,9 @@ def _products(few: _Run, more: _Run) -> dict[Site, Dims]:
             raise _NotUnderstood(f"{one.name} in {_shown(one.site)} compares numbers of samples")
         if one.site in few.in_blocks:
             raise _NotUnderstood(f"{one.name} in {_shown(one.site)} multiplies samples inside of a block")
-    for site in found.keys() & plain:
+    for site in products.keys() & plain:
         raise _NotUnderstood(f"{_shown(site)} multiplies samples in some of its calls and not in others")
-    return found
+    return products
 
 
 def _check_alike(one: _Run, two: _Run) -> None:

@@ -15,7 +15,7 @@ member in the step's last microbatch, while backward goes on; buckets start stri
 share, because a parameter that only some ranks used must not make their collectives cross.  After the first step that
 order is the one in which the first data rank's buckets became ready.
 
-Updated weights are gathered behind the next forward (`_ahead`).
+Updated weights are gathered behind the next forward (`_weight_prefetch`).
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from weft.config.plan import BATCH_AXES
 from weft.techniques.buckets.bucket_state import (
     Bucket,
     BucketMember,
+    BucketState,
     GradientHook,
-    LiveBucket,
     check_alone,
     compose_buckets,
 )
 from weft.techniques.buckets.settings import BucketSettings
 from weft.techniques.core._shard import CheckpointShard, Shard
 from weft.techniques.core.precision import NARROW, real_of
-from weft.techniques.data._ahead import await_all
+from weft.techniques.data._weight_prefetch import await_all
 
 if TYPE_CHECKING:
     from weft.techniques.compression.codecs import CodecSpec, CompressedReduction
@@ -101,28 +101,29 @@ class BucketReducer:
         )
         views = dict.fromkeys(bucket.key.reducing for bucket in buckets)
         self._collectives = {view: collectives_for(view, mesh.device, algorithm) for view in views}
-        self._live = [self._bring_to_life(bucket) for bucket in buckets]
-        self._order = list(range(len(self._live)))
+        self._states = [self._allocate(bucket) for bucket in buckets]
+        self._order = list(range(len(self._states)))
         self._gather_order = self._order
         self._is_ahead = False
         self._ready_order: list[int] | None = []
         self._next = 0
         self._handles = [
             member.parameter.register_post_accumulate_grad_hook(GradientHook(weakref.ref(self), index, position))
-            for index, live in enumerate(self._live)
-            for position, member in enumerate(live.bucket.members)
+            for index, state in enumerate(self._states)
+            for position, member in enumerate(state.bucket.members)
         ]
-        self.publish()
+        self.start_weight_gather()
 
     def gather_ahead(self, parts: Sequence[nn.Module], blocks: Sequence[str]) -> None:
-        """From now on let `publish` return while weights are on their way; forwards of `parts` wait for what they read.
+        """From now on `start_weight_gather` returns while gathers are under way; forwards of `parts` wait for the
+        weights that they read.
 
         `blocks` are the names of the parts' blocks, which must run as modules, and be the only ones to read their
         weights, until the part's forward ends.  Not for blocks that are compiled: hooks do not go with that.
         """
         if self._stage == 0 or self._everyone.group is None:
             return
-        bucket_of = {id(m.parameter): index for index, live in enumerate(self._live) for m in live.bucket.members}
+        bucket_of = {id(m.parameter): index for index, state in enumerate(self._states) for m in state.bucket.members}
         handles, first = await_all(self, parts, blocks, bucket_of)
         self._handles += handles
         self._gather_order = list(dict.fromkeys([*first, *self._order]))
@@ -130,7 +131,7 @@ class BucketReducer:
 
     # ── creation ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _bring_to_life(self, bucket: Bucket) -> LiveBucket:
+    def _allocate(self, bucket: Bucket) -> BucketState:
         """Move the members' weights into one storage and make them, and their gradients, views of it."""
         device, compute_dtype = bucket.members[0].parameter.device, self._compute_dtype_of(bucket)
         master_dtype = torch.promote_types(compute_dtype, torch.float32)
@@ -162,10 +163,10 @@ class BucketReducer:
         kept = torch.zeros(stop - start, dtype=gradient_dtype, device=device) if self._stage == 2 else None
         reduction = self._create_reduction(bucket, weights)
         collectives = self._collectives[reducing]
-        live = LiveBucket(bucket, collectives, weights, master, shard, kept, reduction)
+        state = BucketState(bucket, collectives, weights, master, shard, kept, reduction)
         if self._stage < 2:
-            self._attach_all(live)
-        return live
+            self._attach_all(state)
+        return state
 
     def _compute_dtype_of(self, bucket: Bucket) -> torch.dtype:
         """In fp32 and fp64 what the model has in another dtype than the rest is trained in that."""
@@ -195,69 +196,69 @@ class BucketReducer:
         frame = frame_of(bucket, sharded=self._stage > 0)
         return CompressedReduction(self._compression, frame, like, bucket.key.reducing)
 
-    def _new_gradients(self, live: LiveBucket) -> Tensor:
-        bucket = live.bucket
+    def _new_gradients(self, state: BucketState) -> Tensor:
+        bucket = state.bucket
         dtype = self._gradient_dtype_of(bucket)
-        made = new_flat(bucket.num_elements, dtype, live.weights.device, bucket.key.reducing)
-        live.gradients = made.zero_()
-        return live.gradients
+        made = new_flat(bucket.num_elements, dtype, state.weights.device, bucket.key.reducing)
+        state.gradients = made.zero_()
+        return state.gradients
 
-    def _attach_all(self, live: LiveBucket) -> None:
+    def _attach_all(self, state: BucketState) -> None:
         """ZeRO-0 and 1: gradients are views of one storage for good, and autograd adds into it."""
-        live.lasting = [member.seen(view) for member, view in live.bucket.views(self._new_gradients(live))]
-        live.adopted = set(range(len(live.bucket.members)))
-        self._attach_again(live)
+        state.lasting = [member.seen(view) for member, view in state.bucket.views(self._new_gradients(state))]
+        state.adopted = set(range(len(state.bucket.members)))
+        self._attach_again(state)
 
-    def _attach_again(self, live: LiveBucket) -> None:
+    def _attach_again(self, state: BucketState) -> None:
         """Whatever the loop has made of them since (`model.zero_grad()` sets gradients to None)."""
-        for member, view in zip(live.bucket.members, live.lasting, strict=True):
+        for member, view in zip(state.bucket.members, state.lasting, strict=True):
             if member.parameter.grad is not view:
                 member.parameter.grad = view
 
-    def _adopt(self, live: LiveBucket, position: int) -> None:
+    def _adopt(self, state: BucketState, position: int) -> None:
         """ZeRO-2: move a gradient that autograd has just made into the bucket's storage, which lives until it is
         reduced."""
-        member = live.bucket.members[position]
+        member = state.bucket.members[position]
         parameter = member.parameter
-        if live.lasting and parameter.grad is not live.lasting[position] and parameter.grad is not None:
-            live.lasting[position].add_(parameter.grad)  # set to None in the middle of a step
-            parameter.grad = live.lasting[position]
-        if position in live.adopted or parameter.grad is None:
+        if state.lasting and parameter.grad is not state.lasting[position] and parameter.grad is not None:
+            state.lasting[position].add_(parameter.grad)  # set to None in the middle of a step
+            parameter.grad = state.lasting[position]
+        if position in state.adopted or parameter.grad is None:
             return
-        flat = live.gradients if live.gradients is not None else self._new_gradients(live)
-        view = member.seen(live.bucket.view(flat, position))
+        flat = state.gradients if state.gradients is not None else self._new_gradients(state)
+        view = member.seen(state.bucket.view(flat, position))
         view.copy_(parameter.grad)
         parameter.grad = view
-        live.adopted.add(position)
+        state.adopted.add(position)
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def shards(self) -> Sequence[Shard]:
-        return [live.shard for live in self._live]
+        return [state.shard for state in self._states]
 
     def begin_step(self) -> None:
         self._round = 0
         self._used_elsewhere.clear()
         self._armed.clear()
-        for live in self._live:
-            live.used.clear()
-            live.shard.gradient = None
-            if live.reduction is not None:
-                live.reduction.begin_step()
-            if live.kept is not None:
-                live.kept.zero_()
-                self._forget(live)  # also of a backward outside a step, which must not leak into this one
-            elif live.gradients is not None:
-                live.gradients.zero_()
-                self._attach_again(live)
+        for state in self._states:
+            state.used.clear()
+            state.shard.gradient = None
+            if state.reduction is not None:
+                state.reduction.begin_step()
+            if state.kept is not None:
+                state.kept.zero_()
+                self._forget(state)  # also of a backward outside a step, which must not leak into this one
+            elif state.gradients is not None:
+                state.gradients.zero_()
+                self._attach_again(state)
         self._begin_round()
 
     def _begin_round(self) -> None:
         self._next = 0
-        for live in self._live:
-            live.pending = set(range(len(live.bucket.members)))
-            live.launched = live.settled = False
+        for state in self._states:
+            state.pending = set(range(len(state.bucket.members)))
+            state.launched = state.reduced = False
 
     def on_backward(self, part: int, remaining: int) -> None:
         """Nothing to do: hooks tell which gradients are complete."""
@@ -274,7 +275,7 @@ class BucketReducer:
             self._complete_round()
             self._begin_round()
         self._round += 1
-        self._armed.update(live.bucket.key.part for live in self._live)
+        self._armed.update(state.bucket.key.part for state in self._states)
 
     @property
     def takes_back(self) -> bool:
@@ -283,25 +284,25 @@ class BucketReducer:
     def take_back(self) -> None:
         self._armed.clear()
         self._round = 0
-        if any(live.launched for live in self._live):
+        if any(state.launched for state in self._states):
             self._complete_round()
-            for live in self._live:
-                live.keep_one_addend(self._region(live.bucket) if self._stage else None)
+            for state in self._states:
+                state.keep_one_addend(self._region(state.bucket) if self._stage else None)
         self._begin_round()
 
     def on_gradient(self, index: int, position: int, parameter: Tensor) -> None:
         """Autograd has added to the gradient of a bucket's member."""
-        live = self._live[index]
-        live.used.add(position)
-        if not live.lasting or parameter.grad is not live.lasting[position]:
-            self._adopt(live, position)
-        if not self._armed or live.bucket.key.part not in self._armed:
+        state = self._states[index]
+        state.used.add(position)
+        if not state.lasting or parameter.grad is not state.lasting[position]:
+            self._adopt(state, position)
+        if not self._armed or state.bucket.key.part not in self._armed:
             return
-        if live.launched:
-            check_alone(live.bucket, position)
+        if state.launched:
+            check_alone(state.bucket, position)
             return
-        live.pending.discard(position)
-        if not live.pending:
+        state.pending.discard(position)
+        if not state.pending:
             if self._ready_order is not None and index not in self._ready_order:
                 self._ready_order.append(index)
             self._launch_ready()
@@ -309,73 +310,73 @@ class BucketReducer:
     def on_last_backward(self, part: int) -> None:
         """Count every member of the part as ready: those that had no gradient, and schedules that fire no hooks."""
         self._armed.add(part)
-        for live in self._live:
-            if live.bucket.key.part == part:
-                live.pending.clear()
+        for state in self._states:
+            if state.bucket.key.part == part:
+                state.pending.clear()
         self._launch_ready()
 
     def _launch_ready(self) -> None:
         while self._next < len(self._order):
-            live = self._live[self._order[self._next]]
-            if live.pending:
+            state = self._states[self._order[self._next]]
+            if state.pending:
                 return
-            self._launch(live)
+            self._launch(state)
             if self._next > 0:
-                self._live[self._order[self._next - 1]].advance()
+                self._states[self._order[self._next - 1]].advance()
             self._next += 1
             if self._stage == 2 and self._next > _IN_FLIGHT:
-                self._settle(self._live[self._order[self._next - 1 - _IN_FLIGHT]])
+                self._wait_reduction(self._states[self._order[self._next - 1 - _IN_FLIGHT]])
 
-    def _launch(self, live: LiveBucket) -> None:
-        if not live.lasting or len(live.used) < len(live.bucket.members):
-            for position in range(len(live.bucket.members)):
-                self._adopt(live, position)
-        flat = live.gradients if live.gradients is not None else self._new_gradients(live)
-        live.launched = True
-        if live.reduction is not None:
-            live.wait = live.reduction.start(flat)
+    def _launch(self, state: BucketState) -> None:
+        if not state.lasting or len(state.used) < len(state.bucket.members):
+            for position in range(len(state.bucket.members)):
+                self._adopt(state, position)
+        flat = state.gradients if state.gradients is not None else self._new_gradients(state)
+        state.launched = True
+        if state.reduction is not None:
+            state.wait = state.reduction.start(flat)
         elif self._stage == 0:
-            live.wait = live.collectives.start_all_reduce(flat)
+            state.wait = state.collectives.start_all_reduce(flat)
         else:
-            live.wait = live.collectives.start_reduce_scatter(flat, live.bucket.regions, even=live.bucket.even)
+            state.wait = state.collectives.start_reduce_scatter(flat, state.bucket.regions, even=state.bucket.even)
 
-    def _settle(self, live: LiveBucket) -> None:
+    def _wait_reduction(self, state: BucketState) -> None:
         """Wait for a bucket's reduction; under ZeRO-2 add this rank's region to what it keeps and free the rest."""
-        if live.settled:
+        if state.reduced:
             return
-        assert live.launched, "a bucket was never reduced"
-        live.wait()
-        live.wait, live.settled = nothing_to_wait_for, True
-        if live.kept is None or live.gradients is None:
+        assert state.launched, "a bucket was never reduced"
+        state.wait()
+        state.wait, state.reduced = nothing_to_wait_for, True
+        if state.kept is None or state.gradients is None:
             return
-        start, stop = self._region(live.bucket)
-        live.kept.add_(live.gradients[start:stop])
-        self._forget(live)
+        start, stop = self._region(state.bucket)
+        state.kept.add_(state.gradients[start:stop])
+        self._forget(state)
 
-    def _forget(self, live: LiveBucket) -> None:
+    def _forget(self, state: BucketState) -> None:
         """Drop the storage of all gradients of a bucket."""
-        live.gradients, live.lasting = None, ()
-        live.adopted.clear()
-        for member in live.bucket.members:
+        state.gradients, state.lasting = None, ()
+        state.adopted.clear()
+        for member in state.bucket.members:
             member.parameter.grad = None
 
     def _complete_round(self) -> None:
-        for live in self._live:
-            live.pending.clear()
+        for state in self._states:
+            state.pending.clear()
         self._launch_ready()
         for index in self._order:
-            self._settle(self._live[index])
+            self._wait_reduction(self._states[index])
 
     def finish(self) -> None:
-        self.settle()  # of a part that computed nothing
+        self.wait_weights()  # of a part that computed nothing
         self._complete_round()
-        for live in self._live:
-            if live.kept is not None:
-                live.shard.gradient = live.kept
+        for state in self._states:
+            if state.kept is not None:
+                state.shard.gradient = state.kept
             else:
-                assert live.gradients is not None
-                start, stop = self._region(live.bucket)
-                live.shard.gradient = live.gradients[start:stop]
+                assert state.gradients is not None
+                start, stop = self._region(state.bucket)
+                state.shard.gradient = state.gradients[start:stop]
         self._sum_over_model()
         if self._armed:
             self._agree_on_order()
@@ -387,22 +388,22 @@ class BucketReducer:
         In an order that they share: that of the buckets inside a stage; that of the names over stages, which hold other
         buckets and have other orders of readiness.
         """
-        for live in self._live:
-            for view in live.bucket.key.completing:
-                assert live.shard.gradient is not None
-                start_all_reduce(live.shard.gradient, view)()
-        for live in sorted(self._live, key=lambda live: live.bucket.key.tie):
-            tie = live.bucket.members[0].tie
+        for state in self._states:
+            for view in state.bucket.key.completing:
+                assert state.shard.gradient is not None
+                start_all_reduce(state.shard.gradient, view)()
+        for state in sorted(self._states, key=lambda state: state.bucket.key.tie):
+            tie = state.bucket.members[0].tie
             if tie is not None:
-                assert live.shard.gradient is not None
-                start_all_reduce(live.shard.gradient, tie)()
-                self._agree_on_use(live, tie)
+                assert state.shard.gradient is not None
+                start_all_reduce(state.shard.gradient, tie)()
+                self._agree_on_use(state, tie)
 
-    def _agree_on_use(self, live: LiveBucket, tie: GroupView) -> None:
+    def _agree_on_use(self, state: BucketState, tie: GroupView) -> None:
         """Know of a shared parameter that only another stage used; unused is what no holder used."""
-        names = [member.layout.name for member in live.bucket.members]
+        names = [member.layout.name for member in state.bucket.members]
         unused = self.unused()
-        used = torch.tensor([float(name not in unused) for name in names], device=live.weights.device)
+        used = torch.tensor([float(name not in unused) for name in names], device=state.weights.device)
         start_all_reduce(used, tie)()
         self._used_elsewhere.update(name for name, users in zip(names, used.tolist(), strict=True) if users)
 
@@ -416,83 +417,83 @@ class BucketReducer:
         if self._everyone.group is None or not seen:
             self._order = seen
             return
-        agreed = torch.tensor(seen, dtype=torch.int64, device=self._live[0].weights.device)
+        agreed = torch.tensor(seen, dtype=torch.int64, device=self._states[0].weights.device)
         dist.broadcast(agreed, src=self._everyone.ranks[0], group=self._everyone.group)
         self._order = [int(index) for index in agreed.tolist()]
 
     # ── after the step ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def on_applied(self, skipped: Collection[str]) -> None:
-        for live in self._live:
-            if live.reduction is not None:
-                live.reduction.keep(skipped)
+        for state in self._states:
+            if state.reduction is not None:
+                state.reduction.keep(skipped)
 
     def checkpoint_shards(self) -> list[CheckpointShard]:
         if self._compression is None:
             return []
         from weft.techniques.compression.reduction import residual_shards
 
-        return residual_shards(self._live)
+        return residual_shards(self._states)
 
-    def publish(self) -> None:
-        self.settle()
+    def start_weight_gather(self) -> None:
+        self.wait_weights()
         for index in self._gather_order:
-            live = self._live[index]
-            live.shard.publish()
+            state = self._states[index]
+            state.shard.write_weights()
             if self._stage > 0:
-                bucket = live.bucket
-                gather = live.collectives.start_all_gather(live.weights, bucket.regions, even=bucket.even)
-                live.arrival = hold(bucket.key.reducing.group, gather)
+                bucket = state.bucket
+                gather = state.collectives.start_all_gather(state.weights, bucket.regions, even=bucket.even)
+                state.gather = hold(bucket.key.reducing.group, gather)
                 if self._is_ahead:
-                    live.send_away()
+                    state.drop_parameters()
         if not self._is_ahead:
-            self.settle()
+            self.wait_weights()
 
-    def settle(self) -> None:
-        self.arrive(self._gather_order)
+    def wait_weights(self) -> None:
+        self.wait_buckets(self._gather_order)
 
-    def arrive(self, indices: Iterable[int]) -> None:
+    def wait_buckets(self, indices: Iterable[int]) -> None:
         """Return when the weights of these buckets are whole."""
         for index in indices:
-            live = self._live[index]
-            if live.arrival is None:
+            state = self._states[index]
+            if state.gather is None:
                 continue
-            live.arrival()
-            live.arrival = None
-            for member, weights in zip(live.bucket.members, live.away, strict=bool(live.away)):
+            state.gather()
+            state.gather = None
+            for member, weights in zip(state.bucket.members, state.gathered, strict=bool(state.gathered)):
                 member.parameter.data = weights
-            live.away = ()
+            state.gathered = ()
 
     def release(self) -> None:
         """Weights are always whole here, or will be."""
-        self.settle()
+        self.wait_weights()
 
     def names(self) -> frozenset[str]:
-        return frozenset(member.layout.name for live in self._live for member in live.bucket.members)
+        return frozenset(member.layout.name for state in self._states for member in state.bucket.members)
 
     def unused(self) -> frozenset[str]:
-        if all(len(live.used) == len(live.bucket.members) for live in self._live):
+        if all(len(state.used) == len(state.bucket.members) for state in self._states):
             return frozenset()
-        used = {live.bucket.members[position].layout.name for live in self._live for position in live.used}
+        used = {state.bucket.members[position].layout.name for state in self._states for position in state.used}
         return self.names() - used - self._used_elsewhere
 
     def model_state_bytes(self) -> dict[str, int]:
         total: Counter[str] = Counter(parameters=0, gradients=0, masters=0, residuals=0)
-        for live in self._live:
-            total.update(live.state_bytes(only_kept=self._stage == 2))
+        for state in self._states:
+            total.update(state.state_bytes(only_kept=self._stage == 2))
         return dict(total)
 
     def close(self) -> None:
         """Take the hooks out of the model and end the thread of collectives by messages, if there is one.  Gradients in
         memory that ranks share go, too: with the model they would keep the group's memory."""
         try:
-            self.settle()
+            self.wait_weights()
         finally:
             for handle in self._handles:
                 handle.remove()
             for collectives in self._collectives.values():
                 collectives.close()
-            for live in self._live:
-                if shared_memory_group(live.bucket.key.reducing.group) is not None:
-                    live.shard.gradient = None
-                    self._forget(live)
+            for state in self._states:
+                if shared_memory_group(state.bucket.key.reducing.group) is not None:
+                    state.shard.gradient = None
+                    self._forget(state)

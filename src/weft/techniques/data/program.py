@@ -102,20 +102,20 @@ def rows(share: ModelShare) -> Iterator[RankSend]:
     """Yield the exchange of rows of each table, over those who see other samples and then over those who have parts:
     how many each rank brings, their numbers and their values, as many as the rank with the most has."""
     axis, ranks, _ = share.summing
-    for held in share.held:
-        if not held.parameter.is_sparse:
+    for table in share.held:
+        if not table.parameter.is_sparse:
             continue
-        row = math.prod(held.shape[1:]) * share.gradient_bytes
-        groups = ((axis, ranks), ("tensor", share.plan.mesh.tensor if held.partial_over else 1))
+        row = math.prod(table.shape[1:]) * share.gradient_bytes
+        groups = ((axis, ranks), ("tensor", share.plan.mesh.tensor if table.partial_over else 1))
         for number, (over, size) in enumerate(group for group in groups if group[1] > 1):
-            key = (held.name, number)
+            key = (table.name, number)
             for element, rows_of in ((_INDEX, None), (_INDEX, key), (row, key)):
                 yield RankSend(
                     operation="all_gather",
                     axis=over,
                     size_bytes=size * element,
                     technique=Data.name,
-                    reason=f"rows of {held.name}" if rows_of else f"number of rows of {held.name}",
+                    reason=f"rows of {table.name}" if rows_of else f"number of rows of {table.name}",
                     rows_of=rows_of,
                 )
 
@@ -148,7 +148,7 @@ def flags(share: ModelShare) -> Iterator[RankSend]:
             yield RankSend(
                 operation="all_reduce",
                 axis=name,
-                size_bytes=_FLAG * len({held.name for held in share.held}),
+                size_bytes=_FLAG * len({parameter.name for parameter in share.held}),
                 when="unused",
                 phase="update",
                 technique=Data.name,

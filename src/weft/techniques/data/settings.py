@@ -85,8 +85,8 @@ class MicrobatchPlan:
     @classmethod
     def of_share(cls, samples: int, at_least: int) -> Self:
         """Return microbatches of a rank's samples: the fewest that are at least so many, or one sample each."""
-        wanted = min(at_least, samples)
-        number = next(number for number in range(wanted, samples + 1) if samples % number == 0)
+        parts = min(at_least, samples)
+        number = next(number for number in range(parts, samples + 1) if samples % number == 0)
         return cls(size=samples // number, per_step=number)
 
     def smaller(self) -> Self | None:
@@ -94,16 +94,16 @@ class MicrobatchPlan:
         divisor = next((by for by in range(2, self.size + 1) if self.size % by == 0), None)
         if divisor is None:
             return None
-        each = self.per_step
-        more = each * divisor if isinstance(each, int) else tuple(share * divisor for share in each)
+        counts = self.per_step
+        more = counts * divisor if isinstance(counts, int) else tuple(share * divisor for share in counts)
         return replace(self, size=self.size // divisor, per_step=more)
 
     def joined(self) -> Self:
         """Return the same samples in one microbatch per data rank; itself where ranks have unequal shares."""
         if self.has_unequal_shares:
             return self
-        each = self.shares(1)[0]
-        return replace(self, size=self.size * each, per_step=1)
+        count = self.shares(1)[0]
+        return replace(self, size=self.size * count, per_step=1)
 
     def shares(self, data_ranks: int) -> tuple[int, ...]:
         """Microbatches of each data rank."""
@@ -112,8 +112,8 @@ class MicrobatchPlan:
 
 def even_shares(microbatches: int, data_ranks: int) -> tuple[int, ...]:
     """Return microbatches per data rank, as equal as can be, the larger shares first: 32 over 3 is 11, 11, 10."""
-    each, more = divmod(microbatches, data_ranks)
-    return tuple(each + (rank < more) for rank in range(data_ranks))
+    fewest, more = divmod(microbatches, data_ranks)
+    return tuple(fewest + (rank < more) for rank in range(data_ranks))
 
 
 def as_per_step(shares: tuple[int, ...]) -> int | tuple[int, ...]:

@@ -156,13 +156,13 @@ class SparseReducer:
         return []
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def start_weight_gather(self) -> None:
         """Cast the masters where the model computes in another dtype; no communication, every rank has all rows."""
         for table in self._tables:
             if table.is_copy:
                 table.member.parameter.copy_(table.shard.master.view(table.member.parameter.shape))
 
-    def settle(self) -> None:
+    def wait_weights(self) -> None:
         """Nothing to wait for."""
 
     def release(self) -> None:

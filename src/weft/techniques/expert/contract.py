@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import final
 
 from weft.config.plan import Plan
-from weft.techniques.contract import Case, Removal, Technique, list_choices
+from weft.techniques.contract import Ablation, Case, Technique, list_choices
 from weft.techniques.expert.settings import EXPERT_LENDERS, ExpertSettings
 
 
@@ -28,9 +28,9 @@ class Expert(Technique):
 
     name = "expert parallelism"
     part = ExpertSettings
-    removals = (
-        Removal("expert ranks", _without),
-        Removal("the all-gather of tokens", _without_gather),
+    ablations = (
+        Ablation("expert ranks", _without),
+        Ablation("the all-gather of tokens", _without_gather),
     )
     judged_alone = ("mesh.expert", "expert_parallel.exchange")
 
@@ -47,7 +47,7 @@ class Expert(Technique):
                 " keeps in step over the ranks that share experts out. Use 1, or `weft train`."
             )
 
-    def unwritten(self, plan: Plan) -> Iterator[str]:
+    def unsupported_in_script(self, plan: Plan) -> Iterator[str]:
         if plan.mesh.expert > 1:
             yield (
                 f"plan.mesh.expert = {plan.mesh.expert}: the script has no exchange of tokens between ranks that share"

@@ -21,7 +21,7 @@ from weft.comm.device import runs_on_gloo
 from weft.comm.mesh import GroupView
 from weft.model.reference.mixture import arrange, combine, spread
 from weft.techniques.expert.journey import Compute, Journey, arrive, leave
-from weft.techniques.expert.shares import rows_of_expert
+from weft.techniques.expert.row_counts import rows_of_expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Route:
     """Where the rows of one call go, and in which order they are once they are there."""
 
     view: GroupView
-    given: list[int]
+    sent: list[int]
     """Rows to each member."""
-    taken: list[int]
+    received: list[int]
     """Rows from each member."""
     counts: Tensor
     """int64, (own experts,): rows for each of this rank's experts."""
@@ -43,7 +43,7 @@ class Route:
     @property
     def num_taken(self) -> int:
         """Rows that come to this rank."""
-        return sum(self.taken)
+        return sum(self.received)
 
 
 def find_route(counts: Tensor, num_rows: int, view: GroupView) -> Route:
@@ -54,9 +54,9 @@ def find_route(counts: Tensor, num_rows: int, view: GroupView) -> Route:
     """
     assert view.group is not None, "a group of one member exchanges nothing"
     own = counts.numel() // view.size
-    wire = torch.device("cpu") if runs_on_gloo(counts.device, view.group) else counts.device
-    arrived = counts.new_empty(counts.numel(), device=wire)
-    dist.all_to_all_single(arrived, counts.contiguous().to(wire), group=view.group)
+    transport_device = torch.device("cpu") if runs_on_gloo(counts.device, view.group) else counts.device
+    arrived = counts.new_empty(counts.numel(), device=transport_device)
+    dist.all_to_all_single(arrived, counts.contiguous().to(transport_device), group=view.group)
     is_real = type(counts) is Tensor and not counts.is_meta
     to_all = counts.tolist() if is_real else [rows_of_expert(num_rows, counts.numel(), e) for e in range(len(counts))]
     mine = to_all[view.index * own : (view.index + 1) * own]
@@ -66,8 +66,8 @@ def find_route(counts: Tensor, num_rows: int, view: GroupView) -> Route:
     by_expert = expert_of.repeat_interleave(runs, output_size=sum(from_all)).argsort(stable=True)
     return Route(
         view=view,
-        given=[sum(to_all[at : at + own]) for at in range(0, len(to_all), own)],
-        taken=[sum(from_all[at : at + own]) for at in range(0, len(from_all), own)],
+        sent=[sum(to_all[at : at + own]) for at in range(0, len(to_all), own)],
+        received=[sum(from_all[at : at + own]) for at in range(0, len(from_all), own)],
         counts=runs.view(view.size, own).sum(0),
         by_expert=by_expert,
         by_rank=by_expert.argsort(),
@@ -86,12 +86,12 @@ class RowJourney(Journey):
         """See `Journey`: (rows, features) go, and those that come are of other ranks."""
         view, route = self.route.view, self.route
         assert view.group is not None, "a group of one member exchanges nothing"
-        given, taken = (route.given, route.taken) if is_outward else (route.taken, route.given)
-        arriving = leaving.new_empty((sum(taken), *leaving.shape[1:]))
+        send_counts, receive_counts = (route.sent, route.received) if is_outward else (route.received, route.sent)
+        arriving = leaving.new_empty((sum(receive_counts), *leaving.shape[1:]))
         is_by_way = runs_on_gloo(leaving.device, view.group) and leaving.device.type != "cpu"
         sent = leaving.cpu() if is_by_way else leaving.contiguous()
         buffer = torch.empty_like(arriving, device="cpu") if is_by_way else arriving
-        work = dist.all_to_all_single(buffer, sent, taken, given, group=view.group, async_op=True)
+        work = dist.all_to_all_single(buffer, sent, receive_counts, send_counts, group=view.group, async_op=True)
 
         def wait(sent: Tensor = sent) -> Tensor:  # what leaves must stay until it has left
             if work is not None:

@@ -24,7 +24,7 @@ from weft.config.plan import MeshPlan
 from weft.techniques.core import StepContext
 from weft.techniques.core.autograd import gather_samples
 from weft.techniques.expert.journey import Compute, Journey, arrive, leave
-from weft.techniques.expert.shares import most_tokens_of, rows_of_rank
+from weft.techniques.expert.row_counts import most_tokens_of, rows_of_rank
 
 _NOBODY = -1
 """Choice of a token that fills a share up."""
@@ -106,8 +106,8 @@ def own_copies(chosen: Tensor, first: int, own: int, assumed: int) -> OwnCopies:
     by_choice = torch.where(here, torch.arange(top_k, device=chosen.device), top_k).view(-1)
     counts = torch.zeros(own + 1, dtype=torch.int64, device=chosen.device)
     counts = counts.scatter_add_(0, by_expert, torch.ones_like(by_expert))[:own]
-    each = _per_choice(here, assumed)
-    num_rows = sum(each)
+    per_choice = _per_choice(here, assumed)
+    num_rows = sum(per_choice)
     order = by_expert.argsort(stable=True)[:num_rows]
     places = torch.empty_like(by_expert).scatter_(0, order, torch.arange(num_rows, device=chosen.device))
     copies = by_choice.argsort(stable=True)[:num_rows]
@@ -115,8 +115,8 @@ def own_copies(chosen: Tensor, first: int, own: int, assumed: int) -> OwnCopies:
         top_k=top_k,
         order=order,
         counts=counts,
-        tokens=(copies // top_k).split(each),
-        rows=places.index_select(0, copies).split(each),
+        tokens=(copies // top_k).split(per_choice),
+        rows=places.index_select(0, copies).split(per_choice),
     )
 
 
@@ -124,8 +124,8 @@ def _per_choice(here: Tensor, assumed: int) -> list[int]:
     """Copies by choice: the one time that the host waits for the device."""
     if type(here) is Tensor and not here.is_meta:
         return here.sum(0).tolist()
-    each, more = divmod(assumed, here.shape[1])
-    return [each + (choice < more) for choice in range(here.shape[1])]
+    fewest, more = divmod(assumed, here.shape[1])
+    return [fewest + (choice < more) for choice in range(here.shape[1])]
 
 
 class _SpreadOwn(torch.autograd.Function):
@@ -211,9 +211,9 @@ class AllGatherDispatcher:
 
     def _most(self, num_tokens: int, device: torch.device) -> int:
         """Tell the group how many tokens there are; return how many the rank with the most has.  Collective."""
-        told = all_gather(torch.tensor([num_tokens], device=device), self._view)
-        if type(told) is Tensor and not told.is_meta:
-            return int(told.max())
+        counts = all_gather(torch.tensor([num_tokens], device=device), self._view)
+        if type(counts) is Tensor and not counts.is_meta:
+            return int(counts.max())
         shared = None if self._context.current is None else self._context.current.tokens
         if shared is None:
             return num_tokens

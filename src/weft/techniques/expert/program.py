@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 
 from weft.techniques.expert.contract import Expert
-from weft.techniques.expert.shares import most_tokens_of, rows_of_rank
+from weft.techniques.expert.row_counts import most_tokens_of, rows_of_rank
 from weft.techniques.send_trace import ModelShare, ModuleCall, Operation, RankSend
 
 _COUNT_BYTES = 8

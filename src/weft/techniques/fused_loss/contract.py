@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import final
 
 from weft.config.plan import Plan
-from weft.techniques.contract import Removal, Technique
+from weft.techniques.contract import Ablation, Technique
 from weft.techniques.fused_loss.settings import FusedLossSettings
 
 
@@ -20,7 +20,7 @@ class FusedLoss(Technique):
 
     name = "the fused loss"
     part = FusedLossSettings
-    removals = (Removal("the fused loss", _without),)
+    ablations = (Ablation("the fused loss", _without),)
 
     def runs(self, plan: Plan) -> bool:
         return plan.memory.fuses_loss or plan.mesh.tensor > 1  # split logits need a loss that knows of the split

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from weft.techniques.fused_loss.chunks import chunks_of
 from weft.techniques.fused_loss.contract import FusedLoss
 from weft.techniques.send_trace import ModelShare, RankSend
-from weft.techniques.tensor.mesh_2d.shape import ranks_alike
+from weft.techniques.tensor.mesh_2d.shape import num_loss_replicas
 
 
 def sends(share: ModelShare) -> Iterator[RankSend]:
@@ -17,7 +17,7 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
 
     Fused with the head, tokens without a label are left out, and the others come in chunks.
     """
-    head, ranks = share.outline.vocabulary_head, ranks_alike(share.plan)
+    head, ranks = share.outline.vocabulary_head, num_loss_replicas(share.plan)
     if head is None or ranks == 1 or not share.parts[-1].is_last:
         return
     weight = share.outline.by_name[f"{head}.weight"]

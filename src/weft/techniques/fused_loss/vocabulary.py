@@ -116,8 +116,8 @@ class _Softmax:
         column = target.clamp(0, logits.shape[1] - 1)[:, None]
         # The log of the local sum of exponentials, from any column; a target elsewhere adds nothing.
         log_sum = logits[:, 0].to(wide) - log_p[:, 0]
-        found = logits.gather(1, column)[:, 0].to(wide).masked_fill(~here, 0)
-        stats = all_gather(torch.stack([log_sum, found]), view)
+        label_logits = logits.gather(1, column)[:, 0].to(wide).masked_fill(~here, 0)
+        stats = all_gather(torch.stack([log_sum, label_logits]), view)
         whole = stats[:, 0].logsumexp(0)
         gradient = log_p.add_((log_sum - whole)[:, None]).exp_()
         return cls(whole - stats[:, 1].sum(0), _minus_one(gradient, column, here))
@@ -144,8 +144,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
         ctx.shape, ctx.chosen = hidden.shape, chosen
         if chosen is not None:
             hidden, labels = hidden[chosen], labels[chosen]
-        wanted = tuple(ctx.needs_input_grad[:3])
-        gradients = _Gradients.empty(hidden, weight, bias, wanted)
+        needs = tuple(ctx.needs_input_grad[:3])
+        gradients = _Gradients.empty(hidden, weight, bias, needs)
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         row_bytes = weight.shape[0] * total.element_size()
         for rows in chunks_of(hidden.shape[0], row_bytes, on_cores=hidden.device.type == "cpu"):
@@ -179,12 +179,12 @@ class _Gradients:
     dtype: torch.dtype
 
     @classmethod
-    def empty(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]) -> _Gradients:
+    def empty(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]) -> _Gradients:
         wide = torch.promote_types(weight.dtype, torch.float32)
         return cls(
-            torch.empty_like(hidden) if wanted[0] else None,
-            torch.zeros_like(weight, dtype=wide) if wanted[1] else None,
-            torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None,
+            torch.empty_like(hidden) if needs[0] else None,
+            torch.zeros_like(weight, dtype=wide) if needs[1] else None,
+            torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None,
             weight.dtype,
         )
 

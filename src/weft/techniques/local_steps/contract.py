@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, final
 
 from weft.config.plan import Plan
-from weft.techniques.contract import Case, Held, Technique
+from weft.techniques.contract import Case, ExtraMemory, Technique
 from weft.techniques.local_steps.settings import LocalStepsSettings
 
 _KEY = "plan.data_parallel.local_steps"
@@ -73,18 +73,18 @@ class LocalSteps(Technique):
             problem = "would show this loss the samples of one replica alone, and it is no sum over samples."
             raise case.refuse(path, f"{problem}\nUse 0.")
 
-    def held(self, settings: LocalStepsSettings) -> Held:
-        return Held(master_copies=settings.outer_copies)
+    def extra_memory(self, settings: LocalStepsSettings) -> ExtraMemory:
+        return ExtraMemory(master_copies=settings.outer_copies)
 
-    def words(self, settings: LocalStepsSettings) -> Iterator[str]:
+    def describe(self, settings: LocalStepsSettings) -> Iterator[str]:
         if settings.replicas_step_alone:
             yield f"replicas average every {settings.local_steps} steps"
 
-    def elsewhere(self, settings: LocalStepsSettings) -> Iterator[str]:
+    def unsupported_by_others(self, settings: LocalStepsSettings) -> Iterator[str]:
         if settings.replicas_step_alone:
             yield f"replicas that average every {settings.local_steps} steps"
 
-    def unwritten(self, plan: Plan) -> Iterator[str]:
+    def unsupported_in_script(self, plan: Plan) -> Iterator[str]:
         if plan.data_parallel.replicas_step_alone:
             named = f"{_KEY} = {plan.data_parallel.local_steps}"
             yield f"{named}: the script sums gradients over all data ranks in every step. Use 0."
@@ -95,7 +95,7 @@ class LocalSteps(Technique):
         values = {"local_steps": value, "outer_learning_rate": 1.0, "outer_momentum": 0.0}  # plain averages: local SGD
         return {f"data_parallel.{setting}": each for setting, each in values.items()}
 
-    def leaves(self, plan: Plan) -> Mapping[str, tuple[Any, ...]]:
+    def search_values(self, plan: Plan) -> Mapping[str, tuple[Any, ...]]:
         if not plan.data_parallel.replicas_step_alone:
             return {}
         return {"data_parallel.algorithm": ("auto",)}  # there are no sums in every step that another way could carry
@@ -104,5 +104,5 @@ class LocalSteps(Technique):
         data = plan.data_parallel
         if not data.replicas_step_alone:
             return plan, ""
-        told = "compared without local steps: replicas that step by themselves learn something else, which the recipe"
-        return replace(plan, data_parallel=data.summed_every_step()), f"{told} permits"
+        note = "compared without local steps: replicas that step by themselves learn something else, which the recipe"
+        return replace(plan, data_parallel=data.summed_every_step()), f"{note} permits"

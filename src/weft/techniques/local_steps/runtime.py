@@ -30,7 +30,7 @@ from weft.comm.mesh import GroupView, Mesh
 from weft.comm.reduce import Wait, nothing_to_wait_for, start_all_reduce
 from weft.config.document import Json, JsonObject
 from weft.formatting import format_bytes
-from weft.techniques.core import CheckpointShard, Shard, checkpoint_shards_of, exchange_masters, present
+from weft.techniques.core import CheckpointShard, Shard, checkpoint_shards_of, exchange_masters, resident_groups
 from weft.techniques.local_steps.contract import LocalSteps
 from weft.techniques.local_steps.settings import LocalStepsSettings
 from weft.techniques.runtime import Build, TechniqueRuntime
@@ -59,11 +59,11 @@ class LocalRounds(TechniqueRuntime):
         self._last_step = last_step
         self._counts = [0.0] * self._replicas.size
 
-    def summing(self, mesh: Mesh) -> Mesh:
+    def gradient_mesh(self, mesh: Mesh) -> Mesh:
         """Gradients meet inside a replica only."""
         return mesh.within_replica()
 
-    def take(self, shards: Sequence[Shard]) -> None:
+    def attach_shards(self, shards: Sequence[Shard]) -> None:
         """Begin the first round.  `shards` are those of stores that sum gradients inside a replica only, so that the
         ranks of `mesh["replicate"]` hold the same runs of the same parameters."""
         self._shards = tuple(shards)
@@ -100,7 +100,7 @@ class LocalRounds(TechniqueRuntime):
     @torch.no_grad()
     def _average(self) -> None:
         weight = self._counts[self._replicas.index] / sum(self._counts)
-        for here in present(self._shards, states=False):
+        for here in resident_groups(self._shards, states=False):
             waits: list[Wait] = []
             for index in here:
                 master = self._shards[index].master
@@ -123,21 +123,22 @@ class LocalRounds(TechniqueRuntime):
         difference.copy_(anchor)
 
     @contextmanager
-    def evaluated(self, publish: Callable[[], None]) -> Generator[None]:
+    def evaluated(self, gather_weights: Callable[[], None]) -> Generator[None]:
         """Let the model have the weights that replicas agreed on last, and its own, bit for bit, after it.
 
-        `publish` brings masters into the parameters.  Enter and leave on every rank; between rounds it does nothing.
+        `gather_weights` brings masters into the parameters.  Enter and leave on every rank.  Between rounds
+        nothing happens.
         """
         if not self.is_open:
             yield
             return
         exchange_masters(self._shards, self._anchors)
         try:
-            publish()
+            gather_weights()
             yield
         finally:
             exchange_masters(self._shards, self._anchors)
-            publish()
+            gather_weights()
 
     # ── memory, checkpoints ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -169,16 +170,16 @@ class LocalRounds(TechniqueRuntime):
         masters = [stored for stored in stored_shards if stored.name.startswith("model/")]
         optimizer = [stored for stored in stored_shards if not stored.name.startswith("model/")]
         anchors = checkpoint_shards_of("model", self._shards, self._anchors)
-        found = [self._shared(stored) for stored in anchors]
-        found += [replace(stored, counts=False) for stored in masters]
-        found += [self._shared(stored) for stored in optimizer]
+        saved = [self._shared(stored) for stored in anchors]
+        saved += [replace(stored, counts=False) for stored in masters]
+        saved += [self._shared(stored) for stored in optimizer]
         if self._velocities:
             velocities = checkpoint_shards_of("local/momentum", self._shards, self._velocities)
-            found += [self._shared(stored) for stored in velocities]
-        found += self._own(masters, counts=self.is_open)
+            saved += [self._shared(stored) for stored in velocities]
+        saved += self._own(masters, counts=self.is_open)
         if self._replicas.index:
-            found += self._own(optimizer, counts=True)
-        return found
+            saved += self._own(optimizer, counts=True)
+        return saved
 
     def _shared(self, stored: CheckpointShard) -> CheckpointShard:
         """Written by the first replica."""

@@ -54,7 +54,7 @@ class _Memory:
     place: Any = None
     is_wanted: bool = False
     """Backward has asked for it: it stays."""
-    arrival: Future[None] | None = None
+    read: Future[None] | None = None
 
     def is_unchanged(self, version: int) -> bool:
         return self.version == version == self.watch._version
@@ -135,7 +135,7 @@ class ActivationKeeper:
     def within(self, microbatch: object, own: Iterable[Tensor]) -> Generator[None]:
         """Let what is saved here wait elsewhere.  `own` tensors belong to the block and stay."""
         while len(self._behind) > _BEHIND:
-            _settle(self._behind.popleft())
+            _wait_call(self._behind.popleft())
         before = None if self._last is None or self._last[0] is not microbatch else weakref.ref(self._last[1])
         if before is None and self._last is not None:
             self._unread.append(weakref.ref(self._last[1]))
@@ -174,7 +174,7 @@ class ActivationKeeper:
         return Waiting(memory, call, watch, version, *looks, tensor if is_fake else None)
 
     def watch(self, tensor: Tensor) -> Tensor:
-        """See `weft.techniques.core.elsewhere.Elsewhere`."""
+        """See `weft.techniques.core.activation_store.ActivationStore`."""
         counts_versions = torch._C.DispatchKey.ADInplaceOrView  # pyright: ignore[reportPrivateUsage]
         with torch._C._SetExcludeDispatchKeyGuard(counts_versions, False):  # pyright: ignore[reportPrivateUsage]
             watch = tensor.detach()
@@ -229,7 +229,7 @@ class ActivationKeeper:
         assert self._depot is not None
         assert self._reader is not None
         room = self._depot.room(memory.size)
-        memory.arrival = self._reader.submit(self._read, memory, room, _moment(self._device))
+        memory.read = self._reader.submit(self._read, memory, room, _moment(self._device))
 
     def _read(self, memory: _Memory, room: Tensor, free: torch.Event | None) -> None:
         if free is not None:
@@ -257,24 +257,24 @@ class ActivationKeeper:
         self._bring(saved.call)
         memory = saved.memory
         self._recall(memory)
-        if memory.arrival is not None:
-            memory.arrival.result()
-            memory.arrival = None
+        if memory.read is not None:
+            memory.read.result()
+            memory.read = None
         assert memory.storage is not None
         looking = torch.empty(0, dtype=saved.dtype, device=self._device)
         return looking.set_(memory.storage, saved.offset, saved.shape, saved.strides)
 
     def fetch(self, value: Any) -> Any:
-        """See `weft.techniques.core.elsewhere.Elsewhere`."""
+        """See `weft.techniques.core.activation_store.ActivationStore`."""
         return self.unpack(value) if isinstance(value, Waiting) else value
 
     def _bring(self, call: _Call) -> None:
         """Bring back what a block and the one before it have saved."""
         if call.is_recalled:
             return
-        for each in (call, call.before() if call.before is not None else self._next_unread()):
-            if each is not None:
-                for memory in list(each.memories):
+        for kept_call in (call, call.before() if call.before is not None else self._next_unread()):
+            if kept_call is not None:
+                for memory in list(kept_call.memories):
                     self._recall(memory)
         call.is_recalled = True
 
@@ -302,7 +302,7 @@ class ActivationKeeper:
         self._behind.clear()
 
 
-def _settle(call: _Call) -> None:
+def _wait_call(call: _Call) -> None:
     """Wait until what a block has saved is written."""
     while call.writes:
         call.writes.pop().result()

@@ -29,7 +29,7 @@ class OffloadedActivations(TechniqueRuntime):
     def __init__(self, build: Build) -> None:
         self._build = build
         self.keeper = ActivationKeeper(build.mesh.device, self._depot)
-        build.context.elsewhere = self.keeper
+        build.context.activation_store = self.keeper
 
     def wrap(self, part: ModelPart) -> None:
         blueprint = self._build.blueprint

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import final
 
 from weft.config.plan import Plan
-from weft.techniques.contract import Case, Removal, Technique
+from weft.techniques.contract import Ablation, Case, Technique
 from weft.techniques.offload.settings import DISK_BYTES_PER_SECOND, OffloadSettings
 
 
@@ -24,7 +24,7 @@ class Offloading(Technique):
 
     name = "offloading"
     part = OffloadSettings
-    removals = (Removal("offloading", _without),)
+    ablations = (Ablation("offloading", _without),)
 
     def runs(self, plan: Plan) -> bool:
         return plan.memory.offloads
@@ -51,21 +51,21 @@ class Offloading(Technique):
             return 0.0
         return 2.0 * state_bytes / DISK_BYTES_PER_SECOND
 
-    def elsewhere(self, settings: OffloadSettings) -> Iterator[str]:
+    def unsupported_by_others(self, settings: OffloadSettings) -> Iterator[str]:
         if settings.offloads_activations:
             yield "offloaded activations"
         elif settings.offloads_to_disk:
             yield "optimizer states on a disk"
 
-    def lighter(self, settings: OffloadSettings) -> Iterator[str]:
+    def lighter_settings(self, settings: OffloadSettings) -> Iterator[str]:
         if not settings.offloads:
             yield "offload=optimizer"
 
-    def words(self, settings: OffloadSettings) -> Iterator[str]:
+    def describe(self, settings: OffloadSettings) -> Iterator[str]:
         if settings.offloads:
             yield f"offload {settings.offload}" + (" to disk" if settings.offloads_to_disk else "")
 
-    def unwritten(self, plan: Plan) -> Iterator[str]:
+    def unsupported_in_script(self, plan: Plan) -> Iterator[str]:
         if plan.memory.offloads:
             yield f'plan.memory.offload = "{plan.memory.offload}": the script offloads nothing. Use "none".'
 

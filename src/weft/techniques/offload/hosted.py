@@ -38,31 +38,34 @@ class HostedParameters(TechniqueRuntime):
     def offload_policy(self) -> OffloadPolicy | None:
         return None if is_fake() else CPUOffloadPolicy(pin_memory=True)
 
-    def cut(self, part: ModelPart) -> Callable[[], None] | None:
-        sharded = {id(each): each for each in part.module.parameters() if isinstance(each, DTensor)}
-        sizes = [each.to_local().numel() * each.element_size() * (1 + each.requires_grad) for each in sharded.values()]
+    def on_sharded(self, part: ModelPart) -> Callable[[], None] | None:
+        sharded = {id(parameter): parameter for parameter in part.module.parameters() if isinstance(parameter, DTensor)}
+        sizes = [
+            parameter.to_local().numel() * parameter.element_size() * (1 + parameter.requires_grad)
+            for parameter in sharded.values()
+        ]
         self._kept_bytes += sum(sizes)
         return None
 
-    def take(self, shards: Sequence[Shard]) -> None:
+    def attach_shards(self, shards: Sequence[Shard]) -> None:
         if self._states is None:
             return
-        hosted = [each for part in self._parts for each in part.module.parameters() if isinstance(each, DTensor)]
+        hosted = [weight for part in self._parts for weight in part.module.parameters() if isinstance(weight, DTensor)]
         for parameter in hosted:
-            self._states.away.add(identity_of(parameter))
+            self._states.offloaded.add(identity_of(parameter))
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._land)
         for shard in shards:
-            if shard.master.untyped_storage()._cdata in self._states.away:  # pyright: ignore[reportPrivateUsage]
+            if shard.master.untyped_storage()._cdata in self._states.offloaded:  # pyright: ignore[reportPrivateUsage]
                 shard.keeper = self._states
 
     def _land(self, parameter: Tensor) -> None:
         assert isinstance(parameter.grad, DTensor)
         assert self._states is not None
-        self._states.away.add(identity_of(parameter.grad))
+        self._states.offloaded.add(identity_of(parameter.grad))
 
-    def away(self) -> Collection[int]:
-        return () if self._states is None else self._states.away
+    def offloaded_storages(self) -> Collection[int]:
+        return () if self._states is None else self._states.offloaded
 
     def close(self) -> None:
         self._parts.clear()
@@ -78,13 +81,13 @@ class _StatesOfADryRun:
     """Marks states as away; a `weft.techniques.core.Keeper` that keeps everything where it is."""
 
     def __init__(self) -> None:
-        self.away: set[int] = set()
+        self.offloaded: set[int] = set()
         """Identities of storages that would be with the host."""
 
     def new_state(self, shard: Shard) -> Tensor:
         """See `Keeper`."""
         state = torch.zeros_like(shard.master)
-        self.away.add(state.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage]
+        self.offloaded.add(state.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage]
         return state
 
     def visit(self, shards: Sequence[Shard], *, states: bool, writes: bool) -> Iterator[Sequence[Shard]]:

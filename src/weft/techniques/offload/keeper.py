@@ -135,7 +135,7 @@ class StateKeeper:
             self._mover = ThreadPoolExecutor(1, "weft-offload")
             self._buffers = [new_buffer(largest, self._device) for _ in range(count)]
         for group in self._groups:
-            self._send_away(group)
+            self._write_first(group)
         return total
 
     def _laid_out(self, shards: Sequence[Shard]) -> list[_Group]:
@@ -169,7 +169,7 @@ class StateKeeper:
         states.end()
         return _Group(list(shards), masters, states)
 
-    def _send_away(self, group: _Group) -> None:
+    def _write_first(self, group: _Group) -> None:
         """Let masters leave for the first time; states are zeros, as the storage is."""
         region = self._buffers[0][: group.masters.size]
         for item in group.masters.items:
@@ -182,23 +182,23 @@ class StateKeeper:
 
     def visit(self, shards: Sequence[Shard], *, states: bool, writes: bool) -> Iterator[Sequence[Shard]]:
         """See `Keeper`."""
-        self.settle()
+        self.wait_writes()
         self.rest()
-        held = {id(shard) for group in self._groups for shard in group.shards}
-        if resident := [shard for shard in shards if id(shard) not in held]:
+        kept = {id(shard) for group in self._groups for shard in group.shards}
+        if resident := [shard for shard in shards if id(shard) not in kept]:
             yield resident
             _rest(resident)
-        wanted = {id(shard) for shard in shards}
-        groups = [group for group in self._groups if any(id(shard) in wanted for shard in group.shards)]
-        arrivals = [self._fetch(group, number, states) for number, group in enumerate(groups[:1])]
+        visited = {id(shard) for shard in shards}
+        groups = [group for group in self._groups if any(id(shard) in visited for shard in group.shards)]
+        reads = [self._fetch(group, number, states) for number, group in enumerate(groups[:1])]
         for number, group in enumerate(groups):
-            arrivals[number].result()
+            reads[number].result()
             if number + 1 < len(groups):
-                arrivals.append(self._fetch(groups[number + 1], number + 1, states))
+                reads.append(self._fetch(groups[number + 1], number + 1, states))
             buffer, regions = self._buffers[number % len(self._buffers)], _regions(group, states)
             _attach(regions, buffer)
             try:
-                yield [shard for shard in group.shards if id(shard) in wanted]
+                yield [shard for shard in group.shards if id(shard) in visited]
             finally:
                 self._leave(group, regions, buffer, writes)
 
@@ -210,7 +210,7 @@ class StateKeeper:
     def _leave(self, group: _Group, regions: Sequence[_Region], buffer: Tensor, writes: bool) -> None:
         if writes:
             for shard in group.shards:
-                shard.publish()
+                shard.write_weights()
         # The thread that moves does not wait for the device: not before it writes the buffer, nor, where nothing is
         # written, before it reads the next group into it.
         synchronize(self._device)
@@ -238,7 +238,7 @@ class StateKeeper:
 
     # ── between visits ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def settle(self) -> None:
+    def wait_writes(self) -> None:
         """Wait until everything is written."""
         while self._writes:
             self._writes.pop().result()
@@ -248,7 +248,7 @@ class StateKeeper:
         place = self._homes.get(id(tensor))
         if place is None or self._storage is None:
             return tensor
-        self.settle()
+        self.wait_writes()
         start, item = place
         return self._storage.view(start + item.offset, item.size).view(item.dtype)
 

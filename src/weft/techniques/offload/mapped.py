@@ -106,7 +106,7 @@ class OffloadedParameters(TechniqueRuntime):
         self._writer: ThreadPoolExecutor | None = None
         self._written: Future[None] | None = None
         self._kept_bytes = 0
-        self._away: set[int] = set()
+        self._offloaded: set[int] = set()
         """Identities of storages that a dry run takes for the file's."""
 
     def wrap(self, part: ModelPart) -> None:
@@ -118,10 +118,16 @@ class OffloadedParameters(TechniqueRuntime):
 
     # ── where shards and gradients lie ────────────────────────────────────────────────────────────────────────────────
 
-    def cut(self, part: ModelPart) -> Callable[[], None] | None:
-        moving = {id(each): each for each in part.module.parameters() if isinstance(each, DTensor) and _is_even(each)}
-        tensors = [each for each in moving.values() for _ in range(1 + each.requires_grad)]  # with its gradient
-        sizes = [each.to_local().numel() * each.element_size() for each in tensors]
+    def on_sharded(self, part: ModelPart) -> Callable[[], None] | None:
+        moving = {
+            id(parameter): parameter
+            for parameter in part.module.parameters()
+            if isinstance(parameter, DTensor) and _is_even(parameter)
+        }
+        tensors = [
+            parameter for parameter in moving.values() for _ in range(1 + parameter.requires_grad)
+        ]  # with its gradient
+        sizes = [parameter.to_local().numel() * parameter.element_size() for parameter in tensors]
         self._kept_bytes += sum(sizes)
         if not is_fake():
             pages = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
@@ -163,7 +169,7 @@ class OffloadedParameters(TechniqueRuntime):
 
     # ── what comes and goes ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def take(self, shards: Sequence[Shard]) -> None:
+    def attach_shards(self, shards: Sequence[Shard]) -> None:
         for shard in shards:
             place = self._places.get(shard.master.data_ptr()) if self._file is not None else None
             if place is not None:
@@ -173,7 +179,7 @@ class OffloadedParameters(TechniqueRuntime):
                 if isinstance(parameter, DTensor) and parameter.requires_grad and _is_even(parameter):
                     parameter.register_post_accumulate_grad_hook(_Landing(weakref.ref(self)))
                     if self._file is None:
-                        self._away.add(identity_of(parameter))
+                        self._offloaded.add(identity_of(parameter))
             self._follow([unit for unit in part.module.modules() if isinstance(unit, FSDPModule)])
 
     def land(self, parameter: Tensor) -> None:
@@ -183,7 +189,7 @@ class OffloadedParameters(TechniqueRuntime):
         assert isinstance(gradient, DTensor)
         local = _local(gradient)
         if self._file is None:
-            self._away.add(identity_of(gradient))
+            self._offloaded.add(identity_of(gradient))
             return
         place = self._places[parameter.to_local().data_ptr()]
         assert place.gradient is not None
@@ -213,8 +219,8 @@ class OffloadedParameters(TechniqueRuntime):
     def _spans_of(self, unit: nn.Module) -> list[Span]:
         """Where the shards lie that are gathered with a unit."""
         others = {id(parameter) for inner in _units_within(unit) for parameter in inner.parameters()}
-        own = [each for each in unit.parameters() if isinstance(each, DTensor) and id(each) not in others]
-        places = [self._places.get(each.to_local().data_ptr()) for each in own]
+        own = [weight for weight in unit.parameters() if isinstance(weight, DTensor) and id(weight) not in others]
+        places = [self._places.get(weight.to_local().data_ptr()) for weight in own]
         return [place.weights for place in places if place is not None]
 
     def _gathered(self, read: Sequence[Span], coming: Sequence[Span], *args: Any) -> None:
@@ -233,26 +239,26 @@ class OffloadedParameters(TechniqueRuntime):
 
     def end_step(self, step: int, counts: Sequence[float] | None) -> bool:
         """The disk writes behind the next forward what the step has changed."""
-        self._settle()
+        self._wait_write()
         if self._writer is not None and self._file is not None:
             self._written = self._writer.submit(self._file.write_out)
         return False
 
-    def _settle(self) -> None:
+    def _wait_write(self) -> None:
         if self._written is not None:
             self._written.result()
             self._written = None
 
     # ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def away(self) -> Collection[int]:
-        return self._away
+    def offloaded_storages(self) -> Collection[int]:
+        return self._offloaded
 
     def notes(self) -> list[str]:
         return [f"{format_bytes(self._kept_bytes)} of weights and gradients are on the disk, and gathered from there"]
 
     def close(self) -> None:
-        self._settle()
+        self._wait_write()
         if self._writer is not None:
             self._writer.shutdown()
             self._writer = None
@@ -262,7 +268,7 @@ class OffloadedParameters(TechniqueRuntime):
 
 
 def _units_within(unit: nn.Module) -> Iterator[nn.Module]:
-    return (each for each in unit.modules() if each is not unit and isinstance(each, FSDPModule))
+    return (module for module in unit.modules() if module is not unit and isinstance(module, FSDPModule))
 
 
 def _is_even(parameter: DTensor) -> bool:

@@ -32,7 +32,7 @@ class OffloadedStates(TechniqueRuntime):
         self._shards: Sequence[Shard] = ()
         self._kept_bytes = 0
 
-    def take(self, shards: Sequence[Shard]) -> None:
+    def attach_shards(self, shards: Sequence[Shard]) -> None:
         # A step names few rows of a sparse table: moving all of it to and fro would take longer than the step.  And
         # what ZeRO-3 has not cut stays with its states on the device where everything else lies with the host.
         here = [shard for shard in shards if shard.master.device.type == self._device.type]
@@ -78,23 +78,23 @@ class _Several(TechniqueRuntime):
 
     span: ClassVar[str] = "offload"
 
-    def __init__(self, each: Sequence[TechniqueRuntime]) -> None:
-        self._each = each
+    def __init__(self, runtimes: Sequence[TechniqueRuntime]) -> None:
+        self._each = runtimes
 
     def wrap(self, part: ModelPart) -> None:
         for one in self._each:
             one.wrap(part)
 
-    def cut(self, part: ModelPart) -> Callable[[], None] | None:
-        called = [rest for one in self._each if (rest := one.cut(part)) is not None]
+    def on_sharded(self, part: ModelPart) -> Callable[[], None] | None:
+        called = [rest for one in self._each if (rest := one.on_sharded(part)) is not None]
         return called[0] if called else None
 
     def offload_policy(self) -> OffloadPolicy | None:
         return next((policy for one in self._each if (policy := one.offload_policy()) is not None), None)
 
-    def take(self, shards: Sequence[Shard]) -> None:
+    def attach_shards(self, shards: Sequence[Shard]) -> None:
         for one in self._each:
-            one.take(shards)
+            one.attach_shards(shards)
 
     def begin(self, shards: Sequence[Shard]) -> None:
         for one in self._each:
@@ -104,8 +104,8 @@ class _Several(TechniqueRuntime):
         changed = [one.end_step(step, counts) for one in self._each]
         return any(changed)
 
-    def away(self) -> Collection[int]:
-        return {identity for one in self._each for identity in one.away()}
+    def offloaded_storages(self) -> Collection[int]:
+        return {identity for one in self._each for identity in one.offloaded_storages()}
 
     def state_bytes(self) -> int:
         return sum(one.state_bytes() for one in self._each)
@@ -135,19 +135,19 @@ def create(build: Build) -> TechniqueRuntime:
             'plan.memory.offload_to = "host" moves what a device holds to the memory of its host, and this rank'
             ' computes on the host\'s cores: nothing would get smaller. Use offload_to = "disk", or offload = "none".'
         )
-    each: list[TechniqueRuntime] = []
+    runtimes: list[TechniqueRuntime] = []
     if memory.offloads_parameters and memory.offloads_to_host:
         from weft.techniques.offload.hosted import HostedParameters  # loaded where they are offloaded
 
-        each.append(HostedParameters(build))
+        runtimes.append(HostedParameters(build))
     elif memory.offloads_parameters:
         from weft.techniques.offload.mapped import OffloadedParameters  # as above
 
-        each += [OffloadedParameters(build), OffloadedStates(build)]
+        runtimes += [OffloadedParameters(build), OffloadedStates(build)]
     elif memory.offloads_optimizer:
-        each.append(OffloadedStates(build))
+        runtimes.append(OffloadedStates(build))
     if memory.offloads_activations:
         from weft.techniques.offload.blocks import OffloadedActivations  # loaded where they are offloaded
 
-        each.append(OffloadedActivations(build))
-    return each[0] if len(each) == 1 else _Several(each)
+        runtimes.append(OffloadedActivations(build))
+    return runtimes[0] if len(runtimes) == 1 else _Several(runtimes)

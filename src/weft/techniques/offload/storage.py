@@ -220,8 +220,8 @@ def _is_in_memory(descriptor: int) -> bool:
 
 
 def _no_room(num_bytes: int, more_bytes: int, folder: Path, error: OSError) -> str:
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
+    file_system = os.statvfs(folder)
+    free = file_system.f_bavail * file_system.f_frsize
     lacking = f", {format_bytes(more_bytes - free)} too few" if more_bytes > free else ""
     if error.errno != errno.ENOSPC:  # a quota, or the longest file that a process may write
         lacking += f' ("{error.strerror}")'

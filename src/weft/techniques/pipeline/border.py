@@ -54,13 +54,13 @@ class Border:
 
     def take(self, module: str, leaf: int, like: Tensor) -> Tensor | None:
         """Return a result of a module of an earlier stage; None: it has not crossed, for nobody reads it."""
-        wanted = next((c for c in self._arriving if (module, leaf) in ((c.module, c.leaf), *c.also)), None)
-        if wanted is None:
+        crossing = next((c for c in self._arriving if (module, leaf) in ((c.module, c.leaf), *c.also)), None)
+        if crossing is None:
             return None
-        if (known := self._values.get((wanted.module, wanted.leaf))) is not None:
+        if (known := self._values.get((crossing.module, crossing.leaf))) is not None:
             return known
         assert self._received is not None, "a later stage ran without what should have come to it"
-        if self._arriving.index(wanted) != self._taken:
+        if self._arriving.index(crossing) != self._taken:
             raise PlanError(
                 f"{module} ran in another order than in the forward by which the model was cut into stages. A model"
                 " whose order of modules depends on the data cannot be cut: use plan.mesh.pipeline = 1."
@@ -72,7 +72,7 @@ class Border:
         # No view of a leaf: a forward may write into a result of its modules.
         value = torch.ops.aten._unsafe_view(value, value.shape)
         self._taken += 1
-        self._values[wanted.module, wanted.leaf] = value
+        self._values[crossing.module, crossing.leaf] = value
         return value
 
     def note(self, module: str, leaves: Sequence[Any]) -> None:
@@ -83,7 +83,9 @@ class Border:
 
     def give(self) -> Tensor:
         """Return what the next stage needs, as one tensor: several results are laid end to end."""
-        missing = next((each.module for each in self._leaving if (each.module, each.leaf) not in self._values), None)
+        missing = next(
+            (leaving.module for leaving in self._leaving if (leaving.module, leaving.leaf) not in self._values), None
+        )
         if missing is not None:
             raise PlanError(
                 f"{missing} did not run in this forward, but what it returns is what the next pipeline stage is given:"

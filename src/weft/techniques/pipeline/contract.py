@@ -8,7 +8,7 @@ from typing import Any, final
 
 from weft.config.document import format_value
 from weft.config.plan import Plan
-from weft.techniques.contract import Case, Removal, Technique
+from weft.techniques.contract import Ablation, Case, Technique
 from weft.techniques.pipeline.settings import PipelineSettings
 
 _PLAIN_SCHEDULE: Mapping[str, Any] = {"schedule": "1f1b", "chunks_per_rank": 1, "cuts": None}
@@ -30,9 +30,9 @@ class Pipeline(Technique):
 
     name = "pipeline parallelism"
     part = PipelineSettings
-    removals = (
-        Removal("the pipeline", _without, frees_ranks=True),
-        Removal("the pipeline's schedule", _with_plain_schedule),
+    ablations = (
+        Ablation("the pipeline", _without, frees_ranks=True),
+        Ablation("the pipeline's schedule", _with_plain_schedule),
     )
     judged_alone = ("mesh.pipeline",)
 
@@ -92,7 +92,7 @@ class Pipeline(Technique):
             if chosen.cuts:
                 raise case.refuse(("pipeline_parallel", "cuts"), "has no effect with mesh.pipeline = 1.\nRemove it.")
 
-    def unwritten(self, plan: Plan) -> Iterator[str]:
+    def unsupported_in_script(self, plan: Plan) -> Iterator[str]:
         chosen = plan.pipeline_parallel
         if chosen.torch_schedule is None or chosen.chunks_per_rank > 1:
             yield (

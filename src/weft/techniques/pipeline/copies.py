@@ -31,8 +31,8 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def _rebound(function: Any, memo: dict[int, Any]) -> Any:
     """A function with the copies of those modules that stand in the variables around it; all else it shares."""
     if isinstance(function, partial):
-        given = cast("partial[Any]", function)
-        return partial(_rebound(given.func, memo), *given.args, **given.keywords)
+        wrapped = cast("partial[Any]", function)
+        return partial(_rebound(wrapped.func, memo), *wrapped.args, **wrapped.keywords)
     if not isinstance(function, types.FunctionType) or not function.__closure__:
         return function
     cells = tuple(_cell(cell, memo) for cell in function.__closure__)

@@ -268,8 +268,8 @@ def flights(
         return 1.0 * microbatches, 1.0 * microbatches
     if schedule in FOLDED:
         return _folded(schedule, pipeline, microbatches, rank)
-    held = _waiting_passes(schedule, pipeline, chunks, rank)
-    whole, rest = held // (pipeline * chunks), held % (pipeline * chunks)
+    waiting = _waiting_passes(schedule, pipeline, chunks, rank)
+    whole, rest = waiting // (pipeline * chunks), waiting % (pipeline * chunks)
     full, part = rest // pipeline, rest % pipeline
     more, some, fewer = (smaller(whole * pipeline + extra, microbatches) for extra in (pipeline, part, 0))
     total = full * more + some + (chunks - full - 1) * fewer

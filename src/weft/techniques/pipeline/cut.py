@@ -41,8 +41,8 @@ class Absent(nn.Module):
     """Stands for a term that an earlier stage has added already: a zero that changes no dtype."""
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        found = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        return torch.zeros((), device=None if found is None else found.device)
+        first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        return torch.zeros((), device=None if first is None else first.device)
 
 
 def cut_table_of(blueprint: Blueprint) -> Cut:

@@ -213,7 +213,7 @@ class _VOrder:
 def _zbv(pipeline: int, chunks: int, microbatches: int, rank: int) -> list[Action]:
     """ZB-V: no waiting between a rank's first and last action when F, I and W take equally long."""
     del chunks
-    wanted = max(microbatches, 2 * pipeline - 1)
+    simulated = max(microbatches, 2 * pipeline - 1)
     order = _VOrder(pipeline, rank)
     for _ in range(2 * (pipeline - rank) - 1):
         order.forward(0)
@@ -224,8 +224,8 @@ def _zbv(pipeline: int, chunks: int, microbatches: int, rank: int) -> list[Actio
         order.forward(1)
         order.backward(1, split=True)
         order.weights(1)
-    while order.count("F", 1) < wanted:
-        if order.count("F", 0) < wanted:
+    while order.count("F", 1) < simulated:
+        if order.count("F", 0) < simulated:
             order.forward(0)
         order.backward(0, split=True)
         order.weights(0)
@@ -247,7 +247,7 @@ def _zbv(pipeline: int, chunks: int, microbatches: int, rank: int) -> list[Actio
 def _dualpipev(pipeline: int, chunks: int, microbatches: int, rank: int) -> list[Action]:
     """DualPipeV: forwards and backwards meet, so that the communication of the one hides in the other."""
     del chunks
-    wanted = max(microbatches, 2 * pipeline)
+    simulated = max(microbatches, 2 * pipeline)
     order = _VOrder(pipeline, rank)
     behind = pipeline - 1 - rank
     for _ in range(2 * behind):
@@ -259,7 +259,7 @@ def _dualpipev(pipeline: int, chunks: int, microbatches: int, rank: int) -> list
         order.backward(1, split=True)
         order.weights()
         order.forward(1)
-    for _ in range(wanted - 2 * pipeline + rank + 1):
+    for _ in range(simulated - 2 * pipeline + rank + 1):
         order.forward(0)
         order.backward(1)
         order.forward(1)
@@ -332,10 +332,10 @@ def simulate(orders: Orders, cost_seconds: Callable[[Action], float], transfer_s
         for rank, actions in enumerate(orders):
             while len(spans[rank]) < len(actions):
                 action = actions[len(spans[rank])]
-                wanted = list(needs(action, num_stages))
-                if any(need not in done for need in wanted):
+                inputs = list(needs(action, num_stages))
+                if any(need not in done for need in inputs):
                     break
-                arrivals = [done[need] + (transfer_seconds if rank_of[need[1]] != rank else 0.0) for need in wanted]
+                arrivals = [done[need] + (transfer_seconds if rank_of[need[1]] != rank else 0.0) for need in inputs]
                 start = max([spans[rank][-1][2] if spans[rank] else 0.0, *arrivals])
                 assert gives(action) not in done, f"{action} is done twice"
                 done[gives(action)] = start + cost_seconds(action)
@@ -350,9 +350,9 @@ def peak_activations(orders: Orders) -> tuple[int, ...]:
     """Per rank, the most microbatches (counted per stage) whose activations are held at once."""
     peaks: list[int] = []
     for actions in orders:
-        held = peak = 0
+        alive = peak = 0
         for action in actions:
-            held += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
-            peak = max(peak, held)
+            alive += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
+            peak = max(peak, alive)
         peaks.append(peak)
     return tuple(peaks)

@@ -67,9 +67,9 @@ def plan_routes(orders: Orders, ranks: Sequence[int], rank: int) -> Routes:
             continue
         used: list[StageMessage] = []
         for action in actions:
-            wanted, sent = wanted_by(action, num_stages), sent_by(action, num_stages)
-            if wanted is not None and _source(wanted, ranks) == rank:
-                used.append(wanted)
+            received, sent = wanted_by(action, num_stages), sent_by(action, num_stages)
+            if received is not None and _source(received, ranks) == rank:
+                used.append(received)
             if sent is not None and ranks[sent.stage] == rank:
                 routes.incoming.setdefault(peer, []).append(sent)
                 routes.proves[sent], used = used, []

@@ -174,11 +174,11 @@ class PipelineRunner:
         return self._stages[self._part_of[action.stage]]
 
     def _perform(self, action: Action, following: Action | None, step: _Step) -> None:
-        wanted = wanted_by(action, len(self._ranks))
-        self._transport.prefetch(wanted)
+        needed = wanted_by(action, len(self._ranks))
+        self._transport.prefetch(needed)
         if following is not None:
             self._transport.prefetch(wanted_by(following, len(self._ranks)))
-        received = None if wanted is None else self._take(wanted, step)
+        received = None if needed is None else self._take(needed, step)
         stage = self._stage(action)
         if action.kind == "F":
             result = self._forward(stage, action, received, step)
@@ -206,10 +206,12 @@ class PipelineRunner:
 
     def _taken(self, batch: Batch, part: ModelPart, step: _Step) -> tuple[Batch, MicrobatchState]:
         """The microbatch on the device: all of it where the loss is, elsewhere what the model reads."""
-        wanted = {"sample_ids", "tokens", "document_ids", *self._blueprint.inputs.values()}
+        read_fields = {"sample_ids", "tokens", "document_ids", *self._blueprint.inputs.values()}
         composed = any(name not in batch for name in self._blueprint.inputs.values())  # of several fields
         fields = (
-            batch if part.is_last or composed else {name: tensor for name, tensor in batch.items() if name in wanted}
+            batch
+            if part.is_last or composed
+            else {name: tensor for name, tensor in batch.items() if name in read_fields}
         )
         return take_microbatch(fields, part.context, self._device, step.seed, step.step)
 

@@ -38,7 +38,7 @@ class PipelineRanks(TechniqueRuntime):
         build = self._build
         return cut_parts(build.blueprint, build.plan, build.mesh, build.context, build.dtypes.compute)
 
-    def join(self, parts: Sequence[ModelPart]) -> None:
+    def tie_parts(self, parts: Sequence[ModelPart]) -> None:
         share_parameters(parts)
 
     def runner(self, parts: Sequence[ModelPart]) -> Runner:

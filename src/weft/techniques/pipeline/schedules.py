@@ -42,10 +42,10 @@ def check_schedule(schedule: PricedSchedule, pipeline: int, chunks: int) -> None
             f'plan.pipeline_parallel.schedule = "{schedule}" needs plan.mesh.pipeline of at least 2, not {pipeline}.'
         )
     if chunks < least or (most is not None and chunks > most):
-        wanted = f"{least}" if most == least else f"{least} or more"
+        allowed = f"{least}" if most == least else f"{least} or more"
         raise PlanError(
-            f'plan.pipeline_parallel.chunks_per_rank = {chunks} does not fit schedule = "{schedule}": it has {wanted}. '
-            f"Set chunks_per_rank = {least}."
+            f'plan.pipeline_parallel.chunks_per_rank = {chunks} does not fit schedule = "{schedule}": it has {allowed}.'
+            f" Set chunks_per_rank = {least}."
         )
 
 

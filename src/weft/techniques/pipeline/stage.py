@@ -138,10 +138,10 @@ class Stage:
             ) from error
 
     def _activation(self, outputs: Any) -> Tensor:
-        found = logits_of(outputs)
-        found = getattr(found, "last_hidden_state", found)
-        if isinstance(found, Tensor) and found.is_floating_point():
-            return found
+        activation = logits_of(outputs)
+        activation = getattr(activation, "last_hidden_state", activation)
+        if isinstance(activation, Tensor) and activation.is_floating_point():
+            return activation
         raise PlanError(
             f"Stage {self.part.stage} of {type(self.part.module).__name__} gives {type(outputs).__name__} where one "
             f"floating-point tensor must go to the next stage: what follows the blocks has to stand in the cut table's "

@@ -40,13 +40,13 @@ class Tie:
 
 
 def choose_cuts(
-    block_costs: Sequence[float], num_blocks: int, num_stages: int, given: Sequence[int] | None = None
+    block_costs: Sequence[float], num_blocks: int, num_stages: int, cuts: Sequence[int] | None = None
 ) -> tuple[int, ...]:
     """Return the first block of each later stage, so that the slowest stage is as fast as can be.
 
     `block_costs` is [stem, block 0, …, tail] in any unit; empty: every block costs the same and stem and tail nothing.
     Stem and tail count with the first and last stage.  Every stage has at least one block.  Among equally fast
-    slowest stages the most even cut wins (smallest sum of squares).  `given` cuts are only checked.
+    slowest stages the most even cut wins (smallest sum of squares).  `cuts` cuts are only checked.
 
     Raises:
         PlanError: more stages than blocks, or given cuts that do not fit.
@@ -59,16 +59,16 @@ def choose_cuts(
     costs = list(block_costs) or [0.0, *[1.0] * num_blocks, 0.0]
     assert len(costs) == num_blocks + 2, f"{len(costs)} block costs for {num_blocks} blocks, a stem and a tail"
     best = balanced_cuts(costs, num_stages)
-    if given is None:
+    if cuts is None:
         return best
-    edges = [0, *given, num_blocks]
-    if len(given) != num_stages - 1 or any(low >= high for low, high in zip(edges, edges[1:], strict=False)):
+    edges = [0, *cuts, num_blocks]
+    if len(cuts) != num_stages - 1 or any(low >= high for low, high in zip(edges, edges[1:], strict=False)):
         raise PlanError(
-            f"plan.pipeline_parallel.cuts = {list(given)} does not cut {num_blocks} blocks into {num_stages} stages: "
+            f"plan.pipeline_parallel.cuts = {list(cuts)} does not cut {num_blocks} blocks into {num_stages} stages: "
             f"it takes {num_stages - 1} rising numbers between 1 and {num_blocks - 1}. "
             f"By cost they would be {list(best)}; leave cuts out to take them."
         )
-    return tuple(given)
+    return tuple(cuts)
 
 
 def stage_of(name: str, table: BlockTable, cuts: Sequence[int]) -> int | None:

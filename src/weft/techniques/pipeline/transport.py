@@ -56,12 +56,12 @@ class StageTransport:
         self._assumed: tuple[tuple[int, ...], torch.dtype] | None = None
         self._shape_for: ShapeFor | None = None
         self._believes_headers = True
-        self._wire = self._device
+        self._transport_device = self._device
         """Where tensors are while they travel: Gloo cannot send from an accelerator's memory."""
         assert self._view.group is not None
         if self._device.type != "cpu":
             if runs_on_gloo(self._device, self._view.group):
-                self._wire = torch.device("cpu")
+                self._transport_device = torch.device("cpu")
             else:
                 self._groups = _create_channel_groups(mesh, self._ranks)
                 self._open_channels()
@@ -92,12 +92,12 @@ class StageTransport:
     def send(self, message: StageMessage, tensor: Tensor) -> None:
         """Start to send; the tensor must not change until the peer has proved to have it."""
         target = self._ranks[message.stage]
-        tensor = tensor.detach().to(self._wire).contiguous()
+        tensor = tensor.detach().to(self._transport_device).contiguous()
         works = self._leaving.setdefault(message, [])
         key = (message.boundary, self._signatures[message.microbatch])
         if message.kind == "activation" and key not in self._shapes:
             self._shapes[key] = (tuple(tensor.shape), tensor.dtype)
-            works.append(self._start(message, "send", _header(tensor).to(self._wire), target))
+            works.append(self._start(message, "send", _header(tensor).to(self._transport_device), target))
         works.append(self._start(message, "send", tensor, target))
 
     def prefetch(self, message: StageMessage | None) -> None:
@@ -138,12 +138,12 @@ class StageTransport:
                     return
                 self._shapes[key] = self._receive_header(following, source)
             shape, dtype = self._shapes[key]
-            buffer = torch.empty(shape, dtype=dtype, device=self._wire)
+            buffer = torch.empty(shape, dtype=dtype, device=self._transport_device)
             self._arriving[following] = _Arriving(buffer, self._start(following, "receive", buffer, source)[0])
             self._posted[source] += 1
 
     def _receive_header(self, message: StageMessage, source: int) -> tuple[tuple[int, ...], torch.dtype]:
-        header = torch.empty(HEADER_WORDS, dtype=torch.int64, device=self._wire)
+        header = torch.empty(HEADER_WORDS, dtype=torch.int64, device=self._transport_device)
         self._wait(message, self._start(message, "receive", header, source)[0])
         if not self._believes_headers:
             assumed = self._assumed or self.activation
@@ -227,9 +227,9 @@ def _create_channel_groups(mesh: Mesh, ranks: Sequence[int]) -> dict[tuple[int, 
 
 def pipeline_partition(mesh: Mesh, members: Sequence[int]) -> list[list[int]]:
     """Global ranks of the given pipeline ranks, for every pipeline of the mesh (for `Mesh.create_group`)."""
-    found: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    partition: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for rank in range(mesh.plan.world_size):
         place = dict(axis_coordinates(mesh.plan, rank))
         if place.pop("pipeline") in members:
-            found.setdefault(tuple(sorted(place.items())), []).append(rank)
-    return [found[key] for key in sorted(found)]
+            partition.setdefault(tuple(sorted(place.items())), []).append(rank)
+    return [partition[key] for key in sorted(partition)]

@@ -36,7 +36,7 @@ def verify_cut_table(blueprint: Blueprint, table: CutTable) -> None:
     """
     kind = type(blueprint.module).__name__
     try:
-        found = _through_skeleton(blueprint, table)
+        outputs = _through_skeleton(blueprint, table)
     except Exception as error:
         warnings.warn(
             f"whether {kind} may be cut by its table could not be tried ({type(error).__name__}: {error}). Compare its"
@@ -44,14 +44,14 @@ def verify_cut_table(blueprint: Blueprint, table: CutTable) -> None:
             stacklevel=2,
         )
         return
-    if found is None:
+    if outputs is None:
         warnings.warn(
             f"{kind} brings no example batch, so its cut table was not tried. Give its Blueprint an `example`, or"
             " compare gradients under this plan with those of one process.",
             stacklevel=2,
         )
         return
-    sent, *results = found
+    sent, *results = outputs
     if other := [type(returned).__name__ for returned in results if not isinstance(returned, Tensor)]:
         raise PlanError(
             f"{kind} cannot be cut into stages by its table: its forward returns a {other[0]}, in which no stage knows"

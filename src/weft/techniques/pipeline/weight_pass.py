@@ -94,9 +94,9 @@ class deferring(TorchFunctionMode):  # noqa: N801 - reads as a verb: `with defer
     ) -> Any:
         read = _READERS.get(func)
         if read is not None and torch.is_grad_enabled():
-            found = read(*args, **(kwargs or {}))
-            if found is not None and _can_wait(*found):
-                return _Deferred.apply(found[0], found[1], self._queue)
+            call = read(*args, **(kwargs or {}))
+            if call is not None and _can_wait(*call):
+                return _Deferred.apply(call[0], call[1], self._queue)
         return func(*args, **(kwargs or {}))
 
 
@@ -158,9 +158,9 @@ def _reader_of_convolution(convolve: Callable[..., Tensor], dims: int) -> Callab
         def adjoint(gradient: Tensor, value: Tensor, which: int) -> Tensor:
             mask = [which == index for index in range(3)]
             settings = (None, *steps, False, [0] * dims, groups, mask)
-            found = torch.ops.aten.convolution_backward(gradient, value, weight.detach(), *settings)[which]
-            assert found is not None
-            return found
+            weight_gradient = torch.ops.aten.convolution_backward(gradient, value, weight.detach(), *settings)[which]
+            assert weight_gradient is not None
+            return weight_gradient
 
         return input, _Affine(
             weight,

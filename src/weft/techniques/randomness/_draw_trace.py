@@ -107,20 +107,20 @@ def find_draws(blueprint: Blueprint, ignored: Callable[[nn.Module], bool]) -> Dr
 
     Modules that `ignored` says key their draws themselves are passed over.  Generators are left as they are.
     """
-    found = Draws()
+    draws = Draws()
     example = blueprint.example
     if example is None and blueprint.sequence_length is not None:
         example = token_example(blueprint.sequence_length, blueprint.inputs.values())
     if example is None:
-        found.unseen = "nothing says what its samples look like (give its Blueprint an `example`)"
-        return found
-    found.length, found.are_tokens_followed = blueprint.sequence_length or 0, bool(blueprint.attending)
-    found.varying = frozenset(size for like in example(1).values() for size in like.shape[1:] if size > 1)
-    for samples in _numbers_of_samples(blueprint, found.varying):
-        _look(blueprint, example, samples, ignored, found)
-        if all(layout.place != "unknown" for layouts in found.layouts.values() for layout in layouts):
+        draws.unseen = "nothing says what its samples look like (give its Blueprint an `example`)"
+        return draws
+    draws.length, draws.are_tokens_followed = blueprint.sequence_length or 0, bool(blueprint.attending)
+    draws.varying = frozenset(size for like in example(1).values() for size in like.shape[1:] if size > 1)
+    for samples in _numbers_of_samples(blueprint, draws.varying):
+        _look(blueprint, example, samples, ignored, draws)
+        if all(layout.place != "unknown" for layouts in draws.layouts.values() for layout in layouts):
             break  # else a size that the forward works out may be a multiple of the prime, too
-    return found
+    return draws
 
 
 def _numbers_of_samples(blueprint: Blueprint, sizes: Iterable[int]) -> list[int]:
@@ -131,20 +131,22 @@ def _numbers_of_samples(blueprint: Blueprint, sizes: Iterable[int]) -> list[int]
 
 
 def _look(
-    blueprint: Blueprint, example: Example, samples: int, ignored: Callable[[nn.Module], bool], found: Draws
+    blueprint: Blueprint, example: Example, samples: int, ignored: Callable[[nn.Module], bool], draws: Draws
 ) -> None:
     """Fill in what is found with so many samples."""
-    found.layouts.clear()
+    draws.layouts.clear()
     with _generators_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for value in (_HIGH, _LOW):
             recorder = _Recorder(samples, value)
             with watched(torch.device("cpu")) as watch:
-                found.unseen = found.unseen or _trace(blueprint, example, recorder, ignored)
-            found.foreign = found.foreign or watch.whose.removeprefix("torch's")
+                draws.unseen = draws.unseen or _trace(blueprint, example, recorder, ignored)
+            draws.foreign = draws.foreign or watch.whose.removeprefix("torch's")
             for key, every in recorder.drawn.items():
-                known = found.layouts.get(key, [])
-                found.layouts[key] = list(dict.fromkeys([*known, *(_layout(each, key[1], samples) for each in every)]))
+                known = draws.layouts.get(key, [])
+                draws.layouts[key] = list(
+                    dict.fromkeys([*known, *(_layout(event, key[1], samples) for event in every)])
+                )
             if not recorder.has_values:
                 break
 
@@ -238,19 +240,19 @@ class _Recorder(TorchDispatchMode):
         self._stack.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         name, counts, ignored = self._stack[-1]
-        is_drawn = is_draw(func, args, given)
+        is_drawn = is_draw(func, args, keywords)
         if is_drawn:
-            given = {**given, "generator": None} if "generator" in given else given
+            keywords = {**keywords, "generator": None} if "generator" in keywords else keywords
         with _python_kept(func):
-            result = self._stand_ins.run(func, args, given, name)
+            result = self._stand_ins.run(func, args, keywords, name)
         is_turned = isinstance(result, Tensor) and self._look(func.overloadpacket.__name__ in _VIEWS, args, result)
         if is_drawn and not ignored:
             op = func.overloadpacket.__name__
             key = (name, op, counts.get(op, 0))
             counts[op] = key[2] + 1
-            drawn = _Drawn(shape_of_draw(func, args, given)[0], is_turned, line_of_user())
+            drawn = _Drawn(shape_of_draw(func, args, keywords)[0], is_turned, line_of_user())
             self.drawn.setdefault(key, []).append(drawn)
             if isinstance(result, Tensor) and not result.is_meta and result.is_floating_point():
                 self.has_values = True

@@ -53,11 +53,11 @@ class Elements:
 
     def _rows(self) -> Tensor:
         """Numbers of the held rows (all dims but the last) in the whole, 1-D."""
-        found = torch.zeros(1, dtype=torch.int64, device=self.samples.device)
+        rows = torch.zeros(1, dtype=torch.int64, device=self.samples.device)
         for start, size, whole in list(zip(self.starts, self.sizes, self.whole, strict=True))[:-1]:
             here = torch.arange(start, start + size, device=self.samples.device)
-            found = (found[:, None] * whole + here).flatten()
-        return found
+            rows = (rows[:, None] * whole + here).flatten()
+        return rows
 
     def _last(self) -> tuple[int, int]:
         return (self.starts[-1], self.sizes[-1]) if self.sizes else (0, 1)
@@ -133,8 +133,10 @@ def shape_of_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         is_normal = func.overloadpacket.__name__ == "normal"
         like = torch.broadcast_tensors(*operands)[0] if is_normal else operands[0]
         return like.shape, operands[0].device
-    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
-    size = given["size"] if "size" in given else (given["n"],)  # of a permutation
+    arguments = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | dict(
+        kwargs
+    )
+    size = arguments["size"] if "size" in arguments else (arguments["n"],)  # of a permutation
     return torch.Size(size), torch.device(kwargs.get("device") or "cpu")
 
 
@@ -142,115 +144,115 @@ def keyed_value(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], eleme
     """Return what `func` gives; None for an operator that is not known here."""
     name = func.overloadpacket.__name__
     schema = func._schema.arguments
-    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    given |= {argument.name: value for argument, value in zip(schema, args, strict=False)} | dict(kwargs)
+    arguments = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    arguments |= {argument.name: value for argument, value in zip(schema, args, strict=False)} | dict(kwargs)
     special = _SPECIAL.get(name)
     if special is not None:
-        return special(given, elements, arrange)
+        return special(arguments, elements, arrange)
     make = _MAKERS.get(name.removesuffix("_").removesuffix("_like").removesuffix("_functional"))
     if make is None:
         return None
     in_place = name.endswith("_") and not name.endswith("__")
-    values = make(given, elements, arrange)
-    return _placed(given, values, args[0] if in_place else None, args)
+    values = make(arguments, elements, arrange)
+    return _placed(arguments, values, args[0] if in_place else None, args)
 
 
-def _placed(given: Mapping[str, Any], values: Tensor, target: Tensor | None, args: Sequence[Any]) -> Tensor:
+def _placed(arguments: Mapping[str, Any], values: Tensor, target: Tensor | None, args: Sequence[Any]) -> Tensor:
     """In the place that the operator writes to, or in the dtype that it returns."""
-    target = given.get("out", target)
+    target = arguments.get("out", target)
     if isinstance(target, Tensor):
         return target.copy_(values)
     like = next((arg for arg in args if isinstance(arg, Tensor)), None)
-    asked = given.get("dtype")
+    asked = arguments.get("dtype")
     dtype = asked if isinstance(asked, torch.dtype) else like.dtype if like is not None else None
     if dtype is None:
         dtype = torch.get_default_dtype() if values.is_floating_point() or values.dtype == torch.bool else values.dtype
     return values.to(dtype)
 
 
-def _bernoulli(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
-    p = given.get("p", given["self"])
+def _bernoulli(arguments: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+    p = arguments.get("p", arguments["self"])
     if isinstance(p, Tensor):
         return arrange(elements.uniform()) < p
     return arrange(elements.kept(float(p)))
 
 
-def _uniform(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
-    low, high = float(given.get("from", 0.0)), float(given.get("to", 1.0))
+def _uniform(arguments: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+    low, high = float(arguments.get("from", 0.0)), float(arguments.get("to", 1.0))
     return arrange(elements.uniform()) * (high - low) + low
 
 
-def _normal(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
-    mean, deviation = given.get("mean", 0.0), given.get("std", 1.0)
+def _normal(arguments: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+    mean, deviation = arguments.get("mean", 0.0), arguments.get("std", 1.0)
     return arrange(elements.normal()) * deviation + mean
 
 
-def _log_normal(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
-    return _normal(given, elements, arrange).exp()
+def _log_normal(arguments: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+    return _normal(arguments, elements, arrange).exp()
 
 
-def _exponential(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+def _exponential(arguments: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
     smallest = 2.0**-54  # as torch's own, never 0: callers take logarithms
-    return arrange(elements.uniform()).neg_().log1p_().neg_().clamp_(min=smallest) / float(given.get("lambd", 1.0))
+    return arrange(elements.uniform()).neg_().log1p_().neg_().clamp_(min=smallest) / float(arguments.get("lambd", 1.0))
 
 
-def _cauchy(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+def _cauchy(arguments: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
     turned = torch.tan(math.pi * (arrange(elements.uniform()) - 0.5))
-    return turned * float(given.get("sigma", 1.0)) + float(given.get("median", 0.0))
+    return turned * float(arguments.get("sigma", 1.0)) + float(arguments.get("median", 0.0))
 
 
-def _geometric(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
-    return (arrange(elements.uniform()).neg_().log1p_() / math.log1p(-float(given["p"]))).ceil_().clamp_(min=1)
+def _geometric(arguments: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+    return (arrange(elements.uniform()).neg_().log1p_() / math.log1p(-float(arguments["p"]))).ceil_().clamp_(min=1)
 
 
-def _integers(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
-    low, high = int(given.get("low", 0) or 0), int(given["high"])
+def _integers(arguments: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+    low, high = int(arguments.get("low", 0) or 0), int(arguments["high"])
     return (arrange(elements.uniform()) * (high - low)).floor_().to(torch.int64) + low
 
 
-def _permutation(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+def _permutation(arguments: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
     return arrange(elements.uniform()).argsort()
 
 
-def _random(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
-    dtype = given["self"].dtype
+def _random(arguments: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+    dtype = arguments["self"].dtype
     whole = {torch.float32: 1 << 24, torch.float16: 1 << 11, torch.bfloat16: 1 << 8, torch.bool: 2}
-    high = given.get("to")
+    high = arguments.get("to")
     if high is None:
         high = whole.get(dtype, 1 << 53) if dtype.is_floating_point or dtype == torch.bool else torch.iinfo(dtype).max
-    low = int(given.get("from", 0) or 0)
+    low = int(arguments.get("from", 0) or 0)
     return (arrange(elements.uniform()) * float(int(high) - low)).floor_().to(torch.int64) + low
 
 
-def _dropout(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> tuple[Tensor, Tensor]:
-    x, p = given.get("input", given.get("self")), float(given["p"])
+def _dropout(arguments: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> tuple[Tensor, Tensor]:
+    x, p = arguments.get("input", arguments.get("self")), float(arguments["p"])
     assert isinstance(x, Tensor)
     keep = arrange(elements.kept(1.0 - p))
     scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
     return torch.ops.aten.native_dropout_backward(x, keep.contiguous(), scale), keep
 
 
-def _leaky(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Any:
-    x, low, high = given["self"], float(given["lower"]), float(given["upper"])
+def _leaky(arguments: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Any:
+    x, low, high = arguments["self"], float(arguments["lower"]), float(arguments["upper"])
     slopes = (arrange(elements.uniform()) * (high - low) + low).to(x.dtype)
     noise = torch.where(x <= 0, slopes, torch.ones_like(slopes))
-    given["noise"].copy_(noise)
+    arguments["noise"].copy_(noise)
     return x * noise
 
 
-def _leaky_in_place(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Any:
-    return given["self"].copy_(_leaky(given, elements, arrange))
+def _leaky_in_place(arguments: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Any:
+    return arguments["self"].copy_(_leaky(arguments, elements, arrange))
 
 
-def _leaky_functional(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Any:
-    noise = given["noise"].clone()
-    return _leaky({**given, "noise": noise}, elements, arrange), noise
+def _leaky_functional(arguments: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Any:
+    noise = arguments["noise"].clone()
+    return _leaky({**arguments, "noise": noise}, elements, arrange), noise
 
 
-def _multinomial(given: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
+def _multinomial(arguments: Mapping[str, Any], elements: Numbers, arrange: Arrange) -> Tensor:
     """Without replacement by a race of exponentials, with it by independent races (Efraimidis and Spirakis 2006)."""
-    weights, count = given["self"].double(), int(given["num_samples"])
-    if not given.get("replacement", False):
+    weights, count = arguments["self"].double(), int(arguments["num_samples"])
+    if not arguments.get("replacement", False):
         arrivals = _exponential({}, elements, arrange)
         return (weights / arrivals).topk(count, dim=-1).indices
     races: list[Tensor] = []
@@ -276,8 +278,8 @@ _MAKERS: Mapping[str, Callable[[Mapping[str, Any], Numbers, Arrange], Tensor]] =
 }
 _SPECIAL: Mapping[str, Callable[[Mapping[str, Any], Numbers, Arrange], Any]] = {
     "native_dropout": _dropout,
-    "_fused_dropout": lambda given, elements, arrange: _dropout(
-        {**given, "p": 1.0 - float(given["p"])}, elements, arrange
+    "_fused_dropout": lambda arguments, elements, arrange: _dropout(
+        {**arguments, "p": 1.0 - float(arguments["p"])}, elements, arrange
     ),
     "rrelu_with_noise": _leaky,
     "rrelu_with_noise_": _leaky_in_place,

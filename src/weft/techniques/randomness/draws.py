@@ -160,7 +160,7 @@ class _Keyed(DrawMode):
         self._call = state.calls.take(name)
         self._counts: dict[str, int] = {}
 
-    def _draw(self, func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> Any:
+    def _draw(self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         op = func.overloadpacket.__name__
         if _in_checkpoint():
             raise PlanError(_CHECKPOINTED.format(self._name or "the model's forward", op))
@@ -170,15 +170,15 @@ class _Keyed(DrawMode):
             ledger.note(self._key(op, number), self._context)
             from weft.techniques.randomness.quiet import still_value  # loaded within a proof
 
-            value = still_value(func, args, given)
-            return func(*args, **given) if value is None else value
-        shape, device = shape_of_draw(func, args, given)
+            value = still_value(func, args, keywords)
+            return func(*args, **keywords) if value is None else value
+        shape, device = shape_of_draw(func, args, keywords)
         placed, value = self._place(op, number, shape), None
         if placed is not None:
             elements = self._elements(placed, self._key(op, number), device)
-            value = keyed_value(func, args, given, elements, lambda made: _arranged(made, placed.layout))
+            value = keyed_value(func, args, keywords, elements, lambda made: _arranged(made, placed.layout))
         if value is None and self._context.is_alone:
-            return func(*args, **given)
+            return func(*args, **keywords)
         if value is None:
             raise PlanError(self._unplaced(op, number, shape))
         return value
@@ -192,9 +192,9 @@ class _Keyed(DrawMode):
             (self._held(layout, shape), layout) for layout in self._draws.layouts.get((self._name, op, number), [])
         ]
         # Several calls of one module may differ in shape: the very shape of the whole model comes first.
-        layouts.sort(key=lambda each: each[0] != each[1].whole)
-        placed = (None if held is None else self._parts(held, layout) for held, layout in layouts)
-        return next((each for each in placed if each is not None), None)
+        layouts.sort(key=lambda candidate: candidate[0] != candidate[1].whole)
+        placed = (None if dims is None else self._parts(dims, layout) for dims, layout in layouts)
+        return next((candidate for candidate in placed if candidate is not None), None)
 
     def _held(self, layout: DrawLayout, shape: torch.Size) -> tuple[int, ...] | None:
         """The shape of what this rank holds of one sample."""
@@ -207,7 +207,7 @@ class _Keyed(DrawMode):
             return None
         return (*shape[: layout.dim], share, *shape[layout.dim + 1 :])
 
-    def _parts(self, held: tuple[int, ...], layout: DrawLayout) -> _Placed | None:
+    def _parts(self, dims: tuple[int, ...], layout: DrawLayout) -> _Placed | None:
         """Which parts of a sample's whole draw these sizes are, for each run of the rank's tokens.
 
         A dim that is as long as a sample in the whole draw, and as long as the rank's tokens here, is that of the
@@ -217,8 +217,8 @@ class _Keyed(DrawMode):
         is_free = view.group is None and tokens is None
         if tokens is not None and not self._can_share(layout, tokens):
             return None
-        starts, whole, along, num_cut = [0] * len(held), list(layout.whole), None, 0
-        for dim, size in enumerate(held):
+        starts, whole, along, num_cut = [0] * len(dims), list(layout.whole), None, 0
+        for dim, size in enumerate(dims):
             if size == whole[dim]:
                 continue
             is_of_samples = layout.place == "sample" or (layout.place == "flat" and dim != layout.dim)
@@ -236,9 +236,9 @@ class _Keyed(DrawMode):
         if num_cut > 1:
             return None
         if tokens is None or along is None:
-            return _Placed(layout, [(starts, list(held), whole)], None)
-        runs = tokens.within(starts[along], starts[along] + held[along])
-        parts = [(_with(starts, along, start), _with(held, along, stop - start), whole) for start, stop in runs]
+            return _Placed(layout, [(starts, list(dims), whole)], None)
+        runs = tokens.within(starts[along], starts[along] + dims[along])
+        parts = [(_with(starts, along, start), _with(dims, along, stop - start), whole) for start, stop in runs]
         return _Placed(layout, parts, along)
 
     def _can_share(self, layout: DrawLayout, tokens: LocalTokens) -> bool:
@@ -254,10 +254,10 @@ class _Keyed(DrawMode):
                 f"{where} draws by {op} ({line}) a tensor of {tuple(shape)}, which does not show which numbers are for"
                 f" the tokens of this rank. {_MODULE}, or use plan.mesh.context = 1."
             )
-        held = next((held for each in layouts if (held := self._held(each, shape)) is not None), None)
-        if held is not None and self._view.group is not None:
+        dims = next((dims for layout in layouts if (dims := self._held(layout, shape)) is not None), None)
+        if dims is not None and self._view.group is not None:
             return (
-                f"{where} draws by {op} ({line}) a tensor of {held} for one sample where the whole model draws"
+                f"{where} draws by {op} ({line}) a tensor of {dims} for one sample where the whole model draws"
                 f" {layouts[0].whole}, and plan.mesh.tensor = {self._view.size} does not say which part that is."
                 f" {_MODULE} (with the kind heads or features in [model.split] where their input is split), or use"
                 " plan.mesh.tensor = 1."
@@ -306,7 +306,7 @@ def _in_checkpoint() -> bool:
 
 
 def _with(sizes: Sequence[int], at: int, size: int) -> list[int]:
-    return [size if dim == at else each for dim, each in enumerate(sizes)]
+    return [size if dim == at else own_size for dim, own_size in enumerate(sizes)]
 
 
 def _arranged(made: Tensor, layout: DrawLayout) -> Tensor:

@@ -145,8 +145,8 @@ class KeyedDropout(nn.Dropout):
             return make(*keys, dropped, rows, row_offset, width, column_offset, x.device)
 
         if state.tokens is not None:
-            held = state.tokens.held
-            own = shard_bounds(held, self.view) if self.sequence_sharded and self.view else (0, held)
+            num_tokens = state.tokens.held
+            own = shard_bounds(num_tokens, self.view) if self.sequence_sharded and self.view else (0, num_tokens)
             runs = state.tokens.rows_of(x, samples, own, self.key)
             parts = [keep_of(stop - start, start).view(samples, stop - start, width) for start, stop in runs]
             return torch.cat(parts, 1).reshape(x.shape), RESOLUTION / (RESOLUTION - dropped)

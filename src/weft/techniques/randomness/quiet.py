@@ -93,12 +93,12 @@ class _Constants(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         self._look()
         if self._alone and "c10d" in func.namespace:
             raise AmongRanksError("the model or its loss calls collectives by itself")
-        value = still_value(func, args, given) if is_draw(func, args, given) else None
-        result = func(*args, **given) if value is None else value
+        value = still_value(func, args, keywords) if is_draw(func, args, keywords) else None
+        result = func(*args, **keywords) if value is None else value
         if self._alone and isinstance(result, Tensor) and result.is_floating_point():
             self._ledger.coarsest = max(self._ledger.coarsest, torch.finfo(result.dtype).eps)
         return result

@@ -64,13 +64,13 @@ def apply_recompute(part: nn.Module, blueprint: Blueprint, plan: Plan, context: 
             f" {type(blueprint.module).__name__}"
             ' are (it has no cut table). Use recompute = "none".'
         )
-    each = (words,) * len(blocks) if isinstance(words, str) else tuple(words)
-    if len(each) != len(blocks):
+    by_block = (words,) * len(blocks) if isinstance(words, str) else tuple(words)
+    if len(by_block) != len(blocks):
         raise PlanError(
-            f"plan.memory.recompute lists {len(each)} blocks, but the model has {len(blocks)}."
+            f"plan.memory.recompute lists {len(by_block)} blocks, but the model has {len(blocks)}."
             f" Give {len(blocks)} words, or one for all."
         )
-    for name, word in zip(blocks, each, strict=True):
+    for name, word in zip(blocks, by_block, strict=True):
         if word != "none" and is_own(part, blueprint, name):
             block = part.get_submodule(name)
             kept = _compiled_contexts if plan.compute.compile else partial(_contexts, context)
@@ -136,7 +136,7 @@ class _Once:
 
 
 def _contexts(context: StepContext | None = None) -> Any:
-    return selective_contexts(_keeps, None if context is None else context.elsewhere)
+    return selective_contexts(_keeps, None if context is None else context.activation_store)
 
 
 def _keeps(operation: Any) -> bool:

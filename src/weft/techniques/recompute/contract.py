@@ -12,7 +12,7 @@ from typing import final
 
 from weft.config.document import format_value
 from weft.config.plan import Plan
-from weft.techniques.contract import Case, Removal, Technique
+from weft.techniques.contract import Ablation, Case, Technique
 from weft.techniques.recompute.settings import RECOMPUTE_KEY, RecomputeSettings
 
 
@@ -26,7 +26,7 @@ class Recomputation(Technique):
 
     name = "recomputation"
     part = RecomputeSettings
-    removals = (Removal("recomputation", _without),)
+    ablations = (Ablation("recomputation", _without),)
     judged_alone = (RECOMPUTE_KEY,)
 
     def runs(self, plan: Plan) -> bool:
@@ -46,16 +46,16 @@ class Recomputation(Technique):
             problem = f"has {len(memory.recompute)} words for {blocks} blocks.\nGive one word for all, or {blocks}."
             raise case.refuse(path, problem)
 
-    def elsewhere(self, settings: RecomputeSettings) -> Iterator[str]:
+    def unsupported_by_others(self, settings: RecomputeSettings) -> Iterator[str]:
         if settings.differs_by_block:
             yield "recomputation that differs from block to block"
 
-    def lighter(self, settings: RecomputeSettings) -> Iterator[str]:
+    def lighter_settings(self, settings: RecomputeSettings) -> Iterator[str]:
         for word in ("selective", "full"):
             if settings.recompute != word:
                 yield f"recompute={word}"
 
-    def unwritten(self, plan: Plan) -> Iterator[str]:
+    def unsupported_in_script(self, plan: Plan) -> Iterator[str]:
         recompute = plan.memory.recompute
         if recompute not in ("none", "full"):
             yield f'plan.memory.recompute = {format_value(recompute)}: the script knows "none" and "full". Use one.'

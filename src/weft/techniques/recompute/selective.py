@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
-    from weft.techniques.core.elsewhere import Elsewhere
+    from weft.techniques.core.activation_store import ActivationStore
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class _Result:
 
     operation: Any
     value: Any
-    """Detached, or what stands for what waits elsewhere; None once it was written to or taken."""
+    """Detached, or the ticket of the activation store; None once it was written to or taken."""
     watched: list[tuple[Tensor, int]] = field(default_factory=list[tuple[Tensor, int]])
     """Tensors of its memory with their versions: a write to any of them changes the value."""
 
@@ -41,11 +41,10 @@ class _Result:
 
 
 class _Results:
-    """The kept results of one block's forward, in order, and where they lie.  They wait `elsewhere`, where it takes
-    them."""
+    """The kept results of one block's forward, in order.  `activation_store` takes those that may leave the device."""
 
-    def __init__(self, elsewhere: Elsewhere | None) -> None:
-        self.elsewhere = elsewhere
+    def __init__(self, activation_store: ActivationStore | None) -> None:
+        self.activation_store = activation_store
         self.in_order: list[_Result] = []
         self._by_storage: dict[int, list[_Result]] = {}
 
@@ -56,25 +55,25 @@ class _Results:
             if isinstance(leaf, Tensor):
                 self._by_storage.setdefault(_storage(leaf), []).append(result)
                 result.watched.append((leaf, leaf._version))
-        if self.elsewhere is not None:
-            self._send(result, self.elsewhere)
+        if self.activation_store is not None:
+            self._send(result, self.activation_store)
 
-    def _send(self, result: _Result, elsewhere: Elsewhere) -> None:
+    def _send(self, result: _Result, activation_store: ActivationStore) -> None:
         """Let a result leave, as far as it can; what counts its versions stays, without memory."""
 
         def send(leaf: Any) -> Any:
-            waiting = elsewhere.pack(leaf) if isinstance(leaf, Tensor) else None
+            waiting = activation_store.pack(leaf) if isinstance(leaf, Tensor) else None
             return leaf if waiting is None else waiting
 
         result.value = tree_map(send, result.value)
-        result.watched = [(elsewhere.watch(tensor), version) for tensor, version in result.watched]
+        result.watched = [(activation_store.watch(tensor), version) for tensor, version in result.watched]
 
     def watch(self, value: Any) -> None:
         """Watch tensors that lie in kept memory but count their own versions, as those of `_unsafe_view`."""
         for leaf in tree_leaves(value):
             for result in self._by_storage.get(_storage(leaf), ()) if isinstance(leaf, Tensor) else ():
                 if result.value is not None:
-                    watch = _detached if self.elsewhere is None else self.elsewhere.watch
+                    watch = _detached if self.activation_store is None else self.activation_store.watch
                     result.watched.append((watch(leaf), leaf._version))
 
     def forget(self, written: Tensor) -> None:
@@ -91,10 +90,10 @@ class _Keeping(TorchDispatchMode):
         self._results, self._keeps = results, keeps
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        for tensor in _written(func, args, given):
+        keywords = kwargs or {}
+        for tensor in _written(func, args, keywords):
             self._results.forget(tensor)
-        value = func(*args, **given)
+        value = func(*args, **keywords)
         if self._keeps(func):
             self._results.keep(func, value)
         elif "unsafe" in func.__name__:
@@ -127,16 +126,16 @@ class _Taking(TorchDispatchMode):
         value = kept[number].take()
         if value is None:
             return func(*args, **(kwargs or {}))
-        elsewhere = self._results.elsewhere
-        return value if elsewhere is None else tree_map(elsewhere.fetch, value)
+        activation_store = self._results.activation_store
+        return value if activation_store is None else tree_map(activation_store.fetch, value)
 
 
 def selective_contexts(
-    keeps: Callable[[Any], bool], elsewhere: Elsewhere | None = None
+    keeps: Callable[[Any], bool], activation_store: ActivationStore | None = None
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the modes for a block's forward and its recomputation; `keeps` says which operators are not run again,
-    and `elsewhere` where their results wait, if not where they are."""
-    results = _Results(elsewhere)
+    and `activation_store` where their results wait, if not where they are."""
+    results = _Results(activation_store)
     return _Keeping(results, keeps), _Taking(results, keeps)
 
 
@@ -145,9 +144,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     if not func._schema.is_mutable:
         return []
     arguments = func._schema.arguments
-    given = [*zip(arguments, args, strict=False)] + [(a, kwargs[a.name]) for a in arguments if a.name in kwargs]
-    found = [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+    values = [*zip(arguments, args, strict=False)] + [(a, kwargs[a.name]) for a in arguments if a.name in kwargs]
+    written = [value for argument, value in values if argument.alias_info is not None and argument.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -168,10 +168,10 @@ class Outline:
     @cached_property
     def names(self) -> Mapping[str, tuple[str, ...]]:
         """First name of every parameter → all its names, in the order of the model."""
-        found: dict[str, list[str]] = {}
+        names_of: dict[str, list[str]] = {}
         for parameter in self.parameters:
-            found.setdefault(parameter.first, []).append(parameter.name)
-        return {first: tuple(names) for first, names in found.items()}
+            names_of.setdefault(parameter.first, []).append(parameter.name)
+        return {first: tuple(names) for first, names in names_of.items()}
 
     @cached_property
     def by_name(self) -> Mapping[str, Parameter]:

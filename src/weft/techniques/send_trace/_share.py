@@ -183,7 +183,7 @@ class ModelShare:
         ranks, tokens = self.plan.mesh.context, self.outline.tokens
         if ranks == 1 or len(shape) < 2 or shape[1] != tokens:
             return shape
-        from weft.techniques.context.shares import tokens_of  # loaded where ranks share tokens
+        from weft.techniques.context.token_runs import tokens_of  # loaded where ranks share tokens
 
         return (shape[0], tokens_of(tokens, ranks, self.coordinates["context"]), *shape[2:])
 
@@ -266,7 +266,7 @@ class ModelShare:
                 if parameter.is_trained:
                     # Parts of one rank share what is tied between them: the lowest one speaks for it.
                     first.setdefault(parameter.first, (index, parameter))
-        groups = group_parameters(self.recipe.optimizer, {name: found.shape for name, (_, found) in first.items()})
+        groups = group_parameters(self.recipe.optimizer, {name: stored.shape for name, (_, stored) in first.items()})
         group_of = {name: index for index, group in enumerate(groups) for name in group.names}
         return tuple(self._hold(index, parameter, group_of[name]) for name, (index, parameter) in first.items())
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, final
 
 from weft.config.plan import Plan
-from weft.techniques.contract import Case, Removal, Technique, list_choices
+from weft.techniques.contract import Ablation, Case, Technique, list_choices
 from weft.techniques.tensor.settings import TensorSettings
 
 
@@ -30,10 +30,10 @@ class Tensor(Technique):
 
     name = "tensor parallelism"
     part = TensorSettings
-    removals = (
-        Removal("tensor ranks", _without, frees_ranks=True),
-        Removal("sequence parallelism", _without_sequence),
-        Removal("the grid of tensor ranks", _without_grid),
+    ablations = (
+        Ablation("tensor ranks", _without, frees_ranks=True),
+        Ablation("sequence parallelism", _without_sequence),
+        Ablation("the grid of tensor ranks", _without_grid),
     )
     judged_alone = ("mesh.tensor", "tensor_parallel.sequence", "tensor_parallel.scheme")
 
@@ -51,7 +51,7 @@ class Tensor(Technique):
                 ' the samples that a rank has. Use "1d", or `weft train`.'
             )
 
-    def unwritten(self, plan: Plan) -> Iterator[str]:
+    def unsupported_in_script(self, plan: Plan) -> Iterator[str]:
         scheme = plan.tensor_parallel.scheme
         if scheme != "1d":
             yield (
@@ -59,7 +59,7 @@ class Tensor(Technique):
                 ' dimension. Use "1d".'
             )
 
-    def leaves(self, plan: Plan) -> Mapping[str, tuple[Any, ...]]:
+    def search_values(self, plan: Plan) -> Mapping[str, tuple[Any, ...]]:
         """Logits of a cube are whole when all sums over ranks are there."""
         return {"memory.fused_loss": (False,)} if plan.tensor_parallel.scheme == "3d" else {}
 

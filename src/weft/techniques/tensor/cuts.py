@@ -94,9 +94,9 @@ def _cut_dims(name: str, module: nn.Module, rule: SplitRule, root: nn.Module) ->
     if rule.kind in ("channel_out", "channel_in", "channels"):
         from weft.model.channels import channel_cuts  # loaded where convolutions are split
 
-        found = channel_cuts(module, rule.kind)
-        if found is not None:
-            return found
+        cuts = channel_cuts(module, rule.kind)
+        if cuts is not None:
+            return cuts
     fitting = _FITTING.get(rule.kind)
     if fitting is None:
         raise PlanError(

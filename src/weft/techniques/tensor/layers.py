@@ -112,12 +112,12 @@ class _SharedInput:
         if version is None:
             return make(x)
         wants_grad = torch.is_grad_enabled() and x.requires_grad
-        held = self.result
-        fresh = held is None or self.source is not x or self.version != version or held.requires_grad != wants_grad
-        if held is None or fresh:
-            held = make(x)
-            self.source, self.version, self.result = x, version, held
-        return held
+        result = self.result
+        fresh = result is None or self.source is not x or self.version != version or result.requires_grad != wants_grad
+        if result is None or fresh:
+            result = make(x)
+            self.source, self.version, self.result = x, version, result
+        return result
 
     def clear(self) -> None:
         self.source = self.result = None
@@ -325,11 +325,11 @@ def _conv1d_product(module: nn.Module, x: Tensor) -> Tensor:
     return torch.matmul(x, weight)
 
 
-def _check_width(given: int, own: int) -> None:
+def _check_width(width: int, own: int) -> None:
     """It knows no name: code that is compiled for one layer is that of all."""
-    if given != own:
+    if width != own:
         raise PlanError(
-            f"a layer that is split row-wise was given {given} features, and this rank has weights for {own}: what is"
+            f"a layer that is split row-wise was given {width} features, and this rank has weights for {own}: what is"
             " split column-wise before it did not run in this forward, unlike the forward by which the split was found."
             ' Leave both whole where a model calls a layer only now and then (split = {"name": "replicate"}), or use'
             " mesh.tensor = 1."
@@ -377,7 +377,7 @@ def _vocabulary_forward(module: nn.Embedding, forward: Forward, view: GroupView,
     if padding is not None:
         module.padding_idx = padding - first if 0 <= padding - first < rows else None
     try:
-        found = forward(local.masked_fill(elsewhere, 0))
+        own_rows = forward(local.masked_fill(elsewhere, 0))
     finally:
         module.padding_idx = padding
-    return reduce_from_group(found.masked_fill(elsewhere[..., None], 0), view)
+    return reduce_from_group(own_rows.masked_fill(elsewhere[..., None], 0), view)

@@ -23,12 +23,12 @@ def column_magnitudes(module: nn.Module, enter: OfTensor) -> Forward:
     """Return the forward of magnitudes beside a column-split layer.  `enter` makes of the layer's input what the
     product with this rank's rows takes."""
 
-    def forward(x: Tensor, **given: Any) -> Tensor:
-        base = given["base_layer"]
-        rows = _rows(module, base, given)
-        made = given["base_result"]
+    def forward(x: Tensor, **keywords: Any) -> Tensor:
+        base = keywords["base_layer"]
+        rows = _rows(module, base, keywords)
+        made = keywords["base_result"]
         made = F.linear(enter(x), _weight(module, base, x)) if made is None else _without_bias(made, base)
-        return _scaled(module, rows.square().sum(1), made, x, given)
+        return _scaled(module, rows.square().sum(1), made, x, keywords)
 
     return forward
 
@@ -37,21 +37,21 @@ def row_magnitudes(module: nn.Module, sum_squares: OfTensor, reduce: OfTensor) -
     """Return the forward of magnitudes beside a row-split layer, whole on every rank.  `sum_squares` and `reduce` sum
     the squares of parts of rows, and parts of the layer's result, over the ranks."""
 
-    def forward(x: Tensor, **given: Any) -> Tensor:
-        base = given["base_layer"]
-        squares = sum_squares(_rows(module, base, given).square().sum(1))
-        made = given["base_result"]  # none where dropout has changed the input
+    def forward(x: Tensor, **keywords: Any) -> Tensor:
+        base = keywords["base_layer"]
+        squares = sum_squares(_rows(module, base, keywords).square().sum(1))
+        made = keywords["base_result"]  # none where dropout has changed the input
         made = reduce(F.linear(x, _weight(module, base, x))) if made is None else _without_bias(made, base)
-        return _scaled(module, squares, made, x, given)
+        return _scaled(module, squares, made, x, keywords)
 
     return forward
 
 
 @torch.no_grad()
-def _rows(module: nn.Module, base: nn.Module, given: Any) -> Tensor:
+def _rows(module: nn.Module, base: nn.Module, keywords: Any) -> Tensor:
     """What this rank has of `W + s·B·A`, features along dim 0."""
-    first, second = given["lora_A"].weight, given["lora_B"].weight
-    return _weight(module, base, first) + given["scaling"] * (second @ first)
+    first, second = keywords["lora_A"].weight, keywords["lora_B"].weight
+    return _weight(module, base, first) + keywords["scaling"] * (second @ first)
 
 
 def _weight(module: nn.Module, base: nn.Module, like: Tensor) -> Tensor:
@@ -65,8 +65,8 @@ def _without_bias(result: Tensor, base: nn.Module) -> Tensor:
     return result if bias is None else result - bias
 
 
-def _scaled(module: nn.Module, squares: Tensor, made: Tensor, x: Tensor, given: Any) -> Tensor:
+def _scaled(module: nn.Module, squares: Tensor, made: Tensor, x: Tensor, keywords: Any) -> Tensor:
     """What is added to the layer's own result, as `peft` computes it."""
     magnitude: Any = module.weight
     scale = (magnitude / squares.sqrt().to(x.dtype)).view(1, -1)
-    return (scale - 1) * made + scale * given["lora_B"](given["lora_A"](x)) * given["scaling"]
+    return (scale - 1) * made + scale * keywords["lora_B"](keywords["lora_A"](x)) * keywords["scaling"]

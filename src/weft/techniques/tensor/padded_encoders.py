@@ -35,8 +35,8 @@ class _ByLayers:
             encoder.register_forward_hook(self._clear)
 
     def _enter(self, encoder: nn.Module, args: Any, kwargs: Any) -> None:
-        given = self._signature.bind(*args, **kwargs).arguments
-        self._padded = _packed(encoder, given["src"], given.get("mask"), given.get("src_key_padding_mask"))
+        arguments = self._signature.bind(*args, **kwargs).arguments
+        self._padded = _packed(encoder, arguments["src"], arguments.get("mask"), arguments.get("src_key_padding_mask"))
 
     def _clear_before_norm(self, norm: nn.Module, args: Any) -> Any:
         return (self._cleared(args[0]), *args[1:])

@@ -26,7 +26,7 @@ class TensorRanks(TechniqueRuntime):
 
             apply_grid(part, build, shape)
             return
-        build.mesh.see_alike(None)
+        build.mesh.set_loss_replicas(None)
         apply_tensor(part.module, build.blueprint, build.plan, build.mesh, build.context, part.layout)
         if build.plan.tensor_parallel.sequence:
             apply_sequence(part.module, build.blueprint, build.plan, build.mesh, build.context, part.layout)

@@ -65,12 +65,12 @@ class _Reads(TorchFunctionMode):
         self._cut = cut
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         name = getattr(func, "__name__", "")
-        read = None if name in _OF_SHAPE else self._read(args[:1] if name in _OF_OTHER else (*args, *given.values()))
-        if read is not None and not _is_by_weft() and self._has_values(func, args, given):
+        read = None if name in _OF_SHAPE else self._read(args[:1] if name in _OF_OTHER else (*args, *keywords.values()))
+        if read is not None and not _is_by_weft() and self._has_values(func, args, keywords):
             raise PlanError(read)
-        return func(*args, **given)
+        return func(*args, **keywords)
 
     def _has_values(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether a function makes more of weights than their shape and the like, as it does without any values."""
@@ -92,8 +92,8 @@ class _Reads(TorchFunctionMode):
                 return self._cut[id(operand)][1]
             if isinstance(operand, list | tuple):  # of tensors, as `torch.cat` takes them
                 inside: Sequence[Any] = operand
-                if (found := next((each for each in inside if id(each) in self._cut), None)) is not None:
-                    return self._cut[id(found)][1]
+                if (weight := next((tensor for tensor in inside if id(tensor) in self._cut), None)) is not None:
+                    return self._cut[id(weight)][1]
         return None
 
 

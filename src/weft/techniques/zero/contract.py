@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, final
 
 from weft.config.document import format_value
 from weft.config.plan import Plan
-from weft.techniques.contract import Case, Removal, Technique
+from weft.techniques.contract import Ablation, Case, Technique
 from weft.techniques.zero.settings import ZERO_KEY, ZeroSettings
 
 
@@ -47,7 +47,7 @@ class Zero(Technique):
 
     name = "ZeRO"
     part = ZeroSettings
-    removals = (Removal("ZeRO", _without),)
+    ablations = (Ablation("ZeRO", _without),)
 
     def sends(self, plan: Plan) -> bool:
         return plan.data_parallel.shards_weights and plan.mesh.shard * plan.mesh.context > 1
@@ -70,16 +70,16 @@ class Zero(Technique):
         if conflict is not None:
             raise case.refuse(("data_parallel", "reduce_every"), conflict)
 
-    def leaves(self, plan: Plan) -> Mapping[str, tuple[Any, ...]]:
+    def search_values(self, plan: Plan) -> Mapping[str, tuple[Any, ...]]:
         # ZeRO-1 and 2 share out over data ranks what each replica of local steps keeps for itself.
         return {ZERO_KEY: (0, 3)} if plan.data_parallel.replicas_step_alone and plan.mesh.shard == 1 else {}
 
-    def lighter(self, settings: ZeroSettings) -> Iterator[str]:
+    def lighter_settings(self, settings: ZeroSettings) -> Iterator[str]:
         yield from (f"zero={stage}" for stage in range(settings.zero + 1, 4))
         if settings.shards_weights and settings.reduce_every != "microbatch":
             yield "reduce_every=microbatch"
 
-    def unwritten(self, plan: Plan) -> Iterator[str]:
+    def unsupported_in_script(self, plan: Plan) -> Iterator[str]:
         if plan.mesh.pipeline > 1 and reduces_every_microbatch(plan):
             yield (
                 'plan.data_parallel.reduce_every = "microbatch": torch\'s own schedules reduce gradients once per step.'

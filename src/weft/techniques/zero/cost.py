@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from weft.techniques.cost_terms import AxisGroup, Calibration, Framework, Groups, Layout, Seconds
-from weft.techniques.registry import held as held_besides
+from weft.techniques.registry import extra_memory
 from weft.techniques.zero.contract import shares_of
 from weft.vectorized import Column, Flags, chosen, larger, smaller
 
@@ -68,7 +68,7 @@ def sharing_ranks(layout: Layout, *, experts: bool = False) -> Column:
 def states_of(layout: Layout, *, experts: bool = False, whole_gradients: Flags = False) -> States:
     """Return bytes of model states per element.  `whole_gradients`: they are reduced once per step, so that ZeRO-2 and
     3 hold them whole until then."""
-    besides = held_besides(layout)
+    besides = extra_memory(layout)
     optimizer = 0.0 if layout.offloads_optimizer else float(layout.master_bytes)
     here = 0.0 if layout.offloads_parameters else 1.0
     optimizer += besides.master_copies * layout.wide_bytes

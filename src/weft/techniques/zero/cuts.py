@@ -6,7 +6,7 @@ import math
 
 from weft.config.plan import EXPERT_LENDERS
 from weft.techniques.send_trace import HeldParameter, ModelShare, Parameter, Shape
-from weft.techniques.zero.shares import dim_of_shards
+from weft.techniques.zero.shard_dims import dim_of_shards
 
 
 def sharding_of(share: ModelShare, *, is_expert: bool) -> tuple[str, int, int]:
@@ -34,10 +34,10 @@ def kept_out(share: ModelShare) -> set[str]:
     }
 
 
-def shard_shape(share: ModelShare, held: HeldParameter) -> Shape:
+def shard_shape(share: ModelShare, parameter: HeldParameter) -> Shape:
     """Return what this rank holds of a parameter that is cut: the last runs are shorter."""
-    _, ranks, index = sharding_of(share, is_expert=held.is_expert)
-    sizes, dim = list(held.shape), cut_dim(share, held.parameter) or 0
+    _, ranks, index = sharding_of(share, is_expert=parameter.is_expert)
+    sizes, dim = list(parameter.shape), cut_dim(share, parameter.parameter) or 0
     chunk = -(-sizes[dim] // ranks)
     start = min(sizes[dim], index * chunk)
     sizes[dim] = min(sizes[dim], start + chunk) - start

@@ -47,7 +47,7 @@ def units_of(share: ModelShare, part: Part, left_out: set[str]) -> list[Unit]:
             outside.append(parameter)
         else:
             of_blocks.setdefault(block, []).append(parameter)
-    units = [_unit(share, name, each) for name, each in of_experts.items()]
+    units = [_unit(share, name, parameters) for name, parameters in of_experts.items()]
     units += [_unit(share, name, of_blocks[name]) for name in share.outline.blocks if name in of_blocks]
     return [*units, _unit(share, "outside of blocks", outside, is_block=False)] if outside else units
 
@@ -63,7 +63,7 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
     for part in share.parts:
         for unit in units_of(share, part, left_out):
             yield from _of_unit(share, unit)
-    members = [held for held in share.held if held.name not in left_out]
+    members = [parameter for parameter in share.held if parameter.name not in left_out]
     if share.plan.data_parallel.compresses:
         yield from between_replicas(share, members)
     yield from _partial(share, members)
@@ -88,14 +88,14 @@ def _of_unit(share: ModelShare, unit: Unit) -> Iterator[RankSend]:
 
 def _partial(share: ModelShare, members: Sequence[HeldParameter]) -> Iterator[RankSend]:
     """Parts of gradients that tensor ranks have of parameters which they all hold, one by one."""
-    for held in members:
-        if held.partial_over:
+    for parameter in members:
+        if parameter.partial_over:
             yield RankSend(
                 operation="all_reduce",
-                axis=held.partial_over,
-                size_bytes=math.prod(shard_shape(share, held)) * share.master_bytes,
+                axis=parameter.partial_over,
+                size_bytes=math.prod(shard_shape(share, parameter)) * share.master_bytes,
                 technique="tensor parallelism",
-                reason=f"parts of gradients, {held.name}",
+                reason=f"parts of gradients, {parameter.name}",
             )
 
 

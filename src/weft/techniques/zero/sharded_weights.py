@@ -49,15 +49,15 @@ from weft.techniques.core.block_paths import note_gathers
 from weft.techniques.core.materialise import by_owner, draw
 from weft.techniques.core.stored import InMemory, read_local
 from weft.techniques.core.views import no_view
+from weft.techniques.zero.shard_dims import dim_of_shards
 from weft.techniques.zero.shared_buffers import share_buffers
-from weft.techniques.zero.shares import dim_of_shards
 
 if TYPE_CHECKING:
     from weft.techniques.compression.codecs import CodecSpec
     from weft.techniques.compression.replicas import ReplicaSums
     from weft.techniques.runtime import TechniqueRuntime
 
-_Sharing = Literal["shard", "expert_shard"]
+_ShardAxis = Literal["shard", "expert_shard"]
 
 
 def apply_zero3(
@@ -80,7 +80,7 @@ def apply_zero3(
     """
     copies = ("replicate",) if mesh.size("replicate") > 1 and sum_replicas else ()
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=gradient_dtype, cast_forward_inputs=False)
-    cuts = {each: cut for name, each in part.module.named_parameters() if (cut := cut_of(part.layout[name], mesh))}
+    cuts = {weight: cut for name, weight in part.module.named_parameters() if (cut := cut_of(part.layout[name], mesh))}
     returned = _Returned(weakref.ref(part.module))
     for unit, over in _units(part, blocks, cuts):
         unit.register_forward_hook(returned)
@@ -100,7 +100,7 @@ def apply_zero3(
             unit.set_reduce_scatter_unused_params(True)
         share_buffers(unit, mesh[over])
         if unit is not part.module:  # experts travel while what stands before them in their block computes
-            inside: list[FSDPModule] = [each for child in unit.children() for each in _sharded_within(child)]
+            inside: list[FSDPModule] = [weight for child in unit.children() for weight in _sharded_within(child)]
             unit.set_modules_to_forward_prefetch(inside)
     note_gathers(part.context, part.module, blocks, mesh, hold=hold)
 
@@ -109,7 +109,7 @@ def apply_zero3(
 class ShardCut:
     """How ZeRO-3 cuts a rank's part of a parameter."""
 
-    over: _Sharing
+    over: _ShardAxis
     """The group whose ranks share it out."""
     view: GroupView
     dim: int
@@ -134,10 +134,10 @@ def cut_of(layout: ParameterLayout, mesh: Mesh) -> ShardCut | None:
 
 def _units(
     part: ModelPart, blocks: Sequence[str], cuts: Mapping[nn.Parameter, ShardCut]
-) -> Iterator[tuple[nn.Module, _Sharing]]:
+) -> Iterator[tuple[nn.Module, _ShardAxis]]:
     """Yield what is gathered together, inner units before those around them, and over which group."""
     for module in part.module.modules():
-        own = [cuts[each] for each in module.parameters(recurse=False) if each in cuts]
+        own = [cuts[parameter] for parameter in module.parameters(recurse=False) if parameter in cuts]
         if any(cut.over == "expert_shard" for cut in own):
             yield module, "expert_shard"
     present = dict(part.module.named_modules())
@@ -148,7 +148,7 @@ def _units(
 
 
 def _sharded_within(module: nn.Module) -> Iterator[FSDPModule]:
-    return (each for each in module.modules() if isinstance(each, FSDPModule))
+    return (inner for inner in module.modules() if isinstance(inner, FSDPModule))
 
 
 def fill_shards(
@@ -160,11 +160,11 @@ def fill_shards(
 ) -> None:
     """Give the shards of parameters that were cut without storage (`materialise`, `later`) their initial values.
 
-    A technique's `cut` may give storage to shards before, or other storage, and return what is called after each that
-    was filled.
+    A technique's `on_sharded` may give the shards storage first, or other storage.  It may return a function, which is
+    called after each shard that was filled.
     """
     waiting = {name for name, parameter in part.module.named_parameters() if parameter.is_meta}
-    filled = [called for technique in techniques if (called := technique.cut(part)) is not None]
+    filled = [called for technique in techniques if (called := technique.on_sharded(part)) is not None]
     if not waiting:
         return
 
@@ -183,15 +183,15 @@ def fill_shards(
         if name not in waiting:
             continue
         assert isinstance(parameter, DTensor), f"{name} has no storage and was not sharded"
-        found, local = cut_of(part.layout[name], mesh), parameter.to_local().detach()
-        assert found is not None, f"{name} was not to be sharded"
-        layout, start = found.place(part.layout[name], parameter.shape)
+        cut, local = cut_of(part.layout[name], mesh), parameter.to_local().detach()
+        assert cut is not None, f"{name} was not to be sharded"
+        layout, start = cut.place(part.layout[name], parameter.shape)
         rows[layout.name] = _Rows(local, layout.split, start // max(parameter.shape[1:].numel(), 1))
     _fill_rows(rows, blueprint, seed, filled)
 
 
 def _offload_policy(techniques: Sequence[TechniqueRuntime]) -> OffloadPolicy | None:
-    return next((policy for each in techniques if (policy := each.offload_policy()) is not None), None)
+    return next((policy for technique in techniques if (policy := technique.offload_policy()) is not None), None)
 
 
 def _fill_rows(
@@ -327,10 +327,10 @@ class FullyShardedReducer:
                 for local, parameter in inside.named_parameters():
                     name = names.get(id(sharded[local]))
                     if name is not None and not isinstance(parameter, DTensor):  # not another unit's
-                        wanted = parameter.requires_grad
+                        required = parameter.requires_grad
                         parameter.requires_grad_()  # one that is frozen for now takes no hook, and may be thawed
                         parameter.register_post_accumulate_grad_hook(_Used(weakref.ref(self), name))
-                        parameter.requires_grad_(wanted)
+                        parameter.requires_grad_(required)
                 unit.reshard()
                 for shard in self.shards:
                     if shard.rest is not None:
@@ -422,11 +422,11 @@ class FullyShardedReducer:
     def checkpoint_shards(self) -> list[CheckpointShard]:
         return self._replicas.checkpoint_shards() if self._replicas is not None else []
 
-    def publish(self) -> None:
+    def start_weight_gather(self) -> None:
         """Nothing to gather: the masters are the sharded parameters, which the next gather reads."""
         self.release()
 
-    def settle(self) -> None:
+    def wait_weights(self) -> None:
         """Nothing to wait for: gathers belong to forwards."""
 
     def release(self) -> None:
@@ -447,14 +447,14 @@ class FullyShardedReducer:
             0 if shard.gradient is None else shard.gradient.numel() * shard.gradient.element_size()
             for shard in self.shards
         )
-        held = self._replicas.state_bytes() if self._replicas is not None else 0
-        return {"parameters": size, "gradients": gradients, "masters": 0, "residuals": held}
+        residuals = self._replicas.state_bytes() if self._replicas is not None else 0
+        return {"parameters": size, "gradients": gradients, "masters": 0, "residuals": residuals}
 
     def close(self) -> None:
         """End what looks after the ways of forwards.  Torch's hooks are part of the sharded modules."""
         for part in self._parts:
-            if part.context.ways is not None:
-                part.context.ways.close()
+            if part.context.block_path is not None:
+                part.context.block_path.close()
 
 
 def _local(tensor: DTensor) -> Tensor:

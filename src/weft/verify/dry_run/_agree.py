@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from itertools import zip_longest
 
 from weft.config.plan import AXES, Axis, MeshPlan, axis_coordinates
+from weft.verify.dry_run._collective_recorder import IssuedCollective
 from weft.verify.dry_run._dry_run import RankReport
-from weft.verify.dry_run._witness import Issued
 
 _MESSAGES = ("send", "receive")
 
@@ -41,29 +41,29 @@ def disagreements(one: RankReport, other: RankReport) -> list[str]:
     return sorted(problems)
 
 
-def _by_group(issued: tuple[Issued, ...]) -> dict[tuple[int, ...], list[Issued]]:
+def _by_group(issued: tuple[IssuedCollective, ...]) -> dict[tuple[int, ...], list[IssuedCollective]]:
     """Collectives by group.  Messages are no part of this: their two ends differ by nature."""
-    by_group: dict[tuple[int, ...], list[Issued]] = {}
+    by_group: dict[tuple[int, ...], list[IssuedCollective]] = {}
     for one in issued:
         if one.op not in _MESSAGES:
             by_group.setdefault(one.ranks, []).append(one)
     return by_group
 
 
-def _signature(one: Issued | None) -> tuple[object, ...] | None:
+def _signature(one: IssuedCollective | None) -> tuple[object, ...] | None:
     if one is None:
         return None
     size_bytes = None if one.op == "all_to_all" else one.size_bytes  # of an exchange each has what it has
     return one.op, size_bytes, one.dtype, one.peer
 
 
-def _axis(a: Issued | None, b: Issued | None) -> str:
+def _axis(a: IssuedCollective | None, b: IssuedCollective | None) -> str:
     known = a or b
     assert known is not None
     return known.axis
 
 
-def _spell(one: Issued | None) -> str:
+def _spell(one: IssuedCollective | None) -> str:
     if one is None:
         return "nothing more"
     return f"{one.op} of {one.size_bytes:,} bytes of {str(one.dtype).removeprefix('torch.')}"

@@ -22,7 +22,7 @@ from weft.run.engine import TrainingState, create_training
 from weft.techniques.pipeline.runner import PipelineRunner
 from weft.techniques.randomness.draws import Draws, draws_of
 from weft.techniques.zero.contract import reduction_rounds
-from weft.verify.dry_run._witness import Copies, Issued, Witness
+from weft.verify.dry_run._collective_recorder import CollectiveRecorder, Copies, IssuedCollective
 from weft.verify.dry_run.trace_sends import trace_sends_or_reason
 from weft.verify.program import differences, occasions_of, program_of
 
@@ -60,7 +60,7 @@ class RankReport:
     rank: int
     coordinates: Mapping[Axis, int]
     state: StateBytes
-    issued: tuple[Issued, ...]
+    issued: tuple[IssuedCollective, ...]
     """Collectives in order, of one step with `num_microbatches_run` microbatches."""
     num_microbatches_run: int
     step_traffic: Mapping[tuple[str, str], tuple[float, float]]
@@ -206,13 +206,13 @@ def _run(
         blueprint = build()
         if blueprint.initialise is not None:
             blueprint = replace(blueprint, initialise=_draw_nothing)
-        with FakeTensorMode(allow_non_fake_inputs=True), Witness(mesh) as witness:
+        with FakeTensorMode(allow_non_fake_inputs=True), CollectiveRecorder(mesh) as recorder:
             with Copies():
                 training = create_training(recipe, plan, blueprint, mesh, Recorder(), draws=draws)
             runner = training.model.runner
             if isinstance(runner, PipelineRunner):
                 runner.assume(activation)
-            witness.issued.clear()  # only those of the step count
+            recorder.issued.clear()  # only those of the step count
             if blueprint.example is None:
                 notes.append("the model brings no example batch, so no step was taken: no gradients, no collectives")
             else:
@@ -225,7 +225,7 @@ def _run(
             rank=rank,
             coordinates=mesh.coordinates,
             state=state,
-            issued=tuple(witness.issued),
+            issued=tuple(recorder.issued),
             num_microbatches_run=microbatches,
             step_traffic={},
             activation=runner.transport.activation if isinstance(runner, PipelineRunner) else None,
@@ -257,7 +257,7 @@ def example_batch(blueprint: Blueprint, plan: Plan) -> Batch:
     return {"sample_ids": torch.zeros(plan.microbatch.size, dtype=torch.int64), **batch}
 
 
-def _totals(issued: Iterable[Issued]) -> dict[tuple[str, str], tuple[float, float]]:
+def _totals(issued: Iterable[IssuedCollective]) -> dict[tuple[str, str], tuple[float, float]]:
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for one in issued:
@@ -271,7 +271,7 @@ def _state_bytes(training: TrainingState) -> StateBytes:
     those that are elsewhere."""
     # What a technique keeps elsewhere counts as seen already.  Then every storage goes to the first kind that has it:
     # under fp32 weights are their own masters, and must not count twice.
-    seen = {identity for technique in training.model.techniques for identity in technique.away()}
+    seen = {identity for technique in training.model.techniques for identity in technique.offloaded_storages()}
     parts = training.model.parts
     shards = training.model.stores.shards
     parameters = [parameter for part in parts for parameter in part.module.parameters()]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from weft.model.attention.call import ATTENTION, attend, attend_multi_head, multi_head_call
 from weft.techniques.send_trace import ModuleCall
-from weft.verify.dry_run._witness import ANSWERS
+from weft.verify.dry_run._collective_recorder import ANSWERS
 
 _OF_A_SHAPE = ("new_", "empty_like", "zeros_like", "ones_like")
 """Operators that read the shape of a tensor and no value: what begins so, as a mask of dropout, depends on nothing."""

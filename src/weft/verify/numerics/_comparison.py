@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from weft.config.plan import Plan
-from weft.techniques.tensor.mesh_2d.shape import ranks_alike
+from weft.techniques.tensor.mesh_2d.shape import num_loss_replicas
 from weft.verify.numerics._differences import TOLERANCES, assemble, compare
 from weft.verify.numerics._trial import Trial
 
@@ -87,7 +87,7 @@ def join_trials(trials: Sequence[Trial], plan: Plan) -> TrialResult:
         state=assemble([trial.state for trial in trials]),
         losses=agreed([trial.losses for trial in trials]),
         norms=agreed([trial.gradient_norms for trial in trials]),
-        validation=sum(trial.validation for trial in trials) / ranks_alike(plan),
+        validation=sum(trial.validation for trial in trials) / num_loss_replicas(plan),
     )
 
 

@@ -10,18 +10,18 @@ from typing import Any
 
 from weft.config.plan import Plan
 from weft.config.recipe import ConvNetShape, ModelRecipe, Recipe
-from weft.techniques.contract import Removal
+from weft.techniques.contract import Ablation
 from weft.techniques.registry import TECHNIQUES
 
-_REMOVALS: Mapping[str, Removal] = {
-    removal.name: removal
-    for removal in sorted(
-        (removal for technique in TECHNIQUES for removal in technique.removals),
-        key=lambda removal: not removal.frees_ranks,
+_ABLATIONS: Mapping[str, Ablation] = {
+    ablation.name: ablation
+    for ablation in sorted(
+        (ablation for technique in TECHNIQUES for ablation in technique.ablations),
+        key=lambda ablation: not ablation.frees_ranks,
     )
 }
 """Whole axes first: what is tried after them runs on fewer processes."""
-REMOVABLE = (*_REMOVALS, "dropout")
+REMOVABLE = (*_ABLATIONS, "dropout")
 
 
 def without_technique(technique: str, recipe: Recipe, plan: Plan, folder: Path) -> tuple[Recipe, Plan] | None:
@@ -32,7 +32,7 @@ def without_technique(technique: str, recipe: Recipe, plan: Plan, folder: Path) 
     if technique == "dropout":
         model = _without_dropout(recipe.model, folder)
         return None if model is None else (replace(recipe, model=model), plan)
-    simpler = _REMOVALS[technique].apply(plan)
+    simpler = _ABLATIONS[technique].apply(plan)
     return None if simpler == plan else (recipe, simpler)
 
 

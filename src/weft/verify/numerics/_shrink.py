@@ -24,7 +24,7 @@ from weft.errors import RecipeError
 from weft.formatting import format_memory
 from weft.model.build import build_model
 from weft.model.description import SMALL_SEQUENCE_LENGTH, shrink_config, shrink_shape
-from weft.techniques.tensor.mesh_2d.shape import ranks_alike
+from weft.techniques.tensor.mesh_2d.shape import num_loss_replicas
 from weft.verify.numerics._scale_down import scale_down_plan
 
 STEPS = 3
@@ -96,7 +96,7 @@ class _SplitSizes:
 
     @staticmethod
     def of(plan: Plan, scaled: Plan, facts: ModelFacts) -> _SplitSizes:
-        whole, small = ((ranks_alike(one), one.mesh.context) for one in (plan, scaled))
+        whole, small = ((num_loss_replicas(one), one.mesh.context) for one in (plan, scaled))
         swaps = plan.context_parallel.scheme in (
             "ulysses",
             "usp",

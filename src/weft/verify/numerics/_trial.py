@@ -61,8 +61,8 @@ def one_process(plan: Plan) -> Plan:
         compute=replace(plan.compute, compile=False, backend="auto").waiting(COLLECTIVE_TIMEOUT_SECONDS),
     )
     for technique in TECHNIQUES:
-        for removal in technique.removals:
-            alone = removal.apply(alone)
+        for ablation in technique.ablations:
+            alone = ablation.apply(alone)
     return alone
 
 

@@ -98,8 +98,8 @@ def _rounds(schedules: Sequence[Schedule]) -> list[list[Flight]]:
                             flights[rank.tick + 1].append(Flight(me, send.peer, send.runs, step.phase))
                         arrivals[me, send.peer].append(rank.tick + (send.peer != me))
                     rank.has_sent = True
-                wanted = Counter(receive.peer for receive in step.receives)
-                if any(len(arrivals[peer, me]) < messages for peer, messages in wanted.items()):
+                needed = Counter(receive.peer for receive in step.receives)
+                if any(len(arrivals[peer, me]) < messages for peer, messages in needed.items()):
                     break
                 came = [arrivals[receive.peer, me].popleft() for receive in step.receives]
                 rank.tick = max([rank.tick + 1, *came])
@@ -120,14 +120,14 @@ class _Rank:
 
 def drawing_lines(drawing: Drawing) -> list[str]:
     """Return the drawing as text: what it is, what it costs, and who sends which parts to whom in every round."""
-    found = find_algorithm(drawing.algorithm)
+    method = find_algorithm(drawing.algorithm)
     n = drawing.arrangement.members
     rounds = drawing.rounds
     note = drawing.arrangement.note or "as the ranks are numbered"
     parts = drawing.schedules[0].num_parts
     lines = [
         f"{drawing.algorithm} {drawing.collective} over {_counted(n, 'rank')}, {note}",
-        f"for       {found.summary}",
+        f"for       {method.summary}",
         f"order     {_shortened([str(rank) for rank in drawing.arrangement.order], 24, ' ')}",
         *_places(drawing),
         f"buffer    {_counted(parts, 'part')}, numbered from 0",

@@ -14,7 +14,7 @@ from weft.config.recipe import OptimizerGroup
 from weft.run.engine.optimizers._base import ShardOptimizer, whole_names
 from weft.run.engine.optimizers._matrix import MatrixRange, MatrixSums, matrix_run
 from weft.run.engine.optimizers._sums import ParameterSums, squared_sum
-from weft.techniques.core import CheckpointShard, Segment, Shard, present
+from weft.techniques.core import CheckpointShard, Segment, Shard, resident_groups
 
 _CLIP = 1.0
 """Largest RMS of an update (d in the paper)."""
@@ -130,7 +130,7 @@ class Adafactor(ShardOptimizer):
         # parameters.
         rms = self._rms(updates)
         shrink = rms[0].div(_CLIP).clamp(min=1.0).reciprocal()
-        for here in present(self._shards, states=False):
+        for here in resident_groups(self._shards, states=False):
             for position, index, segment in self._live(skipped):
                 if index in here:
                     largest = rms[1][position] if self._relative_step else None
@@ -163,7 +163,7 @@ class Adafactor(ShardOptimizer):
         sums = torch.zeros(1 + int(self._relative_step), len(self._places), dtype=torch.float64, device=self._device)
         self._add_squares(sums[0], updates, range(len(self._shards)))
         if self._relative_step:
-            for here in present(self._shards, states=False, writes=False):
+            for here in resident_groups(self._shards, states=False, writes=False):
                 self._add_squares(sums[1], [shard.master for shard in self._shards], here)
         sizes = torch.tensor([max(s.layout.shape.numel(), 1) for _, _, s in self._places], device=self._device)
         return (self._sums.total(sums) / sizes).sqrt()

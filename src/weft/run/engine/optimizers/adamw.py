@@ -12,7 +12,7 @@ from weft.config.recipe import OptimizerGroup
 from weft.run.engine.optimizers._base import ShardOptimizer
 from weft.run.engine.optimizers._fused import FusedKind, fold_scale, gather_runs
 from weft.run.engine.optimizers._ranges import ShardRange
-from weft.techniques.core import Shard, present
+from weft.techniques.core import Shard, resident_groups
 
 
 @final
@@ -46,7 +46,7 @@ class AdamW(ShardOptimizer):
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float = 1.0, skipped: Collection[str] = ()) -> None:
         updated = self._counts.advance(skipped)
-        for here in present(self._shards):
+        for here in resident_groups(self._shards):
             for kind, runs in gather_runs(updated, self._shards, here).items():
                 # The fused kernel always moves the variance, so ranges whose variance is frozen are updated without it.
                 frozen = [run for run in runs if self._frozen_after is not None and run.step > self._frozen_after]

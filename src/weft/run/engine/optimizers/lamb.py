@@ -14,7 +14,7 @@ from weft.config.recipe import OptimizerGroup
 from weft.run.engine.optimizers._base import ShardOptimizer
 from weft.run.engine.optimizers._ranges import ShardRange
 from weft.run.engine.optimizers._trust import LayerNorms
-from weft.techniques.core import Segment, Shard, present
+from weft.techniques.core import Segment, Shard, resident_groups
 
 
 @final
@@ -49,14 +49,14 @@ class LAMB(ShardOptimizer):
         # Directions replace gradients in place, and wait there for the sum.
         directions = [self._gradient(index) for index in range(len(self._shards))]
         runs, squares = self._counts.advance(skipped), self._norms.squares(2)
-        for here in present(self._shards):
+        for here in resident_groups(self._shards):
             for run in runs:
                 if run.shard in here:
                     self._turn(run, directions[run.shard][run.start : run.stop], gradient_scale)
             self._norms.add(squares, here, [shard.master for shard in self._shards], directions)
         parameters, updates = self._norms.total(squares)
         ratios = torch.where((parameters > 0) & (updates > 0), parameters / updates, 1.0)
-        for here in present(self._shards, states=False):
+        for here in resident_groups(self._shards, states=False):
             for position, index, segment in self._counts.places():
                 if index in here and segment.layout.name not in skipped:
                     self._move(index, segment, directions[index], ratios[position], learning_rate)

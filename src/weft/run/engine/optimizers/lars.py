@@ -12,7 +12,7 @@ from weft.comm.mesh import Mesh
 from weft.config.recipe import OptimizerGroup
 from weft.run.engine.optimizers._base import ShardOptimizer
 from weft.run.engine.optimizers._trust import LayerNorms
-from weft.techniques.core import Segment, Shard, present
+from weft.techniques.core import Segment, Shard, resident_groups
 
 
 @final
@@ -46,11 +46,11 @@ class LARS(ShardOptimizer):
     def step(self, learning_rate: float, gradient_scale: float = 1.0, skipped: Collection[str] = ()) -> None:
         gradients = [self._gradient(index) for index in range(len(self._shards))]
         squares = self._norms.squares(2)
-        for here in present(self._shards, states=False, writes=False):
+        for here in resident_groups(self._shards, states=False, writes=False):
             self._norms.add(squares, here, [shard.master for shard in self._shards], gradients)
         parameters, slopes = self._norms.total(squares)
         slopes = slopes * abs(gradient_scale)
-        for here in present(self._shards):
+        for here in resident_groups(self._shards):
             for position, index, segment in self._counts.places():
                 if index in here and segment.layout.name not in skipped:
                     self._move(

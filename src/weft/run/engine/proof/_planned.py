@@ -77,7 +77,7 @@ def planned_steps(
                 outcome.shards += [_whole(name, value) for name, value in gradients_of_loss(loss).items()]
             outcome.losses.append(event.loss)
             outcome.norms.append(event.gradient_norm)
-        training.model.stores.settle()
+        training.model.stores.wait_weights()
     outcome.shards += _state_now(training, snapshot)
     outcome.repeated = frozenset(key for ledger in ledgers for key in ledger.repeated)
     # Modules first: restoring the state gathers weights into them from the masters.

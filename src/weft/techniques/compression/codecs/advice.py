@@ -99,8 +99,8 @@ def advise(
     rows: list[tuple[Estimate, str]] = [(plain, "")]
     for codec in get_args(Codec):
         one = CodecSpec(codec=codec, **own.get(codec, {}))  # pyright: ignore[reportArgumentType]
-        found = compressed(one, exchange, link, compute_seconds, device)
-        rows.append((found, verdict(found, plain)))
+        estimate = compressed(one, exchange, link, compute_seconds, device)
+        rows.append((estimate, verdict(estimate, plain)))
     return rows
 
 
@@ -147,19 +147,19 @@ def name_of(compression: CodecSpec) -> str:
             return codec
 
 
-def verdict(found: Estimate, plain: Estimate) -> str:
+def verdict(estimate: Estimate, plain: Estimate) -> str:
     """Say whether an estimate is better than none at all, and by how much, or why not."""
-    share = found.bytes_sent / plain.bytes_sent
+    share = estimate.bytes_sent / plain.bytes_sent
     if share >= 1:
         return f"saves nothing: it sends {share:.2f} × the bytes of no compression"
-    if found.exchange_seconds >= plain.exchange_seconds:
+    if estimate.exchange_seconds >= plain.exchange_seconds:
         return f"does not pay: the codec takes longer than the {1 - share:.0%} fewer bytes save"
-    gain = f"exchange {plain.exchange_seconds / found.exchange_seconds:.2f} × faster"
-    if found.step_seconds is None or plain.step_seconds is None:
+    gain = f"exchange {plain.exchange_seconds / estimate.exchange_seconds:.2f} × faster"
+    if estimate.step_seconds is None or plain.step_seconds is None:
         return f"pays: {gain}"
-    if found.step_seconds >= plain.step_seconds:
+    if estimate.step_seconds >= plain.step_seconds:
         return f"does not pay: {gain}, but backward hides the exchange as it is"
-    return f"pays: step {plain.step_seconds / found.step_seconds:.2f} × faster, {gain}"
+    return f"pays: step {plain.step_seconds / estimate.step_seconds:.2f} × faster, {gain}"
 
 
 def shapes_of_model(num_parameters: int) -> tuple[torch.Size, ...]:

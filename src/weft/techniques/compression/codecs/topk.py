@@ -76,13 +76,13 @@ class TopK(Stateless):
 
     def _candidates(self, size: Tensor, count: int) -> Tensor:
         """Places that surely hold the largest `count`, and few others."""
-        wanted = _MARGIN * count / len(size)
-        draws = math.ceil(_SAMPLED / wanted)
-        if wanted < 1 and draws < len(size):
-            threshold = torch.kthvalue(size[self._places(draws, size)], math.ceil((1 - wanted) * draws)).values
-            found = torch.nonzero(size >= threshold).view(-1) if threshold > 0 else torch.nonzero(size).view(-1)
-            if len(found) >= count or threshold <= 0:
-                return found
+        expected = _MARGIN * count / len(size)
+        draws = math.ceil(_SAMPLED / expected)
+        if expected < 1 and draws < len(size):
+            threshold = torch.kthvalue(size[self._places(draws, size)], math.ceil((1 - expected) * draws)).values
+            candidates = torch.nonzero(size >= threshold).view(-1) if threshold > 0 else torch.nonzero(size).view(-1)
+            if len(candidates) >= count or threshold <= 0:
+                return candidates
         return torch.topk(size, count, sorted=False).indices.sort().values
 
     def _places(self, draws: int, size: Tensor) -> Tensor:

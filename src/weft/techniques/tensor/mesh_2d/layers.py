@@ -46,13 +46,15 @@ def apply_grid(part: ModelPart, build: Build, shape: GridShape) -> None:
     splits = grid_splits(blueprint, grid)
     names = first_names(part.module) | first_names(blueprint.module)
     check_grid_ties(names, splits)
-    fill_layout(part.layout, part.module, names, {n: each for n, each in splits.items() if isinstance(each, GridSplit)})
+    fill_layout(
+        part.layout, part.module, names, {n: split for n, split in splits.items() if isinstance(split, GridSplit)}
+    )
     _install(part.module, blueprint, grid)
     _cut(part, splits)
     localise(part.module, blueprint, shape.side)
     part.grid = grid
-    build.context.sharing = grid.shares(mesh.index("tensor"), blueprint.inputs.values())
-    mesh.see_alike(grid.heads)
+    build.context.sequence_shard = grid.shares(mesh.index("tensor"), blueprint.inputs.values())
+    mesh.set_loss_replicas(grid.heads)
 
 
 def _create_grid(mesh: Mesh, shape: GridShape) -> TensorGrid:
@@ -73,9 +75,9 @@ def _check_built(build: Build, shape: GridShape) -> None:
     """
     blueprint, scheme = build.blueprint, build.plan.tensor_parallel.scheme
     problem = blueprint.why_not("mesh_2d") or (blueprint.why_not("mesh_3d") if shape.is_cube else "")
-    given = sorted({*blueprint.inputs.values()} - {"tokens"})
-    if not problem and shape.is_cube and given:
-        problem = f"its forward reads {' and '.join(given)} beside tokens, of other samples than its layers work on"
+    fields = sorted({*blueprint.inputs.values()} - {"tokens"})
+    if not problem and shape.is_cube and fields:
+        problem = f"its forward reads {' and '.join(fields)} beside tokens, of other samples than its layers work on"
     if not problem and (drawing := build.draws.modules):
         problem = f"{drawing[0] or 'its forward'} draws random numbers by functions"
     if problem:
@@ -118,11 +120,11 @@ class _Reads:
 
     def get(self, x: Tensor) -> tuple[Tensor, Gathered]:
         version = 0 if x.is_inference() else x._version
-        held, wants = self.entered, torch.is_grad_enabled() and x.requires_grad
-        if held is None or self.source is not x or self.version != version or held[0].requires_grad != wants:
-            held = self.grid.enter(x, is_inside=False)
-            self.source, self.version, self.entered = x, version, held
-        return held
+        entered, wants = self.entered, torch.is_grad_enabled() and x.requires_grad
+        if entered is None or self.source is not x or self.version != version or entered[0].requires_grad != wants:
+            entered = self.grid.enter(x, is_inside=False)
+            self.source, self.version, self.entered = x, version, entered
+        return entered
 
     def clear(self) -> None:
         self.source = self.entered = None

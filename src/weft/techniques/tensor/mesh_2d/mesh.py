@@ -35,8 +35,8 @@ class SampleShares:
     """Whether ranks exchange samples, so that parts must be equal: what is missing (of a last batch that is evaluated)
     is filled up with samples without labels."""
 
-    def take(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], None]:
-        """See `TokenSharing`: every field has its samples along dim 0."""
+    def cut_batch(self, batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], None]:
+        """See `SequenceShard`: every field has its samples along dim 0."""
         missing = -len(batch["sample_ids"]) % self.parts if self.fills else 0
         fields = {name: _filled(name, field, missing) for name, field in batch.items()}
         return {name: field.tensor_split(self.parts)[self._part(name)] for name, field in fields.items()}, None

@@ -71,10 +71,10 @@ def norm_forward(module: nn.Module, view: GroupView) -> Callable[[Tensor], Tenso
 
     Statistics are in fp32 or wider.  Call it on every rank of the line.
     """
-    centred, given = is_centred(module), _epsilon_of(module)
+    centred, stated_epsilon = is_centred(module), _epsilon_of(module)
 
     def forward(x: Tensor) -> Tensor:
-        epsilon = torch.finfo(x.dtype).eps if given is None else given
+        epsilon = torch.finfo(x.dtype).eps if stated_epsilon is None else stated_epsilon
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
         return _Norm.apply(x, weight, bias, view, epsilon, centred)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
 
@@ -84,6 +84,6 @@ def norm_forward(module: nn.Module, view: GroupView) -> Callable[[Tensor], Tenso
 def _epsilon_of(module: nn.Module) -> float | None:
     """Return what a norm adds to the mean square, by the names that it has in torch and transformers; None: it takes
     the least step of its input's type."""
-    given: Any = getattr(module, "eps", None)
-    given = getattr(module, "variance_epsilon", None) if given is None else given
-    return None if given is None else float(given)
+    epsilon: Any = getattr(module, "eps", None)
+    epsilon = getattr(module, "variance_epsilon", None) if epsilon is None else epsilon
+    return None if epsilon is None else float(epsilon)

@@ -54,7 +54,7 @@ def role_of(blueprint: Blueprint, name: str, module: nn.Module) -> Role | None:
 def _is_tied(blueprint: Blueprint, name: str) -> bool:
     """Whether a linear layer has the same weight: products are cut in both dims."""
     own = blueprint.module.get_submodule(name).weight
-    return any(is_linear(each) and each.weight is own for each in blueprint.module.modules())
+    return any(is_linear(module) and module.weight is own for module in blueprint.module.modules())
 
 
 def kind_of_product(blueprint: Blueprint, name: str) -> Kind:

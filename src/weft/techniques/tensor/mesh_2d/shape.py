@@ -167,7 +167,7 @@ def least_ranks(scheme: str) -> int:
     return 4 if scheme == "2d" else 8
 
 
-def ranks_alike(plan: GridPlan) -> int:
+def num_loss_replicas(plan: GridPlan) -> int:
     """Return how many tensor ranks see the same samples, and so compute the same loss: those that share out heads and
     features."""
     shape = grid_of_plan(plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weft.config.plan import MeshPlan, axis_coordinates
-from weft.techniques.context.shares import tokens_of
+from weft.techniques.context.token_runs import tokens_of
 
 
 def rows_of_expert(rows: int, experts: int, expert: int) -> int:

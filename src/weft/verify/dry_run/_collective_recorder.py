@@ -53,7 +53,7 @@ ANSWERS: Mapping[Any, Callable[[Tensor], Any]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Issued:
+class IssuedCollective:
     """One collective or message, as this rank starts it."""
 
     op: str
@@ -70,7 +70,7 @@ class Issued:
     """Global rank of a message's other end, or a broadcast's source."""
 
 
-class Witness(TorchDispatchMode):
+class CollectiveRecorder(TorchDispatchMode):
     """Use it inside a `FakeTensorMode`.
 
     Fake tensors have shapes and no values.  Where the engine asks for a value it gets that of a step in which all goes
@@ -80,7 +80,7 @@ class Witness(TorchDispatchMode):
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
-        self.issued: list[Issued] = []
+        self.issued: list[IssuedCollective] = []
         self._mesh = mesh
         self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
         for axis in _AXES:
@@ -111,7 +111,9 @@ class Witness(TorchDispatchMode):
         whole = given["input"] if name == "alltoall_base_" else max(_tensors(args), key=lambda tensor: tensor.nbytes)
         peer = given.get("dst", given.get("src", given.get("root_rank")))
         self.issued.append(
-            Issued(_NAMES[name], axis, ranks, whole.nbytes, whole.dtype, None if peer is None else ranks[int(peer)])
+            IssuedCollective(
+                _NAMES[name], axis, ranks, whole.nbytes, whole.dtype, None if peer is None else ranks[int(peer)]
+            )
         )
 
 

@@ -25,13 +25,13 @@ def runs_of(length: int, ranks: int, index: int) -> Runs:
     return _bounds(length, parts, index), _bounds(length, parts, parts - 1 - index)
 
 
-def joint_runs(length: int, groups: int, index: int, each: int) -> Runs:
-    """Return the runs of group `index`, of `each` neighbours: theirs lie side by side, near both ends of the sample."""
-    ranks = groups * each
-    (start, stop), (first, last) = runs_of(length, ranks, index * each)
-    if each == 1:
+def joint_runs(length: int, groups: int, index: int, neighbours: int) -> Runs:
+    """Return the runs of group `index`. Those of its `neighbours` lie side by side, near both ends of a sample."""
+    ranks = groups * neighbours
+    (start, stop), (first, last) = runs_of(length, ranks, index * neighbours)
+    if neighbours == 1:
         return (start, stop), (first, last)
-    (_, stop), (first, _) = runs_of(length, ranks, (index + 1) * each - 1)
+    (_, stop), (first, _) = runs_of(length, ranks, (index + 1) * neighbours - 1)
     return (start, stop), (first, last)
 
 
@@ -71,8 +71,8 @@ class Shown:
         """Return [start, stop) of what rank `index` shows among its own tokens, end to end."""
         (start, stop), (first, last) = self.every(index)
         (shown, _), (later, _) = self.of(index)
-        held = stop - start
-        return (shown - start, held), (held + later - first, held + last - first)
+        num_first = stop - start
+        return (shown - start, num_first), (num_first + later - first, num_first + last - first)
 
     def tokens(self, index: int) -> int:
         """How many tokens rank `index` shows."""
@@ -104,6 +104,6 @@ def _bounds(length: int, parts: int, index: int) -> tuple[int, int]:
 def exchanging_ranks(ranks: int, heads: int, kv_heads: int) -> int:
     """Return among how many neighbours of `ranks` heads are best exchanged where keys go round between such groups: as
     many as can be without all of them, rather such as need no copies of the heads of keys; 0: no number does it."""
-    fits = [each for each in range(2, ranks) if ranks % each == 0 and heads % each == 0]
-    alike = [each for each in fits if copies_of(kv_heads, each) == 1]
+    fits = [neighbours for neighbours in range(2, ranks) if ranks % neighbours == 0 and heads % neighbours == 0]
+    alike = [neighbours for neighbours in fits if copies_of(kv_heads, neighbours) == 1]
     return max(alike or fits, default=0)

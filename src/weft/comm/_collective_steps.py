@@ -92,7 +92,7 @@ class NodeCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class CollectiveSteps:
     """All that one rank does to one buffer."""
 
     moves: Schedule
@@ -112,26 +112,27 @@ class Program:
         """Elements of this rank's region, where the collective has regions; all of them otherwise."""
         if self.moves.collective in ("all_reduce", "broadcast"):
             return self.bounds[0], self.bounds[-1]
-        each, rank = self.moves.parts_per_member, self.moves.rank
-        return self.bounds[rank * each], self.bounds[(rank + 1) * each]
+        parts, rank = self.moves.parts_per_member, self.moves.rank
+        return self.bounds[rank * parts], self.bounds[(rank + 1) * parts]
 
 
-def prepare(moves: Schedule, bounds: tuple[int, ...], element_bytes: int) -> Program:
+def prepare(moves: Schedule, bounds: tuple[int, ...], element_bytes: int) -> CollectiveSteps:
     """Make a schedule ready for a buffer whose parts begin at `bounds`.  Empty messages are left out on both sides."""
     actions = tuple(_action(step, moves.rank, bounds) for step in moves.steps)
     scratch = max((_scratch_bytes(action, element_bytes) for action in actions), default=0)
     messages = tuple(action for action in actions if action.sends or action.receives)
     before, after = (
-        tuple(call for each in rounds for call in _node_calls(each, bounds)) for rounds in (moves.before, moves.after)
+        tuple(call for node_round in rounds for call in _node_calls(node_round, bounds))
+        for rounds in (moves.before, moves.after)
     )
-    return Program(moves, bounds, (*before, *messages, *after), scratch)
+    return CollectiveSteps(moves, bounds, (*before, *messages, *after), scratch)
 
 
-def _node_calls(given: NodeRound, bounds: tuple[int, ...]) -> Iterator[NodeCall]:
+def _node_calls(node_round: NodeRound, bounds: tuple[int, ...]) -> Iterator[NodeCall]:
     """One call takes one stretch of elements from each rank; all ranks of the node find the same calls."""
-    owned = [_elements(runs, bounds) for runs in given.regions]
+    owned = [_elements(runs, bounds) for runs in node_round.regions]
     for regions in zip_longest(*owned, fillvalue=(0, 0)):
-        yield NodeCall(given.kind, regions)
+        yield NodeCall(node_round.kind, regions)
 
 
 def padded(num_bytes: int) -> int:
@@ -159,29 +160,29 @@ def _sums(incoming: Sequence[Incoming], rank: int) -> tuple[Sum, ...]:
     for index, message in enumerate(incoming):
         if message.reduce:
             groups.setdefault(message.runs, []).append(index)
-    found: list[Sum] = []
+    sums: list[Sum] = []
     for runs, indices in groups.items():
         ordered = sorted(indices, key=lambda index: incoming[index].peer)
         below = tuple(index for index in ordered if incoming[index].peer < rank)
-        found.append(Sum(runs, below, tuple(ordered[len(below) :])))
+        sums.append(Sum(runs, below, tuple(ordered[len(below) :])))
     together = [run for runs in groups for run in runs]
     assert not any(_overlap([run], together[:index]) for index, run in enumerate(together)), (
         "messages of one step that are added up must hold the same parts, or none in common"
     )
-    return tuple(found)
+    return tuple(sums)
 
 
 def _elements(runs: Runs, bounds: tuple[int, ...]) -> Runs:
-    found: list[Run] = []
+    merged: list[Run] = []
     for first, stop in runs:
         start, end = bounds[first], bounds[stop]
         if start == end:
             continue
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], end)
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], end)
         else:
-            found.append((start, end))
-    return tuple(found)
+            merged.append((start, end))
+    return tuple(merged)
 
 
 def _size(runs: Runs) -> int:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 
-class Elsewhere(Protocol):
+class ActivationStore(Protocol):
     """Takes what the backward of the block that computes will need, and gives it back then."""
 
     def pack(self, tensor: Tensor) -> Any:

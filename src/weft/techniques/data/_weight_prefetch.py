@@ -26,10 +26,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 
-class Arriving(Protocol):
+class WeightGatherer(Protocol):
     """Who gathers."""
 
-    def arrive(self, indices: Iterable[int]) -> None:
+    def wait_buckets(self, indices: Iterable[int]) -> None:
         """Return when the weights of these buckets are whole."""
         ...
 
@@ -64,24 +64,24 @@ def needs_of(part: nn.Module, blocks: Sequence[str], bucket_of: Mapping[int, int
 
 
 def _buckets(parameters: Iterable[nn.Parameter], bucket_of: Mapping[int, int]) -> tuple[int, ...]:
-    found = (bucket_of[id(parameter)] for parameter in parameters if id(parameter) in bucket_of)
-    return tuple(dict.fromkeys(found))
+    indices = (bucket_of[id(parameter)] for parameter in parameters if id(parameter) in bucket_of)
+    return tuple(dict.fromkeys(indices))
 
 
 @dataclass(frozen=True, slots=True)
 class _Await:
     """A hook around a forward.  Weak, so that a model that outlives its training does not keep the process groups."""
 
-    store: weakref.ref[Arriving]
+    store: weakref.ref[WeightGatherer]
     buckets: tuple[int, ...]
 
     def __call__(self, *_: object) -> None:
         store = self.store()
         if store is not None:
-            store.arrive(self.buckets)
+            store.wait_buckets(self.buckets)
 
 
-def await_needs(store: Arriving, part: nn.Module, needs: Sequence[Need]) -> list[RemovableHandle]:
+def await_needs(store: WeightGatherer, part: nn.Module, needs: Sequence[Need]) -> list[RemovableHandle]:
     """Let the forwards of `part` wait for what they need.  Returns what removes that again."""
     here = weakref.ref(store)
     handles = [
@@ -94,7 +94,7 @@ def await_needs(store: Arriving, part: nn.Module, needs: Sequence[Need]) -> list
 
 
 def await_all(
-    store: Arriving, parts: Iterable[nn.Module], blocks: Sequence[str], bucket_of: Mapping[int, int]
+    store: WeightGatherer, parts: Iterable[nn.Module], blocks: Sequence[str], bucket_of: Mapping[int, int]
 ) -> tuple[list[RemovableHandle], list[int]]:
     """Let the forwards of all parts wait for what they need.  Returns what ends that, and buckets in order of need."""
     handles: list[RemovableHandle] = []

@@ -37,41 +37,42 @@ class BucketMember:
     parameter: nn.Parameter
     layout: ParameterLayout
     part: int
-    """Index of the model part whose backward completes it."""
+    """Index of the model part whose backward completes the gradient."""
     group: int
-    """Optimizer parameter group."""
+    """Index of the optimizer's parameter group."""
     tie: GroupView | None = None
-    """Ranks of other stages that hold the same parameter."""
+    """Ranks of other pipeline stages that hold the same parameter; None: the parameter is not tied."""
     reducing: GroupView = field(init=False)
-    """The ranks that sum its gradient."""
+    """The data ranks that sum the gradient."""
     completing: tuple[GroupView, ...] = field(init=False)
-    """Groups over which that sum is summed once more, one after another."""
+    """Groups over which the sum is summed once more, one after another: their ranks have partial gradients."""
     counts: bool = field(init=False)
     """Whether norms and checkpoints count this rank's part among the copies outside of `reducing`."""
 
     shape: torch.Size = field(init=False)
-    """Shape of what is stored: of a complex parameter, its real and imaginary parts along a last dimension."""
+    """Shape in the storage.  A complex parameter has its real and imaginary parts along a last dimension of 2."""
 
     def __post_init__(self, mesh: Mesh) -> None:
         self.shape = self.parameter.shape
         if self.parameter.is_complex():
+            # Collectives and optimizers know real numbers only; a complex gradient is two real ones.
             self.shape = torch.Size((*self.shape, 2))
             self.layout = replace(self.layout, shape=torch.Size((*self.layout.shape, 2)))
         self.reducing, self.completing = self.layout.reducing(mesh), self.layout.completing(mesh)
         self.counts = self.layout.is_first_copy(mesh)
 
     def stored(self, tensor: Tensor) -> Tensor:
-        """A tensor like the parameter, as it is stored."""
+        """Return a tensor like the parameter in the form of the storage (`shape`)."""
         return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
     def seen(self, stored: Tensor) -> Tensor:
-        """A view of a storage, in the shape of what is stored, as the model sees it."""
+        """Return a view of a storage (of `shape`) in the form of the parameter."""
         return torch.view_as_complex(stored) if self.parameter.is_complex() else stored
 
 
 @dataclass(frozen=True, slots=True)
 class BucketKey:
-    """Parameters share a bucket only where everything that happens to it is the same for all of them."""
+    """The properties in which all members of a bucket agree, because reduction and update treat a bucket as one."""
 
     part: int
     group: int
@@ -80,9 +81,9 @@ class BucketKey:
     reducing: GroupView
     completing: tuple[GroupView, ...]
     tie: str
-    """Name of the tied parameter, which has a bucket of its own so that all its holders cut it alike; else empty."""
+    """Name of a tied parameter, else empty.  It has a bucket of its own, so that all its holders cut it alike."""
     compressed: bool = False
-    """Whether its reduction is compressed, which is never so for what ranks outside of it hold copies of."""
+    """Whether the reduction is compressed.  It never is where ranks outside of `reducing` hold copies."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,17 +94,17 @@ class Bucket(FlatLayout):
     members: list[BucketMember]
 
     def view(self, flat: Tensor, position: int) -> Tensor:
-        """One member's view of a flat storage of this bucket."""
+        """Return one member's view, of its `shape`, of a flat storage (`num_elements`,)."""
         member, offset = self.members[position], self.offsets[position]
         return flat[offset : offset + member.shape.numel()].view(member.shape)
 
     def views(self, flat: Tensor) -> Iterable[tuple[BucketMember, Tensor]]:
-        """Each member with its view of a flat storage of this bucket."""
+        """Yield each member with its view of a flat storage of this bucket."""
         for position, member in enumerate(self.members):
             yield member, self.view(flat, position)
 
     def segments(self, start: int, stop: int) -> list[Segment]:
-        """The members' runs inside [start, stop) of the flat storage."""
+        """Return the members' runs inside [start, stop) of the flat storage; offsets count from `start`."""
         segments: list[Segment] = []
         for member, offset in zip(self.members, self.offsets, strict=True):
             first, last = max(start, offset), min(stop, offset + member.shape.numel())
@@ -120,7 +121,10 @@ class Bucket(FlatLayout):
         return segments
 
     def cut_matrices(self) -> dict[str, int]:
-        """Matrices (two dimensions) of which several regions hold rows → their columns."""
+        """Return name → columns of the matrices whose rows lie in several regions.
+
+        Optimizers that look at rows and columns (Adafactor) must sum over the ranks of these regions.
+        """
         columns: dict[str, int] = {}
         for member, offset in zip(self.members, self.offsets, strict=True):
             end = offset + member.shape.numel()
@@ -180,37 +184,43 @@ def _key(member: BucketMember, compressed: bool) -> BucketKey:
 
 @dataclass(slots=True)
 class BucketState:
-    """A bucket with its storages and where it stands in the step."""
+    """A bucket with its storages, and how far its reduction and its gather are in the step."""
 
     bucket: Bucket
     collectives: Collectives
-    """Collectives over the ranks that reduce it."""
+    """Collectives over the ranks that reduce the bucket."""
     weights: Tensor
+    """All weights, (elements,), in the compute dtype; the parameters are views of it."""
     master: Tensor
+    """This rank's region of the masters, (stop − start,); a view of `weights` where the dtypes are the same."""
     shard: Shard
     kept: Tensor | None
-    """ZeRO-2: this rank's region of the summed gradients, all that outlives backward."""
+    """ZeRO-2: this rank's region of the summed gradients, (stop − start,); no other gradient outlives backward."""
     reduction: CompressedReduction | None
-    """None: gradients travel as they are."""
+    """The compressed reduction; None: gradients travel in their own dtype."""
     gradients: Tensor | None = None
+    """All gradients, (elements,); None under ZeRO-2 while no backward fills the bucket."""
     pending: set[int] = field(default_factory=set[int])
-    """Members whose last gradient of this round is still to come."""
+    """Positions of the members whose last gradient of this round is still to come."""
     used: set[int] = field(default_factory=set[int])
-    """Members that have had a gradient in this step."""
+    """Positions of the members that have had a gradient in this step."""
     adopted: set[int] = field(default_factory=set[int])
-    """Members whose `.grad` is a view of `gradients`."""
+    """Positions of the members whose `.grad` is a view of `gradients`."""
     lasting: Sequence[Tensor] = ()
-    """ZeRO-0 and 1: the members' gradients, views of `gradients` for good."""
+    """ZeRO-0 and 1: the members' gradients, permanent views of `gradients`."""
     wait: Wait = nothing_to_wait_for
+    """Waits for the reduction under way."""
     launched: bool = False
+    """Whether this round's reduction has been started."""
     reduced: bool = False
+    """Whether this round's reduction has been waited for."""
     gather: Wait | None = None
-    """Wait for the gather under way, if there is one."""
+    """Waits for the gather of weights under way; None: there is none."""
     gathered: Sequence[Tensor] = ()
-    """What the members' parameters will be again when it has ended."""
+    """The members' weights as views of `weights`, while a gather runs and the parameters have no elements."""
 
     def state_bytes(self, *, only_kept: bool) -> dict[str, int]:
-        """Bytes between two steps, by kind.  `only_kept`: of the gradients this rank's region alone stays (ZeRO-2)."""
+        """Return the bytes between two steps by kind; `only_kept` (ZeRO-2) counts this rank's gradients alone."""
         gradients = self.kept if only_kept else self.gradients
         return {
             "parameters": self.weights.nbytes,
@@ -220,14 +230,18 @@ class BucketState:
         }
 
     def advance(self) -> None:
-        """Start the second exchange of a compressed bucket: its first had the time that the next bucket took to
-        fill."""
+        """Start the second exchange of a compressed bucket; the first had the time that the next bucket took to fill.
+
+        Call it at the same place on every rank of the group.
+        """
         if self.reduction is not None:
             self.reduction.advance()
 
     def keep_one_addend(self, region: tuple[int, int] | None) -> None:
-        """Let the reduced gradients count once in a sum to come: in the regions of the ranks that keep them; where all
-        do (None), on the first rank."""
+        """Let reduced gradients count once in the next sum: each rank keeps its `region` and zeroes the rest.
+
+        Without ZeRO (`region` is None) all ranks hold the same sum, so the first one keeps it.
+        """
         if self.gradients is None or self.bucket.key.reducing.size == 1 or self.kept is not None:
             return
         if region is not None:
@@ -237,7 +251,7 @@ class BucketState:
             self.gradients.zero_()
 
     def drop_parameters(self) -> None:
-        """Leave the members' parameters without elements until their weights arrive."""
+        """Leave the members' parameters without elements until the gather has ended."""
         self.gathered = [member.parameter.data for member in self.bucket.members]
         nothing = self.weights[:0]
         for member in self.bucket.members:
@@ -245,7 +259,7 @@ class BucketState:
 
 
 class GradientListener(Protocol):
-    """Owner of buckets."""
+    """The reducer that owns the buckets, as its hooks know it."""
 
     def on_gradient(self, index: int, position: int, parameter: Tensor) -> None:
         """Autograd has added to the gradient of a bucket's member."""
@@ -254,8 +268,11 @@ class GradientListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GradientHook:
-    """Tells the store of a gradient.  Weak, because autograd holds hooks where the garbage collector cannot see the
-    cycle: a strong one would keep the store, and through it the process groups, alive for ever."""
+    """Tells the reducer that a gradient is there.
+
+    The reference is weak.  Autograd holds hooks where the garbage collector cannot see the cycle, so a strong one would
+    keep the reducer, and through it the process groups, alive for ever.
+    """
 
     store: weakref.ref[GradientListener]
     index: int
@@ -268,7 +285,7 @@ class GradientHook:
 
 
 def check_alone(bucket: Bucket, position: int) -> None:
-    """Refuse a gradient that comes after its bucket was sent: the part of it that is late would be lost.
+    """Refuse a gradient that comes after its bucket was sent: the late part of it would be lost.
 
     Raises:
         PlanError: the bucket has gone to other ranks.

@@ -24,19 +24,19 @@ class BucketEntry(Generic[K]):
     """Only parameters with equal keys share a bucket."""
     num_elements: int
     size_bytes: int
-    """What it counts towards a bucket's limit."""
+    """Bytes that count towards the limit of a bucket."""
 
 
 @dataclass(slots=True, kw_only=True)
 class FlatLayout:
-    """Offsets of parameters in one flat storage, in elements.
-
-    `regions[r]` is what rank r of those that reduce it keeps.
-    """
+    """Where parameters and the ranks' regions lie in one flat storage, in elements."""
 
     offsets: list[int]
+    """First element of each parameter."""
     num_elements: int
+    """Elements of the storage, padding included."""
     regions: list[tuple[int, int]]
+    """[start, stop) that rank r of the reducing group keeps, for each r; they tile the storage."""
 
     @property
     def even(self) -> bool:
@@ -51,7 +51,7 @@ class Formed(FlatLayout, Generic[K]):
 
     key: K
     places: list[int]
-    """Places of its entries in the sequence that was given."""
+    """Indices of its entries in the sequence that `form_buckets` was given."""
 
 
 def form_buckets(
@@ -66,13 +66,15 @@ def form_buckets(
     open_buckets: dict[K, list[int]] = {}
     closed: list[tuple[K, list[int]]] = []
     limit = dict.fromkeys((entry.key for entry in entries), limits[0])
+    # Backward completes gradients roughly in reverse order of registration; torch's DDP (Li et al., VLDB 2020, arXiv
+    # 2006.15704, §3.2.3) fills its buckets by the same rule.
     for place in reversed(range(len(entries))):
         key = entries[place].key
         members = open_buckets.setdefault(key, [])
         members.append(place)
         if sum(entries[index].size_bytes for index in members) >= limit[key]:
             closed.append((key, open_buckets.pop(key)))
-            limit[key] = limits[1]
+            limit[key] = limits[1]  # only the first one of a key is small
     closed.extend(open_buckets.items())
     return [_lay_out(key, members, entries, ranks(key), cuts) for key, members in closed]
 
@@ -92,14 +94,18 @@ def _in_order(key: K, places: list[int], entries: Sequence[BucketEntry[K]], rank
     for place in places:
         offsets.append(end)
         end = _aligned(end + entries[place].num_elements)
+    # Equal aligned regions, padded at the end: one reduce-scatter serves the bucket, without a table of sizes.
     share = _aligned(-(-end // ranks))
     regions = [(rank * share, (rank + 1) * share) for rank in range(ranks)]
     return Formed(key=key, places=places, offsets=offsets, num_elements=share * ranks, regions=regions)
 
 
 def _side_by_side(key: K, places: list[int], entries: Sequence[BucketEntry[K]], ranks: int) -> Formed[K]:
-    """Give every parameter whole to one rank, largest first to the rank with the least, ranks side by side in the
-    storage."""
+    """Give every parameter unsplit to one rank; the ranks' regions lie side by side in the storage.
+
+    The largest parameter goes first, to the rank with the fewest elements: Graham's longest-processing-time rule, which
+    is within 4/3 of the best balance (Graham 1969).
+    """
     owned: list[list[int]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for place in sorted(places, key=lambda place: -entries[place].num_elements):

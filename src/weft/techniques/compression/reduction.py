@@ -1,4 +1,4 @@
-"""Between compression, which knows flat storages and names, and the stores, which know layouts and checkpoints."""
+"""The link between codecs, which know flat storages and names, and reducers, which know layouts and checkpoints."""
 
 from __future__ import annotations
 

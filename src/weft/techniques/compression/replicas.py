@@ -31,7 +31,7 @@ class _Entry:
     shard: Shard
     layout: ParameterLayout
     shape: torch.Size
-    """Shape of the rows on this rank."""
+    """Shape of the rows on this rank, (rows, …)."""
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class ReplicaSums:
         ]
 
     def _takes(self, whole: torch.Size, layout: ParameterLayout) -> bool:
-        """Whether the shards of a parameter are compressed; the same on all ranks, whatever rows they hold."""
+        """Return whether the shards of a parameter are compressed; the same on all ranks, whatever rows they hold."""
         if layout.is_copied(self._mesh):
             return False
         longest = -(-whole[0] // self._shard.size) if len(whole) else 1
@@ -108,10 +108,11 @@ class ReplicaSums:
                 assert entry.shard.gradient is not None
                 view = storage.flat[span.offset : span.stop]
                 view.copy_(entry.shard.gradient)
-                entry.shard.gradient = view
+                entry.shard.gradient = view  # the sum is made in the storage, and read from it
             if storage.reduction is None:
                 waits.append(start_all_reduce(storage.flat, self._replicate))
                 continue
+            # The storage before starts its second exchange now, so that it travels beside this one's first.
             if waits and isinstance(last := waits[-1], ReductionUnderWay):
                 last.advance()
             waits.append(storage.reduction.start(storage.flat))

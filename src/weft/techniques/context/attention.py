@@ -58,7 +58,9 @@ class _ContextAttention(torch.autograd.Function):
         exchange: KeyExchange,
         who: Visibility,
     ) -> Tensor:
-        with unkept():  # results of every source would stay until the backward, and are no use to it
+        # Only the merged output and L are kept, as flash attention does: the partial results of every source would take
+        # c times the memory, and the backward recomputes its probabilities from L.
+        with unkept():
             whole = attend_to_all(query, key, value, exchange, who)
             whole = whole if sinks is None else with_sinks(whole, sinks)
         output = whole.output.to(query.dtype)
@@ -93,18 +95,19 @@ def gradients_of_all(
 
 @final
 class _Backward:
-    """Gradients of this rank's queries, and what these say of those of the keys that it sees."""
+    """Accumulates the gradient of this rank's queries, and computes those of the keys that they see."""
 
     def __init__(self, who: Visibility, query: Tensor, kv_heads: int, gradient: Tensor, whole: Partial) -> None:
         self._who, self._query, self._gradient, self._whole = who, query, gradient, whole
         self._groups = query.shape[1] // kv_heads
+        # Sums over sources in fp32: c additions in bf16 would lose the small ones.
         self._wide = torch.promote_types(query.dtype, torch.float32)
         self.by_query = torch.zeros_like(query, dtype=self._wide)
 
     def of_source(self, source: int, keys: Tensor, values: Tensor, kv_heads: slice) -> tuple[Tensor, Tensor]:
         """See `Gradients`."""
         pairs = list(self._who.pairs(source))
-        if len(pairs) == 1 and pairs[0].keys == slice(None):
+        if len(pairs) == 1 and pairs[0].keys == slice(None):  # the usual case writes each gradient once, without zeros
             return self._of_pair(source, pairs[0], keys, values, kv_heads)
         by_key, by_value = (torch.zeros_like(tensor, dtype=self._wide) for tensor in (keys, values))
         for pair in pairs:
@@ -146,20 +149,21 @@ def attend_to_all(query: Tensor, key: Tensor, value: Tensor, exchange: KeyExchan
             if part.output.shape[2] == query.shape[2]:
                 seen = merge(seen, part)
                 continue
+            # Some queries only, as under a causal mask where a later rank's keys concern the tail run alone.
             seen = nothing_seen(query, value) if seen is None else seen
             _merge_rows(seen, part, pair.queries)
     return seen if seen is not None else nothing_seen(query, value)
 
 
 def _merge_rows(seen: Partial, part: Partial, queries: slice) -> None:
-    """Let some of the queries have seen more keys."""
+    """Merge `part`, of the queries in a slice, into `seen`, of all queries, in place."""
     rows = (slice(None), slice(None), queries)
     merged = merge(Partial(seen.output[rows], seen.log_sum[rows]), part)
     seen.output[rows], seen.log_sum[rows] = merged.output, merged.log_sum
 
 
 class Attend(Protocol):
-    """How the attention of a scheme is called."""
+    """The attention of one context scheme."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, form: AttentionForm) -> Tensor:
         """Return attention, (samples, heads, own tokens, value size), of this rank's queries to the keys of all ranks.
@@ -172,7 +176,7 @@ class Attend(Protocol):
 
 @final
 class VisitedAttention:
-    """Keys of all ranks come to the queries, as an exchange shows them."""
+    """Attention in which the keys of all ranks come to the queries, in the order of a `KeyExchange`."""
 
     def __init__(self, view: GroupView, exchange: KeyExchange, *, together: int = 1) -> None:
         """`together`: neighbours whose tokens each rank of the group has, with some of the heads."""
@@ -186,7 +190,7 @@ class VisitedAttention:
         return _ContextAttention.apply(query, key, value, form.mod.sinks, self._exchange, who)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
 
     def _in_graph(self, query: Tensor, key: Tensor, value: Tensor, tokens: LocalTokens, form: AttentionForm) -> Tensor:
-        """The same as one operator of a compiler's graph (`operators.py`)."""
+        """Return the same as one operator of a compiler's graph (`operators.py`)."""
         view, dropped = self._view, form.dropped
         assert form.mod.is_plain, "compiled blocks were checked"
         output, _ = torch.ops.weft.shared_attention(

@@ -1,11 +1,16 @@
 """How ranks that share a sequence see one another's keys and values, and send back their gradients.
 
-Both ways show the keys of every rank once, this rank's own first, and return the sum of what all ranks say of this
-rank's.  Call on every rank of the group, forward and backward, in the same order.
+Both exchanges visit the keys of every rank once, this rank's own first.  Their backward sums, for this rank's keys, the
+gradients from the queries of all ranks.  Call on every rank of the group, forward and backward, in the same order.
 
-`RingExchange`: what arrives from the rank before goes on to the rank behind while it is used, c − 1 times; in the
+`RingExchange`: what arrives from the rank before goes on to the next rank while it is used, c − 1 times; in the
 backward the sums of gradients follow one step behind, and end where they belong.  On CPUs the messages travel by
 themselves; nothing but the wait for them costs time.
+
+    step              0         1         2         3         4 ranks, rank 0; Kᵣ: keys and values of rank r
+    attends to        K₀        K₃        K₂        K₁
+    sends meanwhile   K₀        K₃        K₂        –
+    backward sends    –         dK₃       dK₂       dK₁       each with what earlier ranks have added
 
 `GatherExchange`: one all-gather, and in the backward another and a reduce-scatter: 1/c of the keys stays from the
 forward to the backward, as in a ring.
@@ -26,18 +31,22 @@ from weft.comm.mesh import GroupView
 from weft.techniques.context.token_runs import Shown
 
 Gradients = Callable[[int, Tensor, Tensor, slice], tuple[Tensor, Tensor]]
-"""Source, keys and values that it shows of some heads, and which heads of keys these are → what this rank's queries say
-of their gradients."""
+"""Function (source rank, keys, values, heads of keys) → gradients of these keys and values from this rank's queries.
+
+Keys are (samples, heads of keys, tokens, size); `heads of keys` is the slice of all of them that is passed."""
 
 
 class KeyExchange(Protocol):
-    """How the keys that ranks show are shown to each."""
+    """Brings the keys and values of every rank to each rank."""
 
     scheme: str
-    """Its name in a plan."""
+    """The name in a plan (`context_parallel.scheme`)."""
 
     def visit(self, key: Tensor, value: Tensor, shown: Shown) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield (source, keys, values) of every rank of the group: all of this rank's own, and what others show."""
+        """Yield (source rank, keys, values) for every rank: all of this rank's tokens, and those that others show.
+
+        `key` and `value` are (samples, heads of keys, own tokens, size).  Call on every rank of the group.
+        """
         ...
 
     def gradients(self, key: Tensor, value: Tensor, shown: Shown, compute: Gradients) -> tuple[Tensor, Tensor]:
@@ -47,13 +56,13 @@ class KeyExchange(Protocol):
 
 @final
 class _Packing:
-    """Keys and values that any rank shows as one flat tensor."""
+    """Packs keys and values into one flat tensor, so that one message carries both."""
 
     def __init__(self, key: Tensor, value: Tensor, shown: Shown) -> None:
         self._key, self._value, self._shown = key.shape, value.shape, shown
 
     def pack_shown(self, key: Tensor, value: Tensor, index: int) -> Tensor:
-        """What rank `index` shows of all of its keys and values."""
+        """Return the keys and values that rank `index` shows, flat; with a window these are the ends of its runs."""
         if self._shown.window is None:
             return self.pack(key, value)
         places = self._shown.places(index)
@@ -77,7 +86,7 @@ class _Packing:
         return flat[:border].view(shapes[0]), flat[border : self.size(source)].view(shapes[1])
 
     def add(self, own: tuple[Tensor, Tensor], flat: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        """Add what others say of what rank `index` shows to what it says of all its keys and values itself."""
+        """Add gradients `flat` of the tokens that rank `index` shows to `own`, the gradients of all its tokens."""
         arrived, (head, tail) = self.unpack(flat, index), self._shown.places(index)
         for mine, theirs in zip(own, arrived, strict=True):
             border = head[1] - head[0]
@@ -105,6 +114,7 @@ class GatherExchange:
         if self._view.size == 1 or not shown.most:
             yield mine, key, value
             return
+        # Ranks may show one token more or less, and a gather wants equal parts: the shorter ones are filled up.
         every = all_gather(_filled_up(packing.pack_shown(key, value, mine), packing.longest), self._view)
         yield mine, key, value
         for step in range(1, self._view.size):
@@ -121,6 +131,7 @@ class GatherExchange:
         if not gradients:
             return own
         nothing = key.new_zeros(packing.longest)
+        # (ranks, longest): row r holds the gradients of rank r's keys, and the reduce-scatter brings each row home.
         others = {source: _filled_up(packing.pack(*said), packing.longest) for source, said in gradients.items()}
         every = torch.stack([others.get(source, nothing) for source in range(self._view.size)])
         return packing.add(own, reduce_scatter_shards(every, self._view, 0)[0], mine)
@@ -145,6 +156,7 @@ class RingExchange:
         for step in range(self._view.size):
             source = (mine - step) % self._view.size
             is_last = step == self._view.size - 1
+            # Started before the keys are used: the message travels while attention computes on the same keys.
             passing = None if is_last else self._pass_on(packed, packing.size(self._before(source)))
             yield source, *((key, value) if step == 0 else packing.unpack(packed, source))
             if passing is not None:
@@ -153,8 +165,8 @@ class RingExchange:
     def gradients(self, key: Tensor, value: Tensor, shown: Shown, compute: Gradients) -> tuple[Tensor, Tensor]:
         """See `KeyExchange`.
 
-        A rank's own keys are visited in two parts, some heads first and the others last, so that it has something to
-        do both while keys arrive and while what the others say of its own does.
+        A rank's own keys are visited in two parts, some heads first and the others last.  So it has work while the
+        first keys arrive, and again while the last gradients of its own keys do.
         """
         packing, mine = _Packing(key, value, shown), self._view.index
         first = slice(0, (key.shape[1] + 1) // 2)
@@ -165,6 +177,8 @@ class RingExchange:
                 own = compute(source, keys[:, first], values[:, first], first)
                 continue
             said = packing.pack(*compute(source, keys, values, slice(0, key.shape[1])))
+            # The sum for `source` has come from the rank before, one step behind the keys: this rank adds its part and
+            # passes it on.  After the last step it has gone round and arrives at `source` itself.
             if arriving is not None:
                 said = said + arriving()
             arriving = self._pass_on(said, packing.size(self._before(source)))
@@ -178,8 +192,10 @@ class RingExchange:
         return (member - 1) % self._view.size
 
     def _pass_on(self, flat: Tensor, arriving: int) -> Callable[[], Tensor]:
-        """Start to send `flat` to the rank behind and to take so many elements from the rank before; return what waits
-        for both and returns these."""
+        """Start to send `flat` to the next rank and to receive `arriving` elements from the rank before.
+
+        Returns a function that waits for both messages and returns the received tensor, (arriving,).
+        """
         view = self._view
         assert view.group is not None, "a ring has two members or more"
         transport_device = torch.device("cpu") if runs_on_gloo(flat.device, view.group) else flat.device
@@ -187,7 +203,7 @@ class RingExchange:
         peers = view.ranks[(view.index + 1) % view.size], view.ranks[self._before(view.index)]
         works = _start(leaving, buffer, peers, view.group)
 
-        def wait(sent: Tensor = leaving) -> Tensor:  # what leaves must stay until it has left
+        def wait(sent: Tensor = leaving) -> Tensor:  # the default keeps the sent tensor alive until it has left
             for work in works:
                 work.wait()
             return buffer.to(flat.device)
@@ -196,7 +212,7 @@ class RingExchange:
 
 
 def _start(leaving: Tensor, buffer: Tensor, peers: tuple[int, int], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Both messages at once: NCCL runs what is not started together one after another."""
+    """Start both messages at once: NCCL runs messages that are not started together one after another."""
     if buffer.device.type == "cpu":
         works = [dist.isend(leaving, peers[0], group=group), dist.irecv(buffer, peers[1], group=group)]
         return [work for work in works if work is not None]

@@ -18,10 +18,9 @@ from torch import Tensor
 from weft.techniques.context.kernels import Scoring, kernel_for
 
 Kept = Callable[[slice], Tensor]
-"""Rows of queries → which of their probabilities are kept, times what they are scaled by:
-(samples, heads, queries, keys)."""
+"""Function rows of queries → factors of their probabilities, (samples, heads, queries, keys): zero, or 1 / (1 − p)."""
 _CHUNK_SCORES = 1 << 24
-"""Scores that exist at once where no kernel returns L: 64 MiB in fp32."""
+"""The most scores that exist at once where no kernel returns L: 64 MiB in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +47,12 @@ def attend(
     mask = scoring.mask
     if kept is None and scoring.is_plain and (kernel := kernel_for(query, key, value, scoring)):
         output, log_sum = kernel.attend(query, key, value, scoring)
-        if mask is not None:  # of who sees nothing each kernel says something else
+        if mask is not None:  # kernels disagree about queries that see no key
             sees = mask.to(query.device).any(-1)
             output, log_sum = output.masked_fill(~sees[..., None], 0.0), log_sum.masked_fill(~sees, -torch.inf)
         return Partial(output, log_sum)
     scoring = _masked(scoring, query, key)
-    groups = query.shape[1] // key.shape[1]
+    groups = query.shape[1] // key.shape[1]  # heads of queries that share one head of keys
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     parts: list[Partial] = []
     for rows in _chunks(query, key):
@@ -82,26 +81,29 @@ def attend_backward(
 
 
 def merge(one: Partial | None, other: Partial) -> Partial:
-    """Return attention over the keys of both, its output in fp32 or wider.  What a query has seen of none is zero."""
+    """Return attention over the keys of both, in fp32 or wider; zero for queries that have seen no key."""
     wide = torch.promote_types(other.output.dtype, torch.float32)
     if one is None:
         return Partial(other.output.to(wide), other.log_sum)
+    # Differences of logarithms, never exp L itself, which overflows fp32 from 89 on.  The output stays wide between
+    # merges, so c − 1 merges round once at the end and not c − 1 times.
     log_sum = torch.logaddexp(one.log_sum, other.log_sum)
     first, second = (_share(part.log_sum, log_sum).to(wide) for part in (one, other))
     return Partial(one.output.to(wide) * first + other.output.to(wide) * second, log_sum)
 
 
 def with_sinks(whole: Partial, sinks: Tensor) -> Partial:
-    """Return attention whose softmax has one more score for each head, (heads,), of a key that has no value."""
+    """Return attention with sinks, (heads,): one more score per head in the softmax, of a key without a value."""
     sink = sinks.to(whole.log_sum.dtype)[:, None]
     log_sum = torch.logaddexp(whole.log_sum, sink.expand_as(whole.log_sum))
     return Partial(whole.output * _share(whole.log_sum, log_sum).to(whole.output.dtype), log_sum)
 
 
 def gradient_of_sinks(gradient: Tensor, whole: Partial, sinks: Tensor) -> Tensor:
-    """Return what these queries say of the gradient of sinks, (heads,): what they take from other probabilities.
+    """Return the part of the gradient of sinks, (heads,), that comes from these queries.
 
-    The keys' gradients need no more than `whole` with them: a probability is exp(S − L) with the L of all scores.
+    A sink's probability is p = exp(sink − L), and raising it takes p·O from the output.  The gradients of the keys need
+    no more than `whole` with the sinks in it: a probability is exp(S − L) with the L of all scores.
     """
     wide = whole.log_sum.dtype
     share = (sinks.to(wide)[:, None] - whole.log_sum).exp()
@@ -109,7 +111,7 @@ def gradient_of_sinks(gradient: Tensor, whole: Partial, sinks: Tensor) -> Tensor
 
 
 def nothing_seen(query: Tensor, value: Tensor) -> Partial:
-    """Return the attention of queries that have seen no key yet."""
+    """Return the neutral element of `merge`: output zero and L = −∞, for queries that have seen no key."""
     wide = torch.promote_types(query.dtype, torch.float32)
     output = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
     return Partial(output, output.new_full(query.shape[:-1], -torch.inf))
@@ -129,7 +131,7 @@ def _masked(scoring: Scoring, query: Tensor, key: Tensor) -> Scoring:
 
 
 def _chunks(query: Tensor, key: Tensor) -> list[slice]:
-    """Runs of queries whose scores may exist at once; at least one, also of no queries."""
+    """Return runs of queries whose scores may exist at once; at least one run, even without queries."""
     rows = max(1, _CHUNK_SCORES // max(1, query.shape[0] * query.shape[1] * key.shape[2]))
     return [slice(start, start + rows) for start in range(0, max(1, query.shape[2]), rows)]
 
@@ -139,9 +141,9 @@ def _widened(values: Tensor) -> Tensor:
 
 
 def _scores(query: Tensor, key: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor | None]:
-    """Scores, and what a cap leaves of the slope of each; None: there is no cap.
+    """Return scores (samples, heads, queries, keys), and the derivative of a soft cap at each; None: there is no cap.
 
-    In fp32 or wider: products of bf16 that are rounded to bf16 would move large scores by whole percents.
+    Scores are in fp32 or wider: bf16 has 8 bits, and an error of 2⁻⁸ of a score of 20 moves its probability by 8 %.
     """
     scores, slope = _widened(query) * scoring.scale @ _widened(key).transpose(-1, -2), None
     if scoring.softcap is not None:
@@ -160,7 +162,8 @@ def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring,
 
 
 def _probabilities(scores: Tensor, log_sum: Tensor) -> Tensor:
-    """exp(S − L), and zero for queries that see no key."""
+    """Return exp(S − L); zero for queries that see no key."""
+    # L = −∞ there, and −∞ − (−∞) would be NaN.
     return (scores - log_sum.masked_fill(log_sum == -torch.inf, 0.0)[..., None]).exp()
 
 
@@ -173,18 +176,20 @@ def _backward_plainly(
     scoring: Scoring,
     kept: Kept | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # With P = exp(S − L) and D = rowsum(dO ∘ O):  dV = Pᵀ·dO,  dS = P ∘ (dO·Vᵀ − D),  dQ = dS·K,  dK = dSᵀ·Q.  D is
+    # over all keys and comes from the merged output, so no part of the keys must know of the others (Dao 2023).
     groups = query.shape[1] // key.shape[1]
     keys, values = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     by_query = torch.empty_like(query)
     wide = torch.promote_types(query.dtype, torch.float32)
     by_key, by_value = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
-    row_sums = (gradient.to(wide) * whole.output.to(wide)).sum(-1)
+    row_sums = (gradient.to(wide) * whole.output.to(wide)).sum(-1)  # D, (samples, heads, queries)
     for rows in _chunks(query, key):
         scores, slope = _scores(query[:, :, rows], keys, scoring.of_rows(rows))
         probabilities = _probabilities(scores, whole.log_sum[:, :, rows])
         output_gradient = gradient[:, :, rows]
         weights, by_probability = probabilities, _widened(output_gradient) @ _widened(values).transpose(-1, -2)
-        if kept is not None:  # Σ P·D·(dO·V) over the keys is dO·O, as without: the row sums stay what they are
+        if kept is not None:  # with dropout O holds the same factors, so D stays the sum over the kept probabilities
             drop = kept(rows)
             weights, by_probability = probabilities * drop, by_probability * drop
         by_value += (weights.to(output_gradient.dtype).transpose(-1, -2) @ output_gradient).to(wide)
@@ -192,5 +197,6 @@ def _backward_plainly(
         by_score = (by_score if slope is None else by_score * slope).to(query.dtype)
         by_query[:, :, rows] = by_score @ keys
         by_key += (by_score.transpose(-1, -2) @ query[:, :, rows]).to(wide)
+    # Heads of queries that share a head of keys add up: (samples, kv heads · groups, …) → (samples, kv heads, …).
     by_key, by_value = (tensor.unflatten(1, (-1, groups)).sum(2).to(key.dtype) for tensor in (by_key, by_value))
     return by_query, by_key, by_value

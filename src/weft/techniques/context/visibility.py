@@ -17,9 +17,9 @@ from weft.techniques.context.token_runs import Runs, Shown
 from weft.techniques.core.local_tokens import LocalTokens
 
 _FEWEST_QUERIES = 256
-"""Queries that are taken together where each sees a window: fewer would be calls of little work."""
+"""The least queries in one call where each sees a window: fewer would be calls of little work."""
 _MOST_MASKED = 1 << 24
-"""Entries of a mask that exist at once: 64 MiB in fp32."""
+"""The most entries of a mask that exist at once: 64 MiB in fp32."""
 
 
 class Pair(NamedTuple):
@@ -45,16 +45,19 @@ class Visibility:
 
     @property
     def shown(self) -> Shown:
-        """What ranks show one another."""
+        """The tokens that each rank shows to the others."""
         return Shown(self.tokens.length, self.view.size, self.form.pattern.window, self.together)
 
     def pairs(self, source: int) -> Iterator[Pair]:
-        """Yield what is computed where the keys that rank `source` shows are there: what no query sees is in none."""
+        """Yield the pairs of queries and keys to compute once the keys of rank `source` are here.
+
+        Keys that no query sees are in no pair.
+        """
         for pair in self._apart(source):
             yield from [pair] if self.tokens.documents is None else self._in_chunks(source, pair, self.tokens.documents)
 
     def _in_chunks(self, source: int, pair: Pair, documents: Tensor) -> Iterator[Pair]:
-        """So few queries at once that a mask for each sample takes little memory."""
+        """Cut a pair into runs of queries so short that the masks of all samples take little memory."""
         (first, last, _), (start, stop, _) = (
             part.indices(sum(end - begin for begin, end in self._runs(index)))
             for part, index in ((pair.queries, self.view.index), (pair.keys, source))
@@ -69,7 +72,9 @@ class Visibility:
             yield Pair(slice(top, bottom), slice(start, seen), banded=pair.causal or pair.banded)
 
     def _apart(self, source: int) -> Iterator[Pair]:
-        """Pairs without regard to documents."""
+        """Yield the pairs, without regard to documents."""
+        # Rank i has run i and run 2c − 1 − i.  So all queries see the head run of an earlier rank and none its tail
+        # run, and the tail queries see all of a later rank: half of each block, whichever the pair of ranks.
         every, own = slice(None), source == self.view.index
         if not self.form.pattern.causal:
             yield Pair(every, every)
@@ -110,6 +115,7 @@ class Visibility:
             behind = mine[:, None] - theirs
             seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
             mask = seen[None] if mask is None else mask & seen
+        # (samples or 1, 1, queries, keys): one mask for all heads.
         return None if mask is None else mask[:, None]
 
     def scoring(self, source: int, pair: Pair, heads: tuple[int, int]) -> Scoring:
@@ -128,7 +134,10 @@ class Visibility:
         )
 
     def kept(self, source: int, pair: Pair, heads: tuple[int, int], query: Tensor) -> Kept | None:
-        """Factors of the probabilities of a pair, for [start, stop) of this rank's heads; `query` is of such heads."""
+        """Return the dropout factors of a pair for [start, stop) of this rank's heads; None: nothing is dropped.
+
+        `query` (samples, these heads, queries, size) gives dtype and device.
+        """
         if (dropped := self.form.dropped) is None:
             return None
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -143,7 +152,7 @@ class Visibility:
         return factors
 
     def _runs(self, index: int) -> Runs:
-        """Positions of the keys of a rank that are here."""
+        """Return the positions of the keys of rank `index` that are on this rank."""
         return self.shown.every(index) if index == self.view.index else self.shown.of(index)
 
     def _positions(self, index: int, device: torch.device) -> Tensor:
@@ -151,7 +160,7 @@ class Visibility:
 
 
 def _placed(runs: Runs) -> list[tuple[int, tuple[int, int]]]:
-    """Runs with the places of their first tokens, end to end."""
+    """Return (place of the first token, run) of both runs, laid end to end."""
     (start, stop), _ = runs
     return [(0, runs[0]), (stop - start, runs[1])]
 
@@ -167,6 +176,7 @@ def _bands(
     (start, stop), (first, last) = queries, keys
     is_one = queries == keys and stop - start <= window
     is_seen = last <= start + 1 and stop - window <= first
+    # A quarter of the window per call reads 5/4 of a window of keys, of which each query sees four fifths.
     step = max(1, stop - start) if is_one or is_seen else max(_FEWEST_QUERIES, window // 4)
     for top in range(start, stop, step):
         bottom = min(top + step, stop)

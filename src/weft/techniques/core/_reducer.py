@@ -24,29 +24,31 @@ class GradientReducer(Protocol):
         ...
 
     def on_microbatch(self, remaining: int) -> None:
-        """The backward of a microbatch comes next, with `remaining` more after it (without a pipeline only)."""
+        """Hear that a microbatch's backward comes next, with `remaining` more after it.  Never under a pipeline."""
         ...
 
     def on_backward(self, part: int, remaining: int) -> None:
-        """A backward of this model part comes next that completes its gradients, with `remaining` more after it."""
+        """Hear that a backward comes next which completes a part's gradients, with `remaining` more after it."""
         ...
 
     def on_last_forward(self, part: int) -> None:
-        """The next backward of this model part is its last in this step: reductions may start inside it."""
+        """Hear that the next backward of a part is its last in this step: reductions may start inside of it."""
         ...
 
     def on_last_backward(self, part: int) -> None:
-        """Every weight gradient of this model part is complete."""
+        """Hear that every weight gradient of a part is complete."""
         ...
 
     @property
     def takes_back(self) -> bool:
-        """Whether `take_back` is had."""
+        """Whether `take_back` is supported."""
         ...
 
     def take_back(self) -> None:
-        """What was said to be a part's last backward was not: reductions under way come to their end, and what they
-        have made is a part of the sums that are still to come."""
+        """Undo `on_last_forward`: another backward of this step follows after all.
+
+        Reductions under way are completed.  Their results count once in the sums that are still to come.
+        """
         ...
 
     def finish(self) -> None:
@@ -54,40 +56,48 @@ class GradientReducer(Protocol):
         ...
 
     def on_applied(self, skipped: Collection[str]) -> None:
-        """The optimizer has applied this step's gradients, but for the parameters `skipped`.  Not called for a step
-        whose gradients were not finite: then nothing that compression learnt or owes may change."""
+        """Hear that the optimizer has applied this step's gradients, except for the parameters `skipped`.
+
+        It is not called for a step whose gradients were not finite: the state of compression must not change then.
+        """
         ...
 
     def checkpoint_shards(self) -> list[CheckpointShard]:
-        """What of the reductions themselves must outlive a restart: what compression owes and has learnt."""
+        """Return the state of the reductions for a checkpoint: residuals and bases of compression."""
         ...
 
     def start_weight_gather(self) -> None:
-        """Bring the masters back into the parameters: cast, then gather.  Gathers may still be under way when it
-        returns: forwards wait for what they read.  Nothing may change the masters until they have ended."""
+        """Cast the masters to the weights, and start to gather them.
+
+        Gathers may still be under way on return; forwards wait for the weights that they read.  Masters must not change
+        until the gathers have ended.
+        """
         ...
 
     def wait_weights(self) -> None:
-        """Wait until all weights that `start_weight_gather` gathers are there."""
+        """Wait until all gathers of `start_weight_gather` have ended."""
         ...
 
     def release(self) -> None:
-        """Drop weights that were gathered for computing, so that the model holds only what this rank keeps.  No gather
-        is under way afterwards."""
+        """Drop gathered weights, so that the model holds only this rank's shards.  No gather runs afterwards."""
         ...
 
     def names(self) -> frozenset[str]:
-        """Names of all parameters held; the same on all data and tensor ranks of a stage."""
+        """Return the names of all parameters of this reducer; the same on all data and tensor ranks of a stage."""
         ...
 
     def unused(self) -> frozenset[str]:
-        """Names of the parameters that took no part in this rank's step; a tied one, in that of no stage that holds
-        it."""
+        """Return the names of the parameters without a gradient in this rank's step.
+
+        A tied parameter is unused where no stage that holds it has used it.
+        """
         ...
 
     def model_state_bytes(self) -> dict[str, int]:
-        """Bytes at rest between steps by kind: `parameters`, `gradients`, `masters` (0 where a master is the
-        parameter) and `compression` (residuals, bases)."""
+        """Return the bytes between steps by kind: `parameters`, `gradients`, `masters` and `residuals`.
+
+        `masters` are 0 where the master is the parameter itself.
+        """
         ...
 
     def close(self) -> None:
@@ -96,7 +106,7 @@ class GradientReducer(Protocol):
 
 
 class ReducerSet:
-    """All stores of one rank, driven together and always in the same order, so that collectives match across ranks."""
+    """All reducers of one rank, driven together and in one order, so that collectives match across ranks."""
 
     def __init__(self, stores: Sequence[GradientReducer]) -> None:
         self.stores = tuple(stores)
@@ -145,12 +155,12 @@ class ReducerSet:
         return [stored for store in self.stores for stored in store.checkpoint_shards()]
 
     def gather_weights(self) -> None:
-        """Bring the masters back into the parameters, to the end."""
+        """Cast and gather the weights, and wait until they are unsharded."""
         self.start_weight_gather()
         self.wait_weights()
 
     def start_weight_gather(self) -> None:
-        """Begin to: the next forwards wait for what they read, and `wait_weights` for all."""
+        """Start to cast and gather the weights.  The next forwards wait for those they read, `wait_weights` for all."""
         for store in self.stores:
             store.start_weight_gather()
 

@@ -33,31 +33,31 @@ class Segment:
 
 
 class Keeper(Protocol):
-    """Keeps masters and optimizer states elsewhere between the times when they are worked on.
+    """Keeps masters and optimizer states outside of the device between the times when they are worked on.
 
-    What is away has no elements, so that whoever forgets to fetch it gets an error about shapes and never old numbers.
+    An offloaded tensor has no elements, so whoever forgets to fetch it gets an error about shapes, never old numbers.
     """
 
     def new_state(self, shard: Shard) -> Tensor:
-        """Return a state of zeros, one element for each of the master's, that is away already."""
+        """Return a state of zeros as long as the master, already offloaded."""
         ...
 
     def visit(self, shards: Sequence[Shard], *, states: bool, writes: bool) -> Iterator[Sequence[Shard]]:
-        """Yield `shards` in groups that are there until the next is asked for, with their states if `states`.
+        """Yield `shards` in groups that are resident until the next is asked for, with their states if `states`.
 
-        Changes are kept, and masters published as they leave, only if `writes`.
+        Only with `writes` are changes kept, and weights written from the masters as these leave.
         """
         ...
 
     def at_rest(self, tensor: Tensor) -> Tensor:
-        """Return the storage of a master or state while it is away, a tensor on the CPU: what is written there counts.
+        """Return the storage of an offloaded master or state, a tensor on the CPU: what is written there counts.
 
         Any other tensor is returned as it is.
         """
         ...
 
     def rest(self) -> None:
-        """Let memory go that `at_rest` has taken."""
+        """Free the memory that `at_rest` has taken."""
         ...
 
 
@@ -65,39 +65,39 @@ class Keeper(Protocol):
 class Shard:
     """A flat tensor that this rank updates: fp32 masters under bf16 and fp16, else the parameters themselves.
 
-    Read and write masters and states within `resident_groups`: between two steps they may be away.
+    Read and write masters and states within `resident_groups`: between two steps they may be offloaded.
     """
 
     master: Tensor
-    """1-D, contiguous."""
+    """The numbers that the optimizer updates, (size,), contiguous."""
     weights: Tensor | None = None
-    """What the master is cast to for computing, 1-D; None: the model computes with the master itself."""
+    """The master in the compute dtype, (size,); None: the model computes with the master itself."""
     keeper: Keeper | None = None
-    """Keeper of master and states between two steps; None: they are always there."""
+    """Keeper of master and states between two steps; None: they are always on the device."""
     gradient: Tensor | None = None
-    """1-D, as long as `master`, set by the gradient reducer once a step's gradients are reduced."""
+    """The reduced gradient, (size,), set by the gradient reducer at the end of a step's reductions."""
     keeps_gradient: bool = False
-    """Whether the gradient has the dtype of the master, and its place in memory for good."""
+    """Whether the gradient has the dtype of the master, and one place in memory for good."""
     segments: list[Segment] = field(default_factory=list[Segment])
-    """Ascending by offset; they may leave gaps (padding)."""
+    """The parameters' runs, ascending by offset; they may leave gaps (padding)."""
     group: int = 0
     """Index of the optimizer's parameter group."""
     counts: bool = True
-    """Whether norms and checkpoints count this rank's copy, of all that ranks hold."""
+    """Whether norms and checkpoints count this rank's copy; of all copies, one rank's counts."""
     cut_group: GroupView | None = None
-    """The ranks over which ZeRO has cut the parameters, who hold the other runs of them, so that sums over a parameter
-    need them; None where it has not.  A shard that came out empty has it too: every rank of the group takes part."""
+    """The ranks over which ZeRO has cut the parameters, which hold their other runs; None: ZeRO has not cut them.
+
+    Sums over a parameter are collective over this group.  An empty shard has it too: every rank takes part."""
     cut_matrices: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Matrix whose rows are cut over `cut_group` → its columns; the same on all its ranks, also on those without a
-    row."""
+    """Name → columns of the matrices whose rows are cut over `cut_group`; the same on all its ranks."""
     sparse: bool = False
-    """Whether this is one whole table whose gradient comes as `rows`, and `gradient` stays None."""
+    """Whether this is one unsplit table whose gradient comes as `rows`, and `gradient` stays None."""
     rows: SparseRows | None = None
-    """Rows of a sparse shard: what the step's rows sum to, set by the gradient reducer."""
+    """The summed rows of a sparse shard's gradient, set by the gradient reducer."""
     rest: Callable[[], None] | None = None
-    """Lets memory go that master and gradient can be read into again; None: they have it for good."""
+    """Frees memory into which master and gradient can be read again; None: they keep their memory."""
     size: int = field(init=False)
-    """Elements of the master, also while it is away."""
+    """Elements of the master, also while it is offloaded."""
 
     def __post_init__(self) -> None:
         self.size = self.master.numel()
@@ -111,31 +111,32 @@ class Shard:
         return tensor if self.keeper is None else self.keeper.at_rest(tensor)
 
     def let_go(self) -> None:
-        """Let memory go in which `at_rest` has read what lies elsewhere."""
+        """Free the memory into which `at_rest` has read offloaded tensors."""
         if self.rest is not None:
             self.rest()
         if self.keeper is not None:
             self.keeper.rest()
 
     def write_weights(self) -> None:
-        """Cast the master to the weights.  One that is away has done so when it left."""
+        """Cast the master to the weights.  An offloaded master was cast as it left."""
         if self.weights is not None and self.master.numel() == self.size:
             self.weights.copy_(self.master)
 
     def take_over(self) -> None:
-        """Take over what somebody has written into the weights since `write_weights`.  The others keep their digits."""
+        """Copy weights that were changed since `write_weights` to the master.  The others keep their digits."""
         if self.weights is not None and self.master.numel() == self.size:
+            # Weights are rounded masters: copying unchanged ones back would throw the masters' low digits away.
             changed = self.weights != self.master.to(self.weights.dtype)
             self.master.copy_(torch.where(changed, self.weights.to(self.master.dtype), self.master))
 
     def gradient_values(self) -> Tensor | None:
-        """The elements of the reduced gradient that are not zero by construction, flat: what norms look at."""
+        """Return the reduced gradient, flat, without rows that are zero by construction; norms read this."""
         if self.sparse:
             return None if self.rows is None else self.rows.values.reshape(-1)
         return self.gradient
 
     def dense_gradient(self) -> Tensor:
-        """The reduced gradient, as long as `master`."""
+        """Return the reduced gradient, (size,)."""
         if self.rows is not None:
             return self.rows.spread(self.segments[0].local_shape).view(-1)
         assert self.gradient is not None, "the gradient reducer has not finished this step"
@@ -143,8 +144,7 @@ class Shard:
 
 
 def first_element(shape: torch.Size, sharding: GroupView) -> int:
-    """Return the first element of a rank's run of a tensor that `fully_shard` has cut: along dim 0, in equal chunks of
-    rows but for the last."""
+    """Return the first element of a rank's shard under `fully_shard`: equal chunks of rows, except for the last."""
     rows = -(-shape[0] // sharding.size) if shape else 1
     return min(sharding.index * rows * torch.Size(shape[1:]).numel(), shape.numel())
 
@@ -198,10 +198,10 @@ def checkpoint_shards_of(prefix: str, shards: Sequence[Shard], states: Sequence[
 
 
 def resident_groups(shards: Sequence[Shard], *, states: bool = True, writes: bool = True) -> Iterator[Sequence[int]]:
-    """Yield the indices of all shards in groups: a group's masters, and their states if `states`, are there until the
-    next is asked for.  One group where nothing is kept elsewhere.
+    """Yield the indices of all shards in groups that are resident until the next group is asked for.
 
-    `writes` must be true where masters or states change.  The groups are the same on ranks that hold the same runs.
+    A group's masters, and their states if `states`, are on the device then.  There is one group where nothing is
+    offloaded.  `writes` must be true where masters or states change.  Ranks with the same runs get the same groups.
     """
     kept = {id(shard): index for index, shard in enumerate(shards) if shard.keeper is not None}
     keeper = next((shard.keeper for shard in shards if shard.keeper is not None), None)
@@ -215,7 +215,7 @@ def resident_groups(shards: Sequence[Shard], *, states: bool = True, writes: boo
 
 @torch.no_grad()
 def exchange_masters(shards: Sequence[Shard], others: Sequence[Tensor]) -> None:
-    """Let masters and others change places, one shard at a time: there is no third copy."""
+    """Exchange masters and others in place, one shard at a time, so that one shard alone exists three times."""
     for here in resident_groups(shards, states=False):
         for index in here:
             master = shards[index].master.clone()

@@ -105,12 +105,14 @@ class ForwardPath:
             CollectiveError: a rank does not say where it goes.
         """
         if not self._inside:
-            return  # backward runs it again
+            return  # recomputation in backward runs the block again
         settled, forward, place = self._place[0], self._place[1], len(self._now)
         self._now.append(name)
         if self._expected[place : place + 1] != [name]:
+            # Only a change of path is agreed on, over the store; the usual forward pays one comparison of lists.
             self._agree(settled, forward, place, name)
             settled += 1
+            # All ranks left alike, so the same known path is the best guess for the rest on each of them.
             ahead = (way for way in reversed(self._known) if way[: place + 1] == self._now)
             self._expected = next(ahead, [*self._now])
         self._place = (settled, forward, place)
@@ -124,6 +126,7 @@ class ForwardPath:
     def _agree(self, settled: int, forward: int, place: int, name: str) -> None:
         """Return when all ranks have come to the same block at this place."""
         self._store.set(f"{settled}/{self._rank}", json.dumps([forward, place, name]))
+        # The store, not a collective: a rank that did not leave is inside of a gather, and would not answer one.
         deadline, pause = time.monotonic() + self._timeout_seconds, _SHORTEST_SECONDS
         waiting = [rank for rank in self._ranks if rank != self._rank]
         while waiting:
@@ -144,7 +147,7 @@ class ForwardPath:
             pause = min(1.5 * pause, _LONGEST_SECONDS)
 
     def _heard(self, rank: int, settled: int, forward: int, place: int) -> list[Any]:
-        """Where a rank left the way; or where it was expected, if it has come there; empty: nobody knows yet."""
+        """Return [forward, place, block] at which a rank left the path, or passed the place on it; empty: not known."""
         if self._store.check([f"{settled}/{rank}"]):
             return list(json.loads(self._store.get(f"{settled}/{rank}")))
         if not self._store.check([f"at/{rank}"]):

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class WeightGatherer(Protocol):
-    """Who gathers."""
+    """The reducer whose buckets are being gathered."""
 
     def wait_buckets(self, indices: Iterable[int]) -> None:
         """Return when the weights of these buckets are whole."""
@@ -58,6 +58,8 @@ def needs_of(part: nn.Module, blocks: Sequence[str], bucket_of: Mapping[int, int
         if id(module) not in inside
         for parameter in module.parameters(recurse=False)
     ]
+    # What lies outside of the blocks comes first: embeddings are read before any block, and the part's own hook cannot
+    # tell them from the head, whose weights thus arrive earlier than needed.
     needs = [Need(part, _buckets(outside, bucket_of))]
     needs += [Need(unit, _buckets(unit.parameters(), bucket_of)) for unit in units]
     return needs
@@ -90,6 +92,7 @@ def await_needs(store: WeightGatherer, part: nn.Module, needs: Sequence[Need]) -
         if need.buckets
     ]
     every = tuple(dict.fromkeys(index for need in needs for index in need.buckets))
+    # The last hook waits for blocks that this forward left out: the optimizer writes into all weights next.
     return [*handles, part.register_forward_hook(_Await(here, every), prepend=True)]
 
 

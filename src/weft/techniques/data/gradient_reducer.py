@@ -58,13 +58,13 @@ freed."""
 
 
 class BucketReducer:
-    """Gradients, weights and masters of all parameters that live in buckets.  Create on every rank with the same plan.
+    """Owns gradients, weights and masters of all parameters in buckets.  Create it on every rank with the same plan.
 
-    `zero`: 0, 1 or 2.  `compute_dtype` is what the model runs in; with bf16 and fp16 the masters are fp32 and the
-    weights are cast from them once per step.  `gradient_dtype` is what gradients accumulate and are summed in.
-    `reduce_rounds` is in how many of a step's last microbatches ZeRO-2 reduces (`reduction_rounds`), 1
-    otherwise.  `algorithm` is the plan's, of the reductions and gathers.  `compression` applies to what `compressible`
-    says.
+    `stage` is the ZeRO stage: 0, 1 or 2.  The model computes in `compute_dtype`; under bf16 and fp16 the masters are
+    fp32, and the weights are cast from them once per step.  Gradients accumulate and are summed in `gradient_dtype`.
+    ZeRO-2 reduces in the last `reduce_rounds` microbatches of a step (`reduction_rounds`); the other stages reduce in
+    one.  Reductions and gathers use the plan's `algorithm`.  `compression` applies to the members that `compressible`
+    accepts.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class BucketReducer:
         algorithm: str = "auto",
     ) -> None:
         self._everyone = mesh.group_over(BATCH_AXES)
-        """All that reduce something with one another, and so must start reductions in one order."""
+        """All ranks that reduce something with one another.  They must start their reductions in one order."""
         self._stage = stage
         self._compute_dtype = compute_dtype
         self._gradient_dtype = gradient_dtype
@@ -90,7 +90,7 @@ class BucketReducer:
         self._round = 0
         self._armed: set[int] = set()
         self._used_elsewhere: set[str] = set()
-        """Parameters of several stages that one of the others has used in this step."""
+        """Names of tied parameters that another pipeline stage has used in this step."""
         self._compression = compression
         buckets = compose_buckets(
             members,
@@ -102,6 +102,7 @@ class BucketReducer:
         views = dict.fromkeys(bucket.key.reducing for bucket in buckets)
         self._collectives = {view: collectives_for(view, mesh.device, algorithm) for view in views}
         self._states = [self._allocate(bucket) for bucket in buckets]
+        # Buckets are composed from the last parameter to the first, so their index is the expected order of readiness.
         self._order = list(range(len(self._states)))
         self._gather_order = self._order
         self._is_ahead = False
@@ -126,27 +127,31 @@ class BucketReducer:
         bucket_of = {id(m.parameter): index for index, state in enumerate(self._states) for m in state.bucket.members}
         handles, first = await_all(self, parts, blocks, bucket_of)
         self._handles += handles
+        # Backward fills buckets from the head of the model, and forward reads from the other end: gathers go by the
+        # forward's need, so that the first block can start after the first gather and not after the last.
         self._gather_order = list(dict.fromkeys([*first, *self._order]))
         self._is_ahead = True
 
     # ── creation ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _allocate(self, bucket: Bucket) -> BucketState:
-        """Move the members' weights into one storage and make them, and their gradients, views of it."""
+        """Move the members' weights into one storage, and turn the parameters and their gradients into views of it."""
         device, compute_dtype = bucket.members[0].parameter.device, self._compute_dtype_of(bucket)
         master_dtype = torch.promote_types(compute_dtype, torch.float32)
-        whole = torch.zeros(bucket.num_elements, dtype=master_dtype, device=device)
+        whole = torch.zeros(bucket.num_elements, dtype=master_dtype, device=device)  # (elements,), padding stays zero
         for member, view in bucket.views(whole):
             view.copy_(member.stored(member.parameter.detach()))
         reducing = bucket.key.reducing
         start, stop = self._region(bucket)
         if master_dtype == compute_dtype:
+            # The master is a view of the weights, so the optimizer's update needs no copy back.
             weights, master = whole, whole[start:stop]
         else:
             weights, master = whole.to(compute_dtype), whole[start:stop].clone()
         gradient_dtype = self._gradient_dtype_of(bucket)
         for member, view in bucket.views(weights):
             member.parameter.data = seen = member.seen(view)
+            # Autograd then accumulates in the reduction's dtype: bf16 sums would lose the small microbatches.
             member.parameter.grad_dtype = gradient_dtype.to_complex() if seen.is_complex() else gradient_dtype
         is_cut = self._stage > 0
         shard = Shard(
@@ -169,14 +174,14 @@ class BucketReducer:
         return state
 
     def _compute_dtype_of(self, bucket: Bucket) -> torch.dtype:
-        """In fp32 and fp64 what the model has in another dtype than the rest is trained in that."""
+        """Return the dtype of a bucket's weights: under fp32 and fp64, parameters of another dtype keep their own."""
         return self._compute_dtype if self._compute_dtype in NARROW else real_of(bucket.key.dtype)
 
     def _gradient_dtype_of(self, bucket: Bucket) -> torch.dtype:
         return self._gradient_dtype if self._compute_dtype in NARROW else real_of(bucket.key.dtype)
 
     def _region(self, bucket: Bucket) -> tuple[int, int]:
-        """What this rank keeps of a bucket's storage."""
+        """Return [first, last) of the elements of a bucket that this rank updates."""
         return bucket.regions[bucket.key.reducing.index if self._stage else 0]
 
     def _compressible(self, mesh: Mesh) -> Callable[[BucketMember], bool] | None:
@@ -210,25 +215,29 @@ class BucketReducer:
         self._attach_again(state)
 
     def _attach_again(self, state: BucketState) -> None:
-        """Whatever the loop has made of them since (`model.zero_grad()` sets gradients to None)."""
+        """Put the views back that the loop has replaced since (`model.zero_grad()` sets gradients to None)."""
         for member, view in zip(state.bucket.members, state.lasting, strict=True):
             if member.parameter.grad is not view:
                 member.parameter.grad = view
 
     def _adopt(self, state: BucketState, position: int) -> None:
-        """ZeRO-2: move a gradient that autograd has just made into the bucket's storage, which lives until it is
-        reduced."""
+        """ZeRO-2: move a gradient that autograd has just made into the bucket's storage.
+
+        That storage lives from the first gradient of a bucket to its reduction, so full gradients exist for a few
+        buckets at a time only.
+        """
         member = state.bucket.members[position]
         parameter = member.parameter
         if state.lasting and parameter.grad is not state.lasting[position] and parameter.grad is not None:
-            state.lasting[position].add_(parameter.grad)  # set to None in the middle of a step
+            # The loop set the gradient to None in the middle of a step, and autograd has made a new tensor.
+            state.lasting[position].add_(parameter.grad)
             parameter.grad = state.lasting[position]
         if position in state.adopted or parameter.grad is None:
             return
         flat = state.gradients if state.gradients is not None else self._new_gradients(state)
         view = member.seen(state.bucket.view(flat, position))
         view.copy_(parameter.grad)
-        parameter.grad = view
+        parameter.grad = view  # later microbatches of this round accumulate into the bucket directly
         state.adopted.add(position)
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -248,7 +257,7 @@ class BucketReducer:
                 state.reduction.begin_step()
             if state.kept is not None:
                 state.kept.zero_()
-                self._forget(state)  # also of a backward outside a step, which must not leak into this one
+                self._forget(state)  # a backward outside of a step must not leak into this one
             elif state.gradients is not None:
                 state.gradients.zero_()
                 self._attach_again(state)
@@ -267,11 +276,11 @@ class BucketReducer:
         self._armed.add(part)
 
     def on_microbatch(self, remaining: int) -> None:
-        """Before the backward of a microbatch with `remaining` more to come: ZeRO-2 reduces in each of the last
-        rounds."""
+        """See `GradientReducer`.  ZeRO-2 reduces in each of the last rounds."""
         if self._stage != 2 or remaining >= self._reduce_rounds:
             return
         if self._round > 0:
+            # The last round's reductions end here at the latest: their storages are needed again for this one.
             self._complete_round()
             self._begin_round()
         self._round += 1
@@ -285,6 +294,8 @@ class BucketReducer:
         self._armed.clear()
         self._round = 0
         if any(state.launched for state in self._states):
+            # Some buckets are summed already.  All are completed, so that ranks keep one order of collectives; then
+            # one rank alone keeps a sum, because the next reduction adds what every rank has.
             self._complete_round()
             for state in self._states:
                 state.keep_one_addend(self._region(state.bucket) if self._stage else None)
@@ -294,7 +305,7 @@ class BucketReducer:
         """Autograd has added to the gradient of a bucket's member."""
         state = self._states[index]
         state.used.add(position)
-        if not state.lasting or parameter.grad is not state.lasting[position]:
+        if not state.lasting or parameter.grad is not state.lasting[position]:  # ZeRO-2, or a replaced gradient
             self._adopt(state, position)
         if not self._armed or state.bucket.key.part not in self._armed:
             return
@@ -308,7 +319,9 @@ class BucketReducer:
             self._launch_ready()
 
     def on_last_backward(self, part: int) -> None:
-        """Count every member of the part as ready: those that had no gradient, and schedules that fire no hooks."""
+        """Count every member of the part as ready: some had no gradient, and some schedules fire no hooks."""
+        # Under ZBV the post-accumulate hooks fired 0 to 40 of 72 times (docs/lab-notes/tensor-and-pipeline.md), so the
+        # hooks may only hasten a reduction, and this call decides.
         self._armed.add(part)
         for state in self._states:
             if state.bucket.key.part == part:
@@ -318,17 +331,22 @@ class BucketReducer:
     def _launch_ready(self) -> None:
         while self._next < len(self._order):
             state = self._states[self._order[self._next]]
+            # A ready bucket waits for those before it.  A rank on which a parameter is unused would otherwise start
+            # its buckets in another order than its peers, and their collectives would meet crosswise.
             if state.pending:
                 return
             self._launch(state)
             if self._next > 0:
+                # The second exchange of a compressed bucket starts now: while this one filled, the first had time.
                 self._states[self._order[self._next - 1]].advance()
             self._next += 1
             if self._stage == 2 and self._next > _IN_FLIGHT:
+                # Full gradients then exist for these buckets and the one that fills, however deep the model is.
                 self._wait_reduction(self._states[self._order[self._next - 1 - _IN_FLIGHT]])
 
     def _launch(self, state: BucketState) -> None:
         if not state.lasting or len(state.used) < len(state.bucket.members):
+            # Gradients that no hook has reported: made outside of this backward, or under a schedule without hooks.
             for position in range(len(state.bucket.members)):
                 self._adopt(state, position)
         flat = state.gradients if state.gradients is not None else self._new_gradients(state)
@@ -346,7 +364,7 @@ class BucketReducer:
             return
         assert state.launched, "a bucket was never reduced"
         state.wait()
-        state.wait, state.reduced = nothing_to_wait_for, True
+        state.wait, state.reduced = nothing_to_wait_for, True  # drops the wait's tensors
         if state.kept is None or state.gradients is None:
             return
         start, stop = self._region(state.bucket)
@@ -368,7 +386,7 @@ class BucketReducer:
             self._wait_reduction(self._states[index])
 
     def finish(self) -> None:
-        self.wait_weights()  # of a part that computed nothing
+        self.wait_weights()  # a part that computed nothing has not waited for its weights
         self._complete_round()
         for state in self._states:
             if state.kept is not None:
@@ -377,16 +395,17 @@ class BucketReducer:
                 assert state.gradients is not None
                 start, stop = self._region(state.bucket)
                 state.shard.gradient = state.gradients[start:stop]
+        # After the sum over data ranks: under ZeRO a rank's region is 1/N of the bucket by now, and so are the bytes.
         self._sum_over_model()
         if self._armed:
             self._agree_on_order()
         self._armed.clear()  # a backward before the next step is no part of this one
 
     def _sum_over_model(self) -> None:
-        """Sum what ranks that see the same tokens have of a gradient: other parts of the sum, copies of tied weights.
+        """Sum the parts of a gradient that ranks with the same tokens have, and the copies of tied weights.
 
-        In an order that they share: that of the buckets inside a stage; that of the names over stages, which hold other
-        buckets and have other orders of readiness.
+        The ranks of a stage have the same buckets, and go in their order.  Stages hold other buckets and have other
+        orders of readiness, so tied weights go by name.
         """
         for state in self._states:
             for view in state.bucket.key.completing:
@@ -400,7 +419,7 @@ class BucketReducer:
                 self._agree_on_use(state, tie)
 
     def _agree_on_use(self, state: BucketState, tie: GroupView) -> None:
-        """Know of a shared parameter that only another stage used; unused is what no holder used."""
+        """Learn which tied parameters another stage has used: one is unused only where no holder used it."""
         names = [member.layout.name for member in state.bucket.members]
         unused = self.unused()
         used = torch.tensor([float(name not in unused) for name in names], device=state.weights.device)
@@ -408,10 +427,14 @@ class BucketReducer:
         self._used_elsewhere.update(name for name, users in zip(names, used.tolist(), strict=True) if users)
 
     def _agree_on_order(self) -> None:
-        """Once, after the first step that was told its last backward: take the first rank's order of readiness for all
-        steps to come."""
+        """Take the first rank's order of readiness for all later steps, once, after the first full step.
+
+        Collective over the data ranks the first time.
+        """
         if self._ready_order is None:
             return
+        # Backward reaches parameters in the order of the graph, not of registration: a bucket that fills late must not
+        # hold up those behind it.  torch's DDP rebuilds its buckets for this; the order alone is enough here.
         seen = self._ready_order + [index for index in self._order if index not in self._ready_order]
         self._ready_order = None
         if self._everyone.group is None or not seen:
@@ -439,12 +462,13 @@ class BucketReducer:
         self.wait_weights()
         for index in self._gather_order:
             state = self._states[index]
-            state.shard.write_weights()
+            state.shard.write_weights()  # the cast from master to compute dtype, of this rank's region
             if self._stage > 0:
                 bucket = state.bucket
                 gather = state.collectives.start_all_gather(state.weights, bucket.regions, even=bucket.even)
                 state.gather = hold(bucket.key.reducing.group, gather)
                 if self._is_ahead:
+                    # A forward that reads too early then fails by shape, instead of computing with last step's weights.
                     state.drop_parameters()
         if not self._is_ahead:
             self.wait_weights()
@@ -453,7 +477,7 @@ class BucketReducer:
         self.wait_buckets(self._gather_order)
 
     def wait_buckets(self, indices: Iterable[int]) -> None:
-        """Return when the weights of these buckets are whole."""
+        """Return when the weights of these buckets are gathered."""
         for index in indices:
             state = self._states[index]
             if state.gather is None:
@@ -465,7 +489,7 @@ class BucketReducer:
             state.gathered = ()
 
     def release(self) -> None:
-        """Weights are always whole here, or will be."""
+        """Wait for the gathers under way.  Nothing is dropped: these weights stay unsharded."""
         self.wait_weights()
 
     def names(self) -> frozenset[str]:
@@ -484,8 +508,10 @@ class BucketReducer:
         return dict(total)
 
     def close(self) -> None:
-        """Take the hooks out of the model and end the thread of collectives by messages, if there is one.  Gradients in
-        memory that ranks share go, too: with the model they would keep the group's memory."""
+        """Take the hooks out of the model, and end the thread of collectives by messages if there is one.
+
+        Gradients in memory that ranks share are dropped: the model would keep the group's memory alive with them.
+        """
         try:
             self.wait_weights()
         finally:

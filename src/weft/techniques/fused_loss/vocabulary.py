@@ -106,7 +106,7 @@ class _Softmax:
     def of(cls, logits: Tensor, labels: Tensor, view: GroupView) -> _Softmax:
         """Take (tokens, local vocabulary); labels are whole-vocabulary ids.  One gather over the group."""
         wide = torch.promote_types(logits.dtype, torch.float32)
-        log_p = torch.log_softmax(logits, -1, dtype=wide)
+        log_p = torch.log_softmax(logits, -1, dtype=wide)  # (tokens, local vocabulary), normalised over that alone
         first = view.index * logits.shape[1]
         target = labels - first
         if view.group is None:
@@ -114,11 +114,13 @@ class _Softmax:
             return cls(losses, _minus_one(log_p.exp_(), target[:, None], None))
         here = (target >= 0) & (target < logits.shape[1])
         column = target.clamp(0, logits.shape[1] - 1)[:, None]
-        # The log of the local sum of exponentials, from any column; a target elsewhere adds nothing.
+        # The log of the local sum of exponentials is logit − log p, at any column.  The label's logit is on one rank
+        # and zero on the others, so two numbers per token are all that ranks exchange.
         log_sum = logits[:, 0].to(wide) - log_p[:, 0]
         label_logits = logits.gather(1, column)[:, 0].to(wide).masked_fill(~here, 0)
-        stats = all_gather(torch.stack([log_sum, label_logits]), view)
+        stats = all_gather(torch.stack([log_sum, label_logits]), view)  # (members, 2, tokens)
         whole = stats[:, 0].logsumexp(0)
+        # p over the full vocabulary, in the memory of the local one.
         gradient = log_p.add_((log_sum - whole)[:, None]).exp_()
         return cls(whole - stats[:, 1].sum(0), _minus_one(gradient, column, here))
 
@@ -147,9 +149,11 @@ class _FusedCrossEntropy(torch.autograd.Function):
         needs = tuple(ctx.needs_input_grad[:3])
         gradients = _Gradients.empty(hidden, weight, bias, needs)
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        # Gradients are computed in the forward, while a chunk's probabilities are in the cache: the full (tokens ×
+        # vocabulary) matrix never exists, and the backward only multiplies by the scale of the loss.
         row_bytes = weight.shape[0] * total.element_size()
         for rows in chunks_of(hidden.shape[0], row_bytes, on_cores=hidden.device.type == "cpu"):
-            logits = F.linear(hidden[rows], weight, bias)
+            logits = F.linear(hidden[rows], weight, bias)  # (tokens of the chunk, local vocabulary)
             softmax = _Softmax.of(logits, labels[rows], view)
             total += softmax.losses.sum()
             gradients.add(rows, softmax.gradient.to(hidden.dtype), hidden, weight)
@@ -192,6 +196,7 @@ class _Gradients:
         if self.hidden is not None:
             torch.mm(by_logits, weight, out=self.hidden[rows])
         if self.weight is not None:
+            # dW = (p − y)ᵀ·H, summed over chunks in fp32 where the head is narrower.
             if self.weight.dtype == by_logits.dtype:
                 self.weight.addmm_(by_logits.t(), hidden[rows])
             else:
@@ -235,12 +240,13 @@ def apply_fused_loss(
     context: StepContext | None = None,
     grid: PartGrid | None = None,
 ) -> None:
-    """Let the head of `part` return `VocabularyLogits` inside a step, after `apply_tensor`.  Names and weights stay.
+    """Let the head of `part` return `VocabularyLogits` inside a step.  Call after `apply_tensor`; names and weights
+    stay.
 
     With `plan.memory.fused_loss` head and loss are computed together; without it, and the head split, the loss is taken
     on local logits.  Outside a step (generation, a user's own call) the head returns whole logits.  A step is where
-    `context` says so, or training mode when no context is given.  A part without the head is left alone.  `grid` is
-    what its tensor ranks form, if they form one.
+    `context` says so, or training mode when no context is given.  A part without the head is left alone.  `grid`: the
+    part's 2-D mesh of tensor ranks; None: they are in one dimension.
 
     Raises:
         PlanError: the head is no linear layer, or split otherwise than along its outputs.

@@ -60,7 +60,7 @@ class LocalRounds(TechniqueRuntime):
         self._counts = [0.0] * self._replicas.size
 
     def gradient_mesh(self, mesh: Mesh) -> Mesh:
-        """Gradients meet inside a replica only."""
+        """Return the mesh inside of a replica: gradients are not summed over replicas."""
         return mesh.within_replica()
 
     def attach_shards(self, shards: Sequence[Shard]) -> None:
@@ -99,15 +99,18 @@ class LocalRounds(TechniqueRuntime):
 
     @torch.no_grad()
     def _average(self) -> None:
+        # A replica that has counted more labels weighs more; the module's docstring says when that is exact.
         weight = self._counts[self._replicas.index] / sum(self._counts)
         for here in resident_groups(self._shards, states=False):
             waits: list[Wait] = []
             for index in here:
-                master = self._shards[index].master
+                master = self._shards[index].master  # (size,)
+                # The difference takes the master's place: a round needs no memory beside the anchors.
                 torch.sub(self._anchors[index], master, out=master)
                 master.mul_(weight)
-                empty = not master.numel()  # of a parameter with fewer rows than ranks, alike in all replicas
+                empty = not master.numel()  # a parameter with fewer rows than ranks, in all replicas alike
                 waits.append(nothing_to_wait_for if empty else start_all_reduce(master, self._replicas))
+            # All reductions of a resident group are under way before the first is waited for.
             for index, wait in zip(here, waits, strict=True):
                 wait()
                 self._step_outer(index, self._shards[index].master)
@@ -117,6 +120,7 @@ class LocalRounds(TechniqueRuntime):
         """Move an anchor by the replicas' mean difference, which lies in the masters, and the masters to it."""
         anchor = self._anchors[index]
         if self._velocities:
+            # Nesterov momentum, the outer optimizer of DiLoCo (Douillard et al., arXiv 2311.08105, §2).
             velocity = self._velocities[index].mul_(self._momentum).add_(difference)
             difference.add_(velocity, alpha=self._momentum)
         anchor.sub_(difference, alpha=self._learning_rate)
@@ -182,7 +186,7 @@ class LocalRounds(TechniqueRuntime):
         return saved
 
     def _shared(self, stored: CheckpointShard) -> CheckpointShard:
-        """Written by the first replica."""
+        """Let the first replica alone write a tensor that all of them hold."""
         return replace(stored, counts=stored.counts and self._replicas.index == 0)
 
     def _own(self, stored_shards: Sequence[CheckpointShard], *, counts: bool) -> Iterator[CheckpointShard]:

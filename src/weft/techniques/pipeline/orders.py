@@ -27,8 +27,9 @@ class Action(NamedTuple):
     """One pass of one microbatch through one stage."""
 
     kind: ActionKind
-    """Forward, whole backward, gradients of the inputs (I), gradients of the weights (W)."""
+    """Forward (F), full backward (B), gradients of the inputs (I), gradients of the weights (W)."""
     stage: int
+    """Number of the stage, from the input on."""
     microbatch: int
 
     def __str__(self) -> str:
@@ -58,6 +59,7 @@ def schedule_streams(
     """
     check_schedule(schedule, pipeline, chunks)
     order_of = _ORDERS[schedule]
+    # Surplus microbatches of the next defined number are left out (see the module's docstring).
     return tuple(
         (action for action in order_of(pipeline, chunks, microbatches, rank) if action[2] < microbatches)
         for rank in range(pipeline)
@@ -68,6 +70,7 @@ def forward_orders(schedule: PricedSchedule, pipeline: int, chunks: int, microba
     """Return every rank's actions for an evaluation: forwards only, in rounds of as many microbatches as ranks."""
     check_schedule(schedule, pipeline, chunks)
     ranks = stage_ranks(schedule, pipeline, chunks)
+    # Rounds of `pipeline` microbatches: a chunk's round fills the pipeline once, before the next chunk takes the rank.
     return tuple(
         tuple(
             Action("F", stage, microbatch)
@@ -81,7 +84,7 @@ def forward_orders(schedule: PricedSchedule, pipeline: int, chunks: int, microba
 
 
 def needs(action: Action, num_stages: int) -> Iterator[tuple[Literal["F", "I", "W"], int, int]]:
-    """What must be done before an action, on any rank: (pass, stage, microbatch), a whole backward counting as I."""
+    """Yield the passes that must precede an action, on any rank: (kind, stage, microbatch); B counts as I."""
     kind, stage, microbatch = action
     if kind == "F":
         if stage > 0:
@@ -95,7 +98,7 @@ def needs(action: Action, num_stages: int) -> Iterator[tuple[Literal["F", "I", "
 
 
 def gives(action: Action) -> tuple[Literal["F", "I", "W"], int, int]:
-    """What an action does, in the words of `needs`."""
+    """Return the pass that an action completes, as `needs` names it."""
     return ("I" if action.kind == "B" else action.kind), action.stage, action.microbatch
 
 
@@ -104,12 +107,13 @@ def gives(action: Action) -> tuple[Literal["F", "I", "W"], int, int]:
 
 def _gpipe(pipeline: int, chunks: int, microbatches: int, rank: int) -> Iterator[Action]:
     del pipeline, chunks
+    # All forwards, then all backwards: every microbatch's activations are alive at the turn.
     yield from (Action("F", rank, microbatch) for microbatch in range(microbatches))
     yield from (Action("B", rank, microbatch) for microbatch in range(microbatches))
 
 
 def _rounds(pipeline: int, chunks: int, microbatches: int, rank: int, *, reverse: bool) -> list[tuple[int, int]]:
-    """(stage, microbatch), interleaved: a round of `pipeline` microbatches through one chunk after another."""
+    """Return (stage, microbatch) interleaved: rounds of `pipeline` microbatches through one chunk after another."""
     order = reversed(range(chunks)) if reverse else range(chunks)
     stages = [chunk * pipeline + rank for chunk in order]
     return [
@@ -123,19 +127,24 @@ def _rounds(pipeline: int, chunks: int, microbatches: int, rank: int, *, reverse
 def _one_forward_one_backward(pipeline: int, chunks: int, microbatches: int, rank: int) -> Iterator[Action]:
     forwards = _rounds(pipeline, chunks, microbatches, rank, reverse=False)
     backwards = _rounds(pipeline, chunks, microbatches, rank, reverse=True)
+    # Warm-up: the first gradient of a rank comes back after pipeline − 1 − rank hops down and as many up.  One forward
+    # per rank behind this one keeps it busy until then.  Interleaved, each hop carries one chunk of several, so the way
+    # up costs another forward per hop, and all earlier chunks run a round first (arXiv 2104.04473, §2.2).
     ahead = (pipeline - 1 - rank) * (1 if chunks == 1 else 2) + (chunks - 1) * pipeline
     ahead = min(ahead, len(forwards))
     for forward in forwards[:ahead]:
         yield Action("F", *forward)
+    # Steady state: each backward frees the activations that the next forward takes, so `ahead` + 1 stay alive.
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         yield Action("F", *forward)
         yield Action("B", *backward)
+    # Cool-down: the backwards of the warm-up's forwards.
     for backward in backwards[len(forwards) - ahead :]:
         yield Action("B", *backward)
 
 
 def _interleaved_zero_bubble(pipeline: int, chunks: int, microbatches: int, rank: int) -> Iterator[Action]:
-    """ZB-H1, interleaved: the later ranks, which would wait longest at the end, put off as many weight passes."""
+    """ZB-H1, interleaved: rank r postpones r weight passes, and runs them while it would wait at the end."""
     forwards = _rounds(pipeline, chunks, microbatches, rank, reverse=False)
     backwards = _rounds(pipeline, chunks, microbatches, rank, reverse=True)
     ahead = min((pipeline - 1 - rank) + (chunks - 1) * pipeline, len(forwards))
@@ -146,8 +155,10 @@ def _interleaved_zero_bubble(pipeline: int, chunks: int, microbatches: int, rank
         steady = index < len(forwards) - ahead
         if steady:
             yield Action("F", *forwards[ahead + index])
+        # The input gradient goes first: the stage before waits for it, and nobody waits for a weight gradient.
         yield Action("I", *backward)
         put_off.append(backward)
+        # At most `rank` weight passes wait, so memory peaks as under 1F1B (arXiv 2401.10241, §3.1).
         if len(put_off) > rank or not steady:
             yield Action("W", *put_off.popleft())
     for weights in put_off:
@@ -155,9 +166,12 @@ def _interleaved_zero_bubble(pipeline: int, chunks: int, microbatches: int, rank
 
 
 def _zero_bubble_2p(pipeline: int, chunks: int, microbatches: int, rank: int) -> Iterator[Action]:
-    """ZB-H2: early ranks go as many forwards ahead as fill the wait for the first gradient, late ones put off as many
-    weight passes: every rank holds 2p - 1 microbatches."""
+    """ZB-H2: no waits but at the ends.  Every rank holds the activations of 2p − 1 microbatches.
+
+    Early ranks fill the wait for the first gradient with forwards; late ranks fill the end with weight passes.
+    """
     del chunks
+    # Twice the forwards of 1F1B: the gradient's way down and up is 2 (p − 1 − rank) passes long.
     ahead = min(2 * (pipeline - 1 - rank), microbatches)
     put_off: deque[int] = deque()
     yield from (Action("F", rank, microbatch) for microbatch in range(ahead))
@@ -173,14 +187,17 @@ def _zero_bubble_2p(pipeline: int, chunks: int, microbatches: int, rank: int) ->
 
 
 class _VOrder:
-    """Builds a V order in the words of the papers: F0 is the next forward of the first chunk, and so on."""
+    """Builds a V order as the papers write it: `forward(0)` is the next forward of the first chunk, and so on.
+
+    The first chunk goes down the ranks and the second one back up, so a rank has stages r and 2p − 1 − r.
+    """
 
     def __init__(self, pipeline: int, rank: int) -> None:
         self.actions: list[Action] = []
         self._stages = (rank, 2 * pipeline - 1 - rank)
         self._done = {(kind, chunk): 0 for kind in "FI" for chunk in (0, 1)}
         self.put_off: deque[tuple[int, int]] = deque()
-        """(chunk, microbatch) of the weight passes still to do."""
+        """(chunk, microbatch) of the postponed weight passes, oldest first."""
 
     def count(self, kind: Literal["F", "I"], chunk: int) -> int:
         return self._done[kind, chunk]
@@ -195,7 +212,7 @@ class _VOrder:
             self.put_off.append((chunk, microbatch))
 
     def weights(self, chunk: int | None = None) -> None:
-        """The oldest weight pass put off (of one chunk, if given); none is left: nothing."""
+        """Run the oldest postponed weight pass (of one chunk, if given); nothing happens if there is none."""
         for waiting in self.put_off:
             if chunk in (None, waiting[0]):
                 self.put_off.remove(waiting)
@@ -213,17 +230,21 @@ class _VOrder:
 def _zbv(pipeline: int, chunks: int, microbatches: int, rank: int) -> list[Action]:
     """ZB-V: no waiting between a rank's first and last action when F, I and W take equally long."""
     del chunks
+    # Fewer microbatches than 2p − 1 take the first actions of that many (arXiv 2405.15362, §4).
     simulated = max(microbatches, 2 * pipeline - 1)
     order = _VOrder(pipeline, rank)
+    # Warm-up: a microbatch comes back up to rank r in the second chunk after 2 (p − r) − 1 passes.
     for _ in range(2 * (pipeline - rank) - 1):
         order.forward(0)
     for _ in range(rank):
         order.forward(1)
         order.forward(0)
+    # The last stage is on rank 0: gradients come down the second chunk, and its W directly behind keeps memory flat.
     for _ in range(pipeline - rank):
         order.forward(1)
         order.backward(1, split=True)
         order.weights(1)
+    # Steady state: one F, one I and one W of each chunk in turn, so no rank waits if the three take equally long.
     while order.count("F", 1) < simulated:
         if order.count("F", 0) < simulated:
             order.forward(0)
@@ -232,6 +253,7 @@ def _zbv(pipeline: int, chunks: int, microbatches: int, rank: int) -> list[Actio
         order.forward(1)
         order.backward(1, split=True)
         order.weights(1)
+    # Cool-down: input gradients, on which other ranks wait, before the weight passes that nobody waits for.
     for _ in range(rank):
         order.backward(0, split=True)
         order.backward(1, split=True)
@@ -249,7 +271,8 @@ def _dualpipev(pipeline: int, chunks: int, microbatches: int, rank: int) -> list
     del chunks
     simulated = max(microbatches, 2 * pipeline)
     order = _VOrder(pipeline, rank)
-    behind = pipeline - 1 - rank
+    behind = pipeline - 1 - rank  # ranks that the first chunk still passes
+    # The eight phases of DualPipe's published schedule, of which DualPipeV is one half folded into a V.
     for _ in range(2 * behind):
         order.forward(0)
     for _ in range(rank + 1):
@@ -259,6 +282,8 @@ def _dualpipev(pipeline: int, chunks: int, microbatches: int, rank: int) -> list
         order.backward(1, split=True)
         order.weights()
         order.forward(1)
+    # Steady state: a forward of one chunk always stands beside a backward of the other, so that the messages of one
+    # travel while the other computes.
     for _ in range(simulated - 2 * pipeline + rank + 1):
         order.forward(0)
         order.backward(1)
@@ -296,7 +321,7 @@ _ORDERS: dict[PricedSchedule, Callable[[int, int, int, int], Iterator[Action] | 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When everything of a step happened.  All times in seconds from the step's start."""
+    """The start and end of every action of a step, in seconds from the step's start."""
 
     spans: tuple[tuple[tuple[Action, float, float], ...], ...]
     """Triples (action, start, end) of each rank."""
@@ -307,12 +332,12 @@ class Timeline:
 
     @property
     def busy_seconds(self) -> tuple[float, ...]:
-        """Busy time of each rank."""
+        """Seconds that each rank computes."""
         return tuple(sum(end - start for _, start, end in rank) for rank in self.spans)
 
     @property
     def bubble_seconds(self) -> float:
-        """How much longer the step takes than the busiest rank works."""
+        """Seconds by which the step takes longer than the busiest rank computes."""
         return self.makespan_seconds - max(self.busy_seconds, default=0.0)
 
 
@@ -326,6 +351,8 @@ def simulate(orders: Orders, cost_seconds: Callable[[Action], float], transfer_s
     rank_of = {action.stage: rank for rank, actions in enumerate(orders) for action in actions}
     done: dict[tuple[str, int, int], float] = {}
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in orders]
+    # Each sweep lets every rank run until it meets an action whose input is not done.  A sweep without progress means
+    # that all are done, or that they wait in a circle; start times do not depend on the order of the sweeps.
     progress = True
     while progress:
         progress = False
@@ -347,11 +374,12 @@ def simulate(orders: Orders, cost_seconds: Callable[[Action], float], transfer_s
 
 
 def peak_activations(orders: Orders) -> tuple[int, ...]:
-    """Per rank, the most microbatches (counted per stage) whose activations are held at once."""
+    """Return, per rank, the most (stage, microbatch) pairs whose activations are alive at once."""
     peaks: list[int] = []
     for actions in orders:
         alive = peak = 0
         for action in actions:
+            # An input pass frees nothing: the weight pass still reads the same activations.
             alive += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
             peak = max(peak, alive)
         peaks.append(peak)

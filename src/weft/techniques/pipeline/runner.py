@@ -33,19 +33,19 @@ from weft.techniques.pipeline.transport import StageTransport, signature_of
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """What the actions of one call share."""
+    """The state that the actions of one step share."""
 
     microbatches: Sequence[Batch]
     step: int
     seed: int
     scale: float | Tensor
     totals: LossTotals
-    whole: frozenset[Action]
-    """Input passes that run as whole backwards (the last one of a `fully_shard` part)."""
+    full: frozenset[Action]
+    """Input passes that run as full backwards (the last one of a `fully_shard` part)."""
     split: frozenset[tuple[int, int]]
-    """(stage, microbatch) whose weight gradients come in a pass of their own."""
+    """(stage, microbatch) pairs whose weight gradients come in a pass of their own."""
     handed: dict[StageMessage, Tensor] = field(default_factory=dict[StageMessage, Tensor])
-    """Messages between two stages of this rank."""
+    """Messages between two stages of this rank, which are not sent."""
 
 
 class PipelineRunner:
@@ -89,7 +89,7 @@ class PipelineRunner:
         return self._transport
 
     def assume(self, activation: tuple[tuple[int, ...], torch.dtype] | None) -> None:
-        """Do without what other stages would send, for a dry run: shape and dtype of what leaves the first stage."""
+        """Compute without messages, for a dry run.  `activation`: shape and dtype of the first stage's output."""
         self._transport.assume(activation, self._shape_for if isinstance(self._blueprint.cut, FoundCut) else None)
 
     def _shape_for(self, border: int, samples: int) -> tuple[int, ...]:
@@ -110,10 +110,10 @@ class PipelineRunner:
         state = self._new_step(microbatches, step, seed, scale, actions)
         progress = _Progress(actions, self._part_of, observer)
         for index, action in enumerate(actions):
-            if action in state.whole:
+            if action in state.full:
                 self._stage(action).finish_weights()
-            if action.kind == "B" and not self._splits or action in state.whole:
-                progress.before_whole_backward(action)
+            if action.kind == "B" and not self._splits or action in state.full:
+                progress.before_full_backward(action)
             self._perform(action, actions[index + 1] if index + 1 < len(actions) else None, state)
             progress.after(action)
         self._transport.finish()
@@ -137,7 +137,7 @@ class PipelineRunner:
     def _begin(self, microbatches: Sequence[Batch], *, training: bool) -> Sequence[Action]:
         """Return this rank's actions and open the channels for them."""
         key = (training, len(microbatches))
-        if key not in self._known:
+        if key not in self._known:  # orders and routes depend on nothing else of a step
             orders = (schedule_orders if training else forward_orders)(*self._shape, len(microbatches))
             self._known[key] = (orders[self._rank], plan_routes(orders, self._ranks, self._rank))
         actions, routes = self._known[key]
@@ -147,21 +147,22 @@ class PipelineRunner:
     def _new_step(
         self, microbatches: Sequence[Batch], step: int, seed: int, scale: float | Tensor, actions: Sequence[Action]
     ) -> _Step:
-        whole = self._full_backward_tails(actions)
+        full = self._full_backward_tails(actions)
         return _Step(
             microbatches=microbatches,
             step=step,
             seed=seed,
             scale=scale,
             totals=LossTotals.empty(self._device),
-            whole=whole,
-            split=frozenset((a.stage, a.microbatch) for a in actions if a.kind == "I" and a not in whole),
+            full=full,
+            split=frozenset((a.stage, a.microbatch) for a in actions if a.kind == "I" and a not in full),
         )
 
     def _full_backward_tails(self, actions: Sequence[Action]) -> frozenset[Action]:
-        """The last input pass of every `fully_shard` part: it reduces inside backward, so all gradients must be there.
+        """Return the last input pass of every `fully_shard` part, which must run as a full backward.
 
-        What was put off is caught up just before, which costs such a part some of the schedule's gain.
+        `fully_shard` reduces inside of backward, so all gradients must be there by then.  Postponed weight passes run
+        just before, which costs such a part some of the schedule's gain.
         """
         last = {action.stage: action for action in actions if action.kind in "BI"}
         return frozenset(
@@ -175,6 +176,8 @@ class PipelineRunner:
 
     def _perform(self, action: Action, following: Action | None, step: _Step) -> None:
         needed = wanted_by(action, len(self._ranks))
+        # The receives of this action and of the next are posted before this one computes: the next message then travels
+        # meanwhile.  Posting further ahead would hold more buffers at once.
         self._transport.prefetch(needed)
         if following is not None:
             self._transport.prefetch(wanted_by(following, len(self._ranks)))
@@ -189,6 +192,7 @@ class PipelineRunner:
         sent = sent_by(action, len(self._ranks))
         if sent is not None:
             assert result is not None
+            # Two stages of one rank meet at the turn of a V: the tensor is handed over without a message.
             if self._transport.is_local(sent):
                 step.handed[sent] = result
             else:
@@ -205,7 +209,7 @@ class PipelineRunner:
         )
 
     def _taken(self, batch: Batch, part: ModelPart, step: _Step) -> tuple[Batch, MicrobatchState]:
-        """The microbatch on the device: all of it where the loss is, elsewhere what the model reads."""
+        """Return the microbatch on the device: all fields on the last stage, which has the loss, else the model's."""
         read_fields = {"sample_ids", "tokens", "document_ids", *self._blueprint.inputs.values()}
         composed = any(name not in batch for name in self._blueprint.inputs.values())  # of several fields
         fields = (
@@ -217,7 +221,11 @@ class PipelineRunner:
 
 
 class _Progress:
-    """Tells the observer which parts are done, in falling order whatever the schedule."""
+    """Tells the observer which parts are done, highest stage first, whatever the schedule.
+
+    Reductions are collectives over data ranks.  One fixed order keeps them matched where ranks have other schedules or
+    numbers of microbatches.
+    """
 
     def __init__(self, actions: Sequence[Action], part_of: dict[int, int], observer: StepObserver) -> None:
         self._part_of, self._observer = part_of, observer
@@ -227,10 +235,10 @@ class _Progress:
         self._complete: set[int] = set()
         self._next = len(part_of) - 1
 
-    def before_whole_backward(self, action: Action) -> None:
+    def before_full_backward(self, action: Action) -> None:
         is_last = self._last_backward[action.stage] == action
         self._remaining[action.stage] -= action.kind == "B"
-        # Where a schedule splits some backwards, only the last comes here, and it may be one of either kind.
+        # Where a schedule splits backwards, only the last one comes here, as B or as I.
         self._observer.on_backward(self._part_of[action.stage], 0 if is_last else self._remaining[action.stage])
         if is_last:
             self._observer.on_last_forward(self._part_of[action.stage])

@@ -70,6 +70,7 @@ def apply_tensor(
     _check_table(blueprint, view)
     splits = split_parameters(blueprint, view)
     check_ties(names, splits, blueprint)
+    # The layout keeps full shapes, and hooks look at full modules; only then are parameters cut.
     fill_layout(layout, part, names, splits)
     _Splitter(part, blueprint, plan, view, context, layout).install(splits)
     cut_parameters(part, splits)
@@ -109,9 +110,11 @@ class _SharedInput:
     def get(self, x: Tensor, make: Callable[[Tensor], Tensor], *, kept: bool) -> Tensor:
         """Return what was made of `x` for an earlier reader, or make it.  `kept`: the reader's backward needs `x`."""
         version = _version(x, kept)
-        if version is None:
+        if version is None:  # nothing would tell of a change in place, so nothing is shared
             return make(x)
         wants_grad = torch.is_grad_enabled() and x.requires_grad
+        # Identity and version of `x`, and whether the copy has a gradient: a forward without gradients (evaluation)
+        # must not hand its result to one with them.
         result = self.result
         fresh = result is None or self.source is not x or self.version != version or result.requires_grad != wants_grad
         if result is None or fresh:
@@ -124,7 +127,7 @@ class _SharedInput:
 
 
 def _version(x: Tensor, kept: bool) -> int | None:
-    """What tells whether `x` was changed in between; None: nothing does.
+    """Return a number that changes with `x`; None: nothing tells of a change.
 
     Compiled code has no versions to compare (a graph would end here).  There `x` is as it was where a backward needs
     it, because autograd would refuse to run it otherwise.
@@ -149,6 +152,8 @@ class _Splitter:
     def install(self, splits: dict[str, Split]) -> None:
         sequence = self.plan.tensor_parallel.sequence
         region = sequence_region(self.blueprint) if sequence else None
+        # Inside of the region a column gathers shards of the sequence where it would copy, and a row reduce-scatters
+        # where it would all-reduce: as many bytes, and 1/t of the activations between (Korthikanti et al. 2022, §4.2).
         done: set[int] = set()
         wholes: list[str] = []
         for name, module in self.part.named_modules(remove_duplicate=False):
@@ -179,6 +184,7 @@ class _Splitter:
                         partial(_share_input, self.shared, self._gathered), with_kwargs=True
                     )
                 case "heads" | "features":
+                    # Parameters that work on split activations are whole on every rank and see a part of the gradient.
                     for leaf, _ in module.named_parameters(recurse=False):
                         mark_partial(self.layout, f"{name}.{leaf}")
                 case "gather":
@@ -209,7 +215,7 @@ class _Splitter:
             shared = None if is_head else self.shared  # no row-parallel layer comes after a head to empty the slot
             module.register_forward_pre_hook(partial(_share_input, shared, before), with_kwargs=True)
         if is_conv1d(module):
-            width: Any = module.nf  # the one width that its forward reads
+            width: Any = module.nf  # transformers' Conv1D reads its output width from here
             object.__setattr__(module, "nf", width // self.view.size)
         if rule.gather_output and name != self.blueprint.vocabulary_head:
             gather = partial(_gather_output, self.view, rule.blocks)
@@ -240,6 +246,8 @@ class _Splitter:
 
     def _row(self, name: str, module: nn.Module, inside: bool) -> None:
         reduce = partial(reduce_scatter_sequence if inside else reduce_from_group, view=self.view)
+        # The bias must be added once, after the sum over the group: a plain layer gets a forward that does so, a layer
+        # without bias a hook.  Any other forward could use its bias in its own way, and is refused.
         is_given = "forward" in vars(module)
         plain = not is_given and (type(module).forward is nn.Linear.forward or type(module).__name__ == "Conv1D")
         if plain or is_coded(module):
@@ -259,6 +267,7 @@ class _Splitter:
                 f' added {self.view.size} times. Use a plain nn.Linear, bias=False, or the kind "replicate".'
             )
         if inside and getattr(module, "bias", None) is not None:
+            # Added to a shard of the sequence, so its gradient misses the tokens of the other ranks.
             mark_partial(self.layout, f"{name}.bias")
 
 
@@ -326,7 +335,7 @@ def _conv1d_product(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _check_width(width: int, own: int) -> None:
-    """It knows no name: code that is compiled for one layer is that of all."""
+    """Refuse a row-parallel input of another width.  The error has no layer's name, as layers share compiled code."""
     if width != own:
         raise PlanError(
             f"a layer that is split row-wise was given {width} features, and this rank has weights for {own}: what is"

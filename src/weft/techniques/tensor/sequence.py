@@ -85,9 +85,9 @@ class _Borders:
     view: GroupView
     context: StepContext
     received: Tensor | None = None
-    """The shard of a later stage, on its way past the stem."""
+    """The activation that a later stage received, (samples, shard of the sequence, features), while its stem runs."""
     leaving: Tensor | None = None
-    """The shard for the next stage, on its way past the tail."""
+    """The activation for the next stage, of the same form, while the rest of this stage's forward runs."""
 
     def install(self, region: SequenceRegion) -> None:
         assert isinstance(self.blueprint.cut, CutTable), "a region has a table"
@@ -114,11 +114,12 @@ class _Borders:
                 f" while samples are"
                 f" {state.sequence_length} tokens long: dim 1 is not the sequence of the batch. Use sequence = false."
             )
-        self.context.cut_length = length
+        self.context.cut_length = length  # gathers need the full length, which shards of unequal length do not tell
         return _with_first(args, kwargs, scatter_sequence(hidden, self.view))
 
     def _set_aside(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         self.received = output
+        # One element expanded to (samples, full length, features): the stem reads its shape, and it takes no memory.
         batch, _, *features = output.shape
         shape = (batch, self.context.whole_length(), *features)
         return output.new_zeros(()).expand(shape)
@@ -129,7 +130,7 @@ class _Borders:
         return _with_first(args, kwargs, received)
 
     def _put_by(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Let what follows the stage's last block see the whole length too: some forwards shape by it at the end."""
+        """Let the rest of the stage's forward see the full length too: some forwards reshape by it at the end."""
         leaving: Tensor
         leaving, *others = output if isinstance(output, tuple) else (output,)
         self.leaving = leaving

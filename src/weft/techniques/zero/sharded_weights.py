@@ -75,31 +75,38 @@ def apply_zero3(
     """Shard the part's module in place.  Call on every rank; the module must be materialised in its master dtype.
 
     With `hold` a block's weights, once gathered, stay until the part's last backward.  Without `sum_replicas` gradients
-    are summed over the shard axis only, and the replicate axis is left to `ReplicaSums`.  A technique may
-    keep shards and their gradients with the host (`offload_policy`).
+    are summed over the shard axis only, and `ReplicaSums` sums them over the replicate axis.  A technique may keep
+    shards and their gradients in the host's memory (`offload_policy`).
     """
     copies = ("replicate",) if mesh.size("replicate") > 1 and sum_replicas else ()
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=gradient_dtype, cast_forward_inputs=False)
     cuts = {weight: cut for name, weight in part.module.named_parameters() if (cut := cut_of(part.layout[name], mesh))}
     returned = _Returned(weakref.ref(part.module))
+    # Inner units first: `fully_shard` takes the parameters that no inner unit has taken, so the root, which comes last,
+    # gets those outside of the blocks.
     for unit, over in _units(part, blocks, cuts):
         unit.register_forward_hook(returned)
         fully_shard(
             unit,
             mesh=mesh.device_mesh(*copies, over),
             mp_policy=policy,
+            # The root's weights (embedding, head) are needed again as soon as backward begins: dropping them between
+            # would gather them twice for nothing.
             reshard_after_forward=not hold and unit is not part.module,
             shard_placement_fn=lambda parameter: CutDim(cuts[parameter].dim) if parameter in cuts else None,
             ignored_params=ignored,
             offload_policy=_offload_policy(techniques) or OffloadPolicy(),
         )
         assert isinstance(unit, FSDPModule)
+        # Sums, not means: the engine divides by the global count, which no rank knows during backward.
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_gradient_divide_factor(1.0)
         if hasattr(unit, "set_reduce_scatter_unused_params"):  # not in the oldest torch that Weft takes
             unit.set_reduce_scatter_unused_params(True)
         share_buffers(unit, mesh[over])
-        if unit is not part.module:  # experts travel while what stands before them in their block computes
+        # Experts are units inside of a block's unit.  Gathering them together with the block lets them travel while the
+        # attention before them computes.  In backward `fully_shard` prefetches units by itself, last forward first.
+        if unit is not part.module:
             inside: list[FSDPModule] = [weight for child in unit.children() for weight in _sharded_within(child)]
             unit.set_modules_to_forward_prefetch(inside)
     note_gathers(part.context, part.module, blocks, mesh, hold=hold)
@@ -110,20 +117,25 @@ class ShardCut:
     """How ZeRO-3 cuts a rank's part of a parameter."""
 
     over: _ShardAxis
-    """The group whose ranks share it out."""
+    """Name of the mesh's group whose ranks each keep a shard."""
     view: GroupView
+    """That group, as this rank sees it."""
     dim: int
+    """Dimension of the local parameter along which shards lie."""
 
     def place(self, layout: ParameterLayout, shape: torch.Size) -> tuple[ParameterLayout, int]:
-        """Return how a rank's shard of a parameter of this local shape lies in the whole one: a layout of which the
-        shard is a run, and the run's first element."""
+        """Return where a rank's shard lies in the full parameter, whose local part has this shape.
+
+        The result is a layout, and the first element of the run that the shard is in it.  Rows are a run of the local
+        part as it is; columns are so only after one more split of the layout.
+        """
         if self.dim == 0:
             return layout, first_element(shape, self.view)
         return replace(layout, inner=Split(dim=self.dim, parts=self.view.size, index=self.view.index)), 0
 
 
 def cut_of(layout: ParameterLayout, mesh: Mesh) -> ShardCut | None:
-    """Return how ZeRO-3 cuts a parameter; None: it stays whole, as one without rows (a learned scale) does."""
+    """Return how ZeRO-3 shards a parameter; None: it stays unsharded, as one without rows (a learned scale) does."""
     view, is_expert = layout.sharding(mesh), "expert" in layout.split_axes
     over = "expert_shard" if is_expert else "shard"
     if view.group is None or view != mesh[over]:
@@ -135,7 +147,7 @@ def cut_of(layout: ParameterLayout, mesh: Mesh) -> ShardCut | None:
 def _units(
     part: ModelPart, blocks: Sequence[str], cuts: Mapping[nn.Parameter, ShardCut]
 ) -> Iterator[tuple[nn.Module, _ShardAxis]]:
-    """Yield what is gathered together, inner units before those around them, and over which group."""
+    """Yield the modules whose own weights are gathered at once, inner ones first, with the group of each."""
     for module in part.module.modules():
         own = [cuts[parameter] for parameter in module.parameters(recurse=False) if parameter in cuts]
         if any(cut.over == "expert_shard" for cut in own):
@@ -161,7 +173,7 @@ def fill_shards(
     """Give the shards of parameters that were cut without storage (`materialise`, `later`) their initial values.
 
     A technique's `on_sharded` may give the shards storage first, or other storage.  It may return a function, which is
-    called after each shard that was filled.
+    called after each module whose shards were filled.
     """
     waiting = {name for name, parameter in part.module.named_parameters() if parameter.is_meta}
     filled = [called for technique in techniques if (called := technique.on_sharded(part)) is not None]
@@ -170,11 +182,12 @@ def fill_shards(
 
     device = mesh.device if _offload_policy(techniques) is None else torch.device("cpu")
 
-    # As `to_empty` does, for those alone: torch's own way to give shards storage, padding included.
+    # What `to_empty` does, for shards without storage alone: torch's own way to allocate them, padding included.
     def stored(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
-    # Module by module: parameters that have storage are left alone.  Units come last, which look at all of theirs then.
+    # Module by module, so that parameters with storage are left alone.  Units come last: their `_apply` looks at all
+    # shards of the unit, and these must have storage then.
     for module in sorted(part.module.modules(), key=lambda module: isinstance(module, FSDPModule)):
         if isinstance(module, FSDPModule) or any(own.is_meta for own in module.parameters(recurse=False)):
             module._apply(stored, recurse=False)  # pyright: ignore[reportPrivateUsage]
@@ -197,13 +210,14 @@ def _offload_policy(techniques: Sequence[TechniqueRuntime]) -> OffloadPolicy | N
 def _fill_rows(
     rows: Mapping[str, _Rows], blueprint: Blueprint, seed: int, filled: Sequence[Callable[[], None]]
 ) -> None:
-    """Fill runs of rows of parameters by their name in the whole model, with what `materialise` would have put there.
+    """Fill shards by their parameter's name in the full model, with the values that `materialise` would draw.
 
-    As there, at most one module's own tensors are whole at a time.
+    At most one module's own tensors exist unsharded at a time.
     """
     stored = stored_tensors(blueprint.initialise)
     for name in rows.keys() & stored.keys():
         rows[name].fill(stored[name])
+    # Values are drawn for the full parameter on every rank and then sliced: initial weights do not depend on the plan.
     for owner, names in by_owner({name: name for name in rows if name not in stored}).items():
         drawn = draw(blueprint, owner, seed)
         for name, leaf in names:
@@ -214,11 +228,14 @@ def _fill_rows(
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A run of rows of this rank's part of a parameter, with storage to fill."""
+    """A shard of this rank's part of a parameter, with storage to fill."""
 
     target: Tensor
+    """The shard, (rows, …)."""
     split: NestedSplit
+    """How the local part is cut out of the full parameter."""
     first: int
+    """First row of the shard in the local part."""
 
     def fill(self, source: StoredTensor) -> None:
         read_local(self.target, source, self.split, self.first)
@@ -227,8 +244,11 @@ class _Rows:
 @untraced
 @dataclass(frozen=True, slots=True)
 class _Returned:
-    """A hook behind the forward of a unit: what it returns, as `fully_shard` wants it.  Models slice their results, and
-    hand on what they were given."""
+    """A hook behind the forward of a unit: makes its outputs tensors that are no views.
+
+    `fully_shard` hooks the gradients of a unit's outputs.  Of a view it warns, because a change in place would lose
+    these hooks.  Models return slices, and hand on their own inputs.
+    """
 
     whole: weakref.ref[nn.Module]
 
@@ -244,8 +264,10 @@ class _Returned:
         return returned
 
     def _hold_for_another(self, gradient: Tensor) -> None:
-        """Of a backward that will be differentiated (a penalty on gradients): its weights must stay for the next
-        backward, which begins behind the forwards whose hooks would gather them again."""
+        """Keep the weights after a backward that will be differentiated (a penalty on gradients).
+
+        The next backward starts behind the forwards whose hooks would gather the weights again.
+        """
         whole = self.whole()
         if is_differentiated() and isinstance(whole, FSDPModule):
             whole.set_reshard_after_backward(False)  # until `on_backward` says again what the step's own one does
@@ -253,7 +275,7 @@ class _Returned:
 
 @dataclass(frozen=True, slots=True)
 class _Used:
-    """Tells the store that backward reached a parameter.  Weak: autograd hides its hooks from the garbage collector."""
+    """Tells the reducer that backward reached a parameter.  Weak, as `GradientHook` is."""
 
     store: weakref.ref[FullyShardedReducer]
     name: str
@@ -267,10 +289,10 @@ class _Used:
 class FullyShardedReducer:
     """The gradients that `fully_shard` reduces, as shards.
 
-    `members` are the parameters as they were before sharding, by the name they have in their part. With `compression`,
-    the sum over the replicate axis is made here, in storages of `storage_bytes`, and `apply_zero3` must leave it out.
-    `reduce_rounds` is in how many of a step's last microbatches gradients are reduced (`reduction_rounds`);
-    those of earlier ones stay whole until then.
+    `members` are the parameters before sharding, by (index of the part, name in the part).  With `compression` the sum
+    over the replicate axis is made here, in storages of `storage_bytes`, and `apply_zero3` must leave it out.
+    Gradients are reduced in the last `reduce_rounds` microbatches of a step (`reduction_rounds`); those of earlier
+    microbatches stay unsharded until then.
     """
 
     def __init__(
@@ -295,7 +317,7 @@ class FullyShardedReducer:
         # Layouts, not members: a member's parameter is the whole one from before the cut, and would keep it alive.
         self._entries: list[tuple[DTensor, ParameterLayout, Shard]] = []
         self._incomplete: list[tuple[Shard, tuple[GroupView, ...]]] = []
-        """Shards whose gradients `fully_shard` sums in part, and the groups that have the rest."""
+        """Shards whose gradients `fully_shard` sums in part, and the groups over which they are summed on."""
         for index, part in enumerate(parts):
             for name, parameter in part.module.named_parameters():
                 member = members.get((index, name))
@@ -314,7 +336,7 @@ class FullyShardedReducer:
             )
 
     def _watch_parameters(self) -> None:
-        """Hook the gathered parameters, once: they come to be with the first gather of their unit, and stay."""
+        """Hook the gathered parameters, once: the first gather of a unit creates them, and they stay.  Collective."""
         self.release()  # an evaluation before the first step leaves the root's gathered, which have other names
         names = {id(parameter): layout.name for parameter, layout, _ in self._entries}
         for module in (part.module for part in self._parts):
@@ -328,7 +350,7 @@ class FullyShardedReducer:
                     name = names.get(id(sharded[local]))
                     if name is not None and not isinstance(parameter, DTensor):  # not another unit's
                         required = parameter.requires_grad
-                        parameter.requires_grad_()  # one that is frozen for now takes no hook, and may be thawed
+                        parameter.requires_grad_()  # a frozen one takes no hook, and may be thawed later
                         parameter.register_post_accumulate_grad_hook(_Used(weakref.ref(self), name))
                         parameter.requires_grad_(required)
                 unit.reshard()
@@ -369,8 +391,11 @@ class FullyShardedReducer:
             self._set_sync(part, reduces=False, is_last=False)
 
     def _set_sync(self, part: int, *, reduces: bool, is_last: bool) -> None:
-        """Say what the next backward of a part does: reduce over the shards, and if it is the last, over their copies
-        and drop the weights that were held."""
+        """Say what the next backward of a part does.
+
+        With `reduces` it reduces gradients over the shard axis.  With `is_last` it also sums them over the replicate
+        axis, and drops weights that were held.
+        """
         module = self._parts[part].module
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(reduces)
@@ -407,9 +432,10 @@ class FullyShardedReducer:
             shard.gradient = _local(gradient).reshape(-1)
         if self._replicas is not None:
             self._replicas.reduce()
+        # Partial gradients (sequence-parallel norms, experts) and tied weights: one more sum, of the shards alone.
         for shard, views in self._incomplete:
             assert shard.gradient is not None
-            summed = shard.gradient.to(self._mesh.device)  # from the host, whose memory is out of NCCL's reach
+            summed = shard.gradient.to(self._mesh.device)  # offloaded shards: NCCL cannot read the host's memory
             for view in views:
                 start_all_reduce(summed, view)()
             if summed is not shard.gradient:
@@ -451,13 +477,13 @@ class FullyShardedReducer:
         return {"parameters": size, "gradients": gradients, "masters": 0, "residuals": residuals}
 
     def close(self) -> None:
-        """End what looks after the ways of forwards.  Torch's hooks are part of the sharded modules."""
+        """End the watch over forward paths.  Torch's own hooks are part of the sharded modules, and stay."""
         for part in self._parts:
             if part.context.block_path is not None:
                 part.context.block_path.close()
 
 
 def _local(tensor: DTensor) -> Tensor:
-    """The tensor's storage on this rank, without a tie to autograd, which forbids in-place updates of views."""
+    """Return this rank's shard, contiguous and detached: autograd forbids in-place updates of views."""
     local = tensor.to_local().detach()
     return local.contiguous() if not local.is_contiguous() else local

@@ -70,7 +70,7 @@ class Compressor(Protocol):
 
 
 class Stateless:
-    """Of codecs that learn nothing."""
+    """The state methods of a codec that has no state."""
 
     def begin_step(self) -> None:
         """Nothing to forget."""

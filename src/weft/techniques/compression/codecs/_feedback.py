@@ -23,8 +23,10 @@ class ErrorFeedback:
     """
 
     def __init__(self, frame: Frame, like: Tensor) -> None:
-        """Owe nothing.  Residuals are as long as `like`, in its dtype and on its device."""
+        """Start with residuals of zero, as long as `like`, in its dtype and on its device."""
         self._frame = frame
+        # (elements,) each.  Two, because an fp16 step may still be skipped after its sum: then nothing was applied, and
+        # what was owed before is owed again.
         self._kept, self._coming = torch.zeros_like(like), torch.zeros_like(like)
         self._is_under_way = False
 
@@ -33,13 +35,14 @@ class ErrorFeedback:
         self._is_under_way = False
 
     def add_to(self, flat: Tensor) -> Tensor:
-        """Add what is owed to the gradients, and return the storage for what the coming sum leaves out."""
+        """Add the residual to the gradients `flat`, and return the storage for the residual of the coming sum."""
+        # A later round of one step (ZeRO-2 reduces per microbatch) owes what the round before it left.
         flat.add_(self._coming if self._is_under_way else self._kept)
         self._is_under_way = True
         return self._coming
 
     def keep(self, skipped: Collection[str]) -> None:
-        """The step's sum has been applied, but for the parameters `skipped`, which are owed what they were before."""
+        """Keep the residuals of an applied step; the parameters `skipped` keep those from before it."""
         if not self._is_under_way:
             return
         for span in self._frame.spans:

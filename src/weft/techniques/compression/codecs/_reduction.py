@@ -57,25 +57,25 @@ class CompressedReduction:
         self._under_way: ReductionUnderWay | None = None
 
     def start(self, flat: Tensor) -> ReductionUnderWay:
-        """Replace `flat` by the compressed sum; nobody may touch it until the returned reduction is at its end."""
+        """Start to replace `flat` by the compressed sum; nobody may touch it until the returned reduction has ended."""
+        # The residual is added before compression, so that what earlier steps left out competes for a place again.
         owed = self._feedback.add_to(flat) if self._feedback is not None else None
         self._under_way = ReductionUnderWay(self._codec.reduce(flat, self._frame, self._view, owed))
         return self._under_way
 
     def advance(self) -> None:
-        """Start the next exchange of what was started last, if it has one: call it when the present one has had time.
-        Call at the same place on every rank."""
+        """Start the next exchange of the last reduction, if it has one.  Call at the same place on every rank."""
         if self._under_way is not None:
             self._under_way.advance()
 
     def begin_step(self) -> None:
-        """A new step: whatever the last one left is as if it had never been, unless `keep` was called."""
+        """Begin a step, and forget the state of the last one unless `keep` was called for it."""
         self._codec.begin_step()
         if self._feedback is not None:
             self._feedback.begin_step()
 
     def keep(self, skipped: Collection[str] = ()) -> None:
-        """The sums since `begin_step` have been applied, but for those of the parameters `skipped`."""
+        """Keep the state of the sums since `begin_step`, which were applied except for the parameters `skipped`."""
         self._codec.keep(skipped)
         if self._feedback is not None:
             self._feedback.keep(skipped)

@@ -35,7 +35,7 @@ class TwoPhaseCodec(Stateless, ABC):
     block: int
     """Elements that share something: parts begin at its multiples, counted from the start of a run."""
     keeps_zeros: bool
-    """Whether what is zero stays so."""
+    """Whether zeros are unpacked as zeros; signs have no zero."""
 
     @abstractmethod
     def packed_bytes(self, length: int) -> int:
@@ -52,24 +52,25 @@ class TwoPhaseCodec(Stateless, ABC):
     def reduce(self, flat: Tensor, frame: Frame, view: GroupView, owed: Tensor | None) -> Stages:
         """Replace `flat` by the sum over the members, or this rank's region of it by that region's sum.
 
-        `owed` gets what packing takes away: of the other parts, from this rank's share of them; of its own, from the
-        sum.
+        `owed` gets the error of packing: this rank's share in the other parts, and the sum in its own part.
         """
         parts = frame.parts(view.size, self.block)
         own = slice(*parts[view.index])
         mine = flat[own]
         places = places_of([self.packed_bytes(last - first) for first, last in parts])
+        # Phase 1: (Σ packed bytes,) leaves, (members, bytes of this rank's part) comes in.
         packed = _pack_shares(self, flat, parts, places, view.index, owed)
         incoming = packed.new_empty((view.size, self.packed_bytes(len(mine))))
         yield start_all_to_all(packed, places, incoming, view)
         _add_in_rank_order(self, mine, incoming, view.index)
         _clear_padding(self, frame, flat, owed)
-        if frame.regions is not None:
+        if frame.regions is not None:  # ZeRO: parts are regions, and nobody needs the others
             return
+        # Phase 2: the sum of this rank's part is rounded once more and handed out.
         gathered = torch.empty_like(packed)
         self.pack(mine, gathered[slice(*places[view.index])])
         if owed is not None:
-            owed[own] = mine
+            owed[own] = mine  # the exact sum; what all ranks unpack is subtracted below
         even = len({last - first for first, last in places}) == 1
         yield start_all_gather(gathered, places, view, even=even)
         for part, place in zip(parts, places, strict=True):
@@ -80,10 +81,14 @@ class TwoPhaseCodec(Stateless, ABC):
 
 
 def _add_in_rank_order(packing: TwoPhaseCodec, mine: Tensor, incoming: Tensor, index: int) -> None:
-    """Add up every member's share of this rank's part, in place; of its own, the values as they are."""
+    """Sum every member's share of this rank's part into `mine`, (length,); its own share is not rounded.
+
+    `incoming` is (members, packed bytes).
+    """
     if not len(mine):
         return
     total, values = torch.empty_like(mine), torch.empty_like(mine)
+    # In the order of ranks, not of arrival: floating-point sums depend on the order, and a run must be repeatable.
     for member in range(incoming.shape[0]):
         if member != index:
             packing.unpack(incoming[member], values)
@@ -100,7 +105,7 @@ def _pack_shares(
     index: int,
     owed: Tensor | None,
 ) -> Tensor:
-    """Pack what goes to the owners of the other parts, and note in `owed` what of it they will not get."""
+    """Pack the shares of the other parts for their owners, and write the error of packing to `owed`."""
     packed = torch.empty(places[-1][1], dtype=torch.uint8, device=flat.device)
     for owner, (part, place) in enumerate(zip(parts, places, strict=True)):
         if owner != index:
@@ -114,7 +119,7 @@ def _pack_shares(
 
 
 def _clear_padding(packing: TwoPhaseCodec, frame: Frame, flat: Tensor, owed: Tensor | None) -> None:
-    """Padding stays zero, where a packing has no zero."""
+    """Set padding to zero again where the packing has no zero."""
     if packing.keeps_zeros:
         return
     for gap in frame.gaps():

@@ -60,13 +60,15 @@ class OneBitMomentum:
         is_warm = self.is_warm()
         self._rounds += 1
         if is_warm:
+            # Each rank adds an n-th of β·M, so that the sum over ranks has it once.
             flat.add_(before, alpha=self._decay / view.size)
+            # Without regions: the next step needs the momentum of all elements on every rank.
             yield from self._packing.reduce(flat, replace(frame, regions=None), view, owed)
             self._coming = flat.clone()
             flat.sub_(before, alpha=self._decay)
         else:
             if owed is not None:
-                owed.zero_()
+                owed.zero_()  # an exact sum leaves nothing out
             yield start_all_reduce(flat, view)
             self._coming = torch.add(flat, before, alpha=self._decay)
 
@@ -91,5 +93,5 @@ class OneBitMomentum:
             yield KeptTensor(kind="steps", name=span.name, tensor=self._steps[span.name], is_own=False)
 
     def is_warm(self) -> bool:
-        """Whether the parameter that was used most often has had its warm-up: all of a storage begin together."""
+        """Whether compression has begun: the most used parameter has had its warm-up.  A storage begins as one."""
         return self._rounds + max(int(steps) for steps in self._steps.values()) >= self._warmup_steps

@@ -8,8 +8,8 @@ follows the gradients' leading directions.  For a matrix M of rows × columns on
     Q = Σ Mᵀ·P̂         columns × r    all-reduced, and the next step's basis
     Σ M ≈ P̂·Qᵀ
 
-What is lost on this rank, M − P̂·P̂ᵀM, is orthogonal to what is sent; error feedback must carry it over.  All matrices of
-a bucket share the two all-reduces.  Vectors, and matrices that the factors would hardly shrink, are left to exact
+What is lost on this rank, M − P̂·P̂ᵀM, is orthogonal to what is sent; error feedback must carry it over.  All matrices
+of a bucket share the two all-reduces.  Vectors, and matrices that the factors would hardly shrink, are left to exact
 buckets (`is_worthwhile`).
 
 The bases are the same on all ranks at first (seeded by the parameter's name) and stay so: they are sums.
@@ -48,21 +48,25 @@ class PowerSGD:
         """See `Compressor`."""
         matrices = _matrices(flat, frame.spans)
         bases = [self._basis(span, flat) for span in frame.spans]
+        # P = M·Q, (rows, r): factors of all matrices lie in one storage, so that one all-reduce carries them.
         left, lefts = _joined(flat, [(span.rows, self._width(span)) for span in frame.spans])
         for matrix, basis, out in zip(matrices, bases, lefts, strict=True):
             torch.mm(matrix, basis, out=out)
         yield start_all_reduce(left, view)
+        # The sum is orthonormalised, not each rank's part: QR of equal numbers gives equal factors on all ranks.
         lefts = [torch.linalg.qr(factor)[0] for factor in lefts]
+        # Q = Mᵀ·P̂, (columns, r).
         right, rights = _joined(flat, [(span.columns, self._width(span)) for span in frame.spans])
         for matrix, factor, out in zip(matrices, lefts, rights, strict=True):
             torch.mm(matrix.t(), factor, out=out)
+        # The residual M − P̂·Qᵀ uses this rank's own Q, before it is summed: over ranks it adds up to what is lost.
         if owed is not None:
             owed.copy_(flat)
             for rest, factor, own in zip(_matrices(owed, frame.spans), lefts, rights, strict=True):
                 rest.addmm_(factor, own.t(), alpha=-1)
         yield start_all_reduce(right, view)
         for span, matrix, factor, basis, other in zip(frame.spans, matrices, lefts, bases, rights, strict=True):
-            torch.mm(factor, other.t(), out=matrix)
+            torch.mm(factor, other.t(), out=matrix)  # P̂·Qᵀ, (rows, columns), in the place of the gradient
             self._learnt[span.name] = _next_basis(other, basis)
 
     def begin_step(self) -> None:
@@ -83,6 +87,7 @@ class PowerSGD:
 
     def prepare(self, frame: Frame, like: Tensor) -> None:
         """Draw the first bases, in the dtype and on the device of `like`."""
+        # Seeded by name, so that all ranks draw alike without a broadcast, whatever the buckets are.
         for span in frame.spans:
             generator = torch.Generator().manual_seed(zlib.crc32(span.name.encode()))
             drawn = torch.randn(span.columns, self._width(span), generator=generator, dtype=torch.float64)

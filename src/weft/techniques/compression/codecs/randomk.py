@@ -57,7 +57,7 @@ class RandomK:
 
     def reduce(self, flat: Tensor, frame: Frame, view: GroupView, owed: Tensor | None) -> Stages:
         """See `Compressor`."""
-        places = torch.cat([self._places(span) for span in frame.spans]).to(flat.device)
+        places = torch.cat([self._places(span) for span in frame.spans]).to(flat.device)  # the same on all ranks
         self._rounds += 1
         values = flat[places]
         low, high = torch.aminmax(flat)
@@ -66,6 +66,7 @@ class RandomK:
             owed.copy_(flat)
             owed[places] = 0
         yield start_all_reduce(values, view)
+        # Not scaled by d/k: with error feedback the rest comes later, and scaling would count it twice.
         flat.zero_()
         flat[places] = values
 

@@ -52,6 +52,7 @@ class SignSGD(TwoPhaseCodec):
             scales[: whole // self.block].copy_(values[:whole].view(-1, self.block).abs().mean(1))
         if whole < length:
             scales[-1:].copy_(values[whole:].abs().mean())
+        # Eight bytes of 0 or 1 become one byte by a multiplication: torch has no operator that packs bits.
         signs = packed[4 * blocks :]
         bits = torch.zeros(8 * len(signs), dtype=torch.bool, device=values.device)
         torch.ge(values, 0, out=bits[:length])
@@ -60,6 +61,7 @@ class SignSGD(TwoPhaseCodec):
     def unpack(self, packed: Tensor, values: Tensor) -> None:
         length = len(values)
         whole, blocks = length // self.block * self.block, -(-length // self.block)
+        # The bits become 0 or 1, then −½ or +½, which twice the scale turns into −scale or +scale.
         doubled = 2 * packed[: 4 * blocks].view(torch.float32).to(values.dtype)
         copies = packed[4 * blocks :].to(torch.int64).mul_(_EIGHT_COPIES).bitwise_and_(_ONE_BIT_EACH)
         values.copy_(copies.view(torch.uint8)[:length] != 0).sub_(0.5)

@@ -47,7 +47,8 @@ class TopK(Stateless):
         """See `Compressor`."""
         assert len(flat) < 2**31, "indices are 32 bits wide"
         count = chosen_count(frame, self._share)
-        places = self._choose(flat, count)
+        places = self._choose(flat, count)  # (count or fewer,), rising
+        # A packet is int32 words: values first, then indices, so that one gather carries both.
         width = flat.element_size() // INDEX_BYTES
         words = packet_words(frame, self._share, flat.element_size())
         packets = torch.zeros(view.size * words, dtype=torch.int32, device=flat.device)
@@ -62,12 +63,13 @@ class TopK(Stateless):
         regions = [(member * words, (member + 1) * words) for member in range(view.size)]
         yield start_all_gather(packets, regions, view, even=True)
         flat.zero_()
+        # In the order of ranks, so that every rank adds up in one order and gets the same bits.
         for packet in packets.view(view.size, words):
             values, chosen = packet[: count * width].view(flat.dtype), packet[count * width :][:count]
             flat.index_add_(0, chosen, values)  # unused room of a packet adds zero to the first element
 
     def _choose(self, flat: Tensor, count: int) -> Tensor:
-        """Places of the `count` largest magnitudes, rising; fewer where fewer are not zero."""
+        """Return the places of the `count` largest magnitudes, rising; fewer where fewer are not zero."""
         size = flat.abs()
         candidates = self._candidates(size, count)
         if len(candidates) > count:
@@ -75,7 +77,8 @@ class TopK(Stateless):
         return candidates
 
     def _candidates(self, size: Tensor, count: int) -> Tensor:
-        """Places that surely hold the largest `count`, and few others."""
+        """Return places that surely hold the largest `count` magnitudes, and few others."""
+        # A threshold from a sample of fixed places: sorting (elements,) costs more than reading it twice.
         expected = _MARGIN * count / len(size)
         draws = math.ceil(_SAMPLED / expected)
         if expected < 1 and draws < len(size):
@@ -83,10 +86,11 @@ class TopK(Stateless):
             candidates = torch.nonzero(size >= threshold).view(-1) if threshold > 0 else torch.nonzero(size).view(-1)
             if len(candidates) >= count or threshold <= 0:
                 return candidates
+        # The sample was too high, which five standard deviations make rare; or it would be as long as the storage.
         return torch.topk(size, count, sorted=False).indices.sort().values
 
     def _places(self, draws: int, size: Tensor) -> Tensor:
-        """Places of the sample: multiples of the golden ratio, which fall into step with no row length."""
+        """Return the places of the sample: multiples of the golden ratio, which fall into step with no row length."""
         if self._sample is None:
             turns = torch.arange(draws, dtype=torch.float64) * _GOLDEN
             self._sample = ((turns - turns.floor()) * len(size)).long().clamp_(max=len(size) - 1).to(size.device)

@@ -1,9 +1,15 @@
 """A cube of tensor ranks: activations and weights are cut into as many parts as there are ranks.
 
 Rank (i, j, l) has part (i, j) of the samples and part l of the features between layers.  The first product of a layer
-gathers samples along j, its weight along i, and sums along l on the way to part (i, l) of the samples: so inside of a
-layer j and l have changed places, and its second product changes them back.  Per rank a product of M×K by K×N elements
-moves (q−1)/q³ of 3·(M·K + K·N) and 2·M·N elements, where what was gathered is not kept for the backward.
+gathers samples along j, its weight along i, and sums along l, which leaves part (i, l) of the samples on each rank.  So
+inside of a layer j and l have changed places, and the second product changes them back:
+
+    between layers   X [i j, l]     product 1: gather along j, sum along l
+    inside           Y [i l, j]     product 2: gather along l, sum along j
+    between layers   Z [i j, l]
+
+Per rank a product of M×K by K×N elements moves (q−1)/q³ of 3·(M·K + K·N) and 2·M·N elements.  Gathered blocks are not
+kept for the backward.
 
 Source: Bian et al. 2021, https://arxiv.org/abs/2105.14450.
 """
@@ -52,6 +58,7 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, view: GroupView) -> Tensor:
         ctx.view = view
+        # An exchange with one partner, as a gather over two ranks: (2, …), of which the other one's is taken.
         return all_gather(x, view)[1 - view.index]
 
     @staticmethod
@@ -117,9 +124,11 @@ class CubeGrid:
     ) -> Tensor:
         """Return the rank's samples and outputs; of a product alone, where they lie between layers."""
         whole, gathered = entered
+        # Without the bias: this is a partial sum over the inputs, and the bias must be added once.
         partial = product(whole, x, weight, None, gathered, self.i, inputs)
         made: Tensor = _Sum.apply(partial, self.j if kind == "row" else self.l)  # pyright: ignore[reportAssignmentType, reportUnknownMemberType]
         made = made if bias is None else made + bias
+        # A product by itself (the head) has no second one to change j and l back.
         if kind != "alone" or self.swap.group is None:
             return made
         return _Swap.apply(made, self.swap)  # pyright: ignore[reportReturnType, reportUnknownMemberType]

@@ -46,13 +46,16 @@ def apply_grid(part: ModelPart, build: Build, shape: GridShape) -> None:
     splits = grid_splits(blueprint, grid)
     names = first_names(part.module) | first_names(blueprint.module)
     check_grid_ties(names, splits)
+    # The layout is filled before parameters are cut: it keeps the full shapes.
     fill_layout(
         part.layout, part.module, names, {n: split for n, split in splits.items() if isinstance(split, GridSplit)}
     )
     _install(part.module, blueprint, grid)
     _cut(part, splits)
+    # Reshapes that name heads or features must see a rank's numbers of them, in the model's own forward.
     localise(part.module, blueprint, shape.side)
     part.grid = grid
+    # A microbatch is cut along its samples by the mechanism that cuts tokens for context ranks.
     build.context.sequence_shard = grid.shares(mesh.index("tensor"), blueprint.inputs.values())
     mesh.set_loss_replicas(grid.heads)
 
@@ -88,7 +91,7 @@ def _check_built(build: Build, shape: GridShape) -> None:
 
 def _cut(part: ModelPart, splits: Mapping[str, GridSplit | Literal["partial"]]) -> None:
     """Replace every parameter by this rank's part: on meta an empty one, else sliced data.  Ties stay ties."""
-    made: dict[int, nn.Parameter] = {}
+    made: dict[int, nn.Parameter] = {}  # by the identity of the full parameter, so that a tie is cut once
     for name, parameter in list(part.module.named_parameters(remove_duplicate=False)):
         split = splits.get(name)
         if split is None:
@@ -110,8 +113,11 @@ def _cut(part: ModelPart, splits: Mapping[str, GridSplit | Literal["partial"]]) 
 
 @dataclass(slots=True)
 class _Reads:
-    """The gathered input of the products that read one tensor (query, key, value; gate, up); `layers._SharedInput`
-    says why.  The next product of another kind empties the slot."""
+    """The gathered input of the products that read one tensor (query, key, value; gate, up).
+
+    One gather then serves all of them, as `layers._SharedInput` does in one dimension.  The next product of another
+    kind empties the slot, so that it does not keep the gathered activation alive.
+    """
 
     grid: TensorGrid
     source: Tensor | None = None
@@ -119,6 +125,7 @@ class _Reads:
     entered: tuple[Tensor, Gathered] | None = None
 
     def get(self, x: Tensor) -> tuple[Tensor, Gathered]:
+        # The same tensor with the same version: a change in place between two readers must gather again.
         version = 0 if x.is_inference() else x._version
         entered, wants = self.entered, torch.is_grad_enabled() and x.requires_grad
         if entered is None or self.source is not x or self.version != version or entered[0].requires_grad != wants:
@@ -134,11 +141,12 @@ def _install(part: nn.Module, blueprint: Blueprint, grid: TensorGrid) -> None:
     done: set[int] = set()
     reads = _Reads(grid)
     for name, module in part.named_modules(remove_duplicate=False):
-        if id(module) in done or not is_own(part, blueprint, name):
+        if id(module) in done or not is_own(part, blueprint, name):  # a tied module once, another stage's never
             continue
         done.add(id(module))
         match role_of(blueprint, name, module):
             case "product":
+                # No product comes after a head to empty the slot.
                 shared = None if name == blueprint.vocabulary_head else reads
                 module.forward = _product_forward(module, grid, kind_of_product(blueprint, name), reads, shared)
             case "vocabulary":

@@ -1,4 +1,4 @@
-"""Norms over features of which each rank of a line has a part: sums over the line make statistics whole.
+"""Norms over features of which each rank of a line has a part: sums over the line complete the statistics.
 
 Forward one small exchange: RMS norms sum one number per token; layer norms gather two (mean and squared distances from
 it, which merge without cancellation, Chan et al. 1979).  Backward one sum of as many.
@@ -23,6 +23,7 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, view: GroupView, epsilon: float, centred: bool
     ) -> Tensor:
+        # x (samples / q, …, features / q); its statistics (samples / q, …, 1)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean, square = _centred(wide, view) if centred else _uncentred(wide, view)
         scale = (square + epsilon).rsqrt_()
@@ -43,6 +44,8 @@ class _Norm(torch.autograd.Function):
         d_bias = gradient.flatten(0, -2).sum(0) if by_bias else None
         if not by_x:
             return None, d_weight, d_bias, None, None, None
+        # With n = normed and g = dL/dn:  dx = scale · (g − n·mean(g·n) − mean(g)), means over all features, the last
+        # one for layer norms alone.  Both means travel in one all-reduce.
         by_normed = gradient.to(scale.dtype) if weight is None else (gradient * weight).to(scale.dtype)
         sums = [(by_normed * normed).sum(-1), *([by_normed.sum(-1)] if ctx.centred else [])]
         means = all_reduce(torch.stack(sums), ctx.view) / (x.shape[-1] * ctx.view.size)
@@ -52,13 +55,14 @@ class _Norm(torch.autograd.Function):
 
 
 def _uncentred(x: Tensor, view: GroupView) -> tuple[None, Tensor]:
-    """Mean square of all features."""
+    """Return no mean, and the mean square over all features, (samples, …, 1)."""
     total = all_reduce(x.square().sum(-1, keepdim=True), view)
     return None, total / (x.shape[-1] * view.size)
 
 
 def _centred(x: Tensor, view: GroupView) -> tuple[Tensor, Tensor]:
-    """Mean and variance of all features."""
+    """Return mean and variance over all features, (samples, …, 1) each."""
+    # E[x²] − E[x]² would cancel digits where the mean is large; squared distances from each part's own mean do not.
     own = x.mean(-1, keepdim=True)
     means, squares = all_gather(torch.stack([own, (x - own).square().sum(-1, keepdim=True)]), view).unbind(1)
     mean = means.mean(0)

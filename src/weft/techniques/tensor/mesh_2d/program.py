@@ -40,7 +40,7 @@ class _Around(ABC):
     def __init__(self, share: ModelShare, shape: GridShape, part: Part) -> None:
         self._share, self._shape, self._side, self._part = share, shape, shape.side, part
         self._read: int | None = None
-        """The tensor that columns have gathered last; any other product forgets it."""
+        """Number of the tensor that column products gathered last; any other product clears it."""
 
     def sends(self) -> Iterator[RankSend]:
         for call in self._part.calls:
@@ -64,7 +64,7 @@ class _Around(ABC):
     def _lookup(self, call: ModuleCall) -> Iterator[RankSend]: ...
 
     def _is_first_reader(self, call: ModuleCall) -> bool:
-        """Whether it gathers its input: queries, keys and values share it."""
+        """Return whether a product gathers its input: of queries, keys and values only the first does."""
         is_head = call.module == self._share.outline.vocabulary_head
         is_shared = call.kind == "column" and not is_head
         is_first = not is_shared or self._read != call.source
@@ -83,19 +83,23 @@ class _Around(ABC):
             yield self._send("all_reduce", self.features, sums * tokens, call, "sums of its gradient")
 
     def _activation(self, shape: tuple[int, ...]) -> int:
-        """Bytes of all features of this rank's samples."""
+        """Return the bytes of an activation with all features of this rank's samples."""
         return self._share.activation_bytes(shape)
 
     def _weight_bytes(self, call: ModuleCall) -> int:
-        """Bytes of the whole weight."""
+        """Return the bytes of a module's full weight."""
         return math.prod(self._share.outline.by_name[f"{call.module}.weight"].shape) * self._share.compute_bytes
 
     def _is_trained(self, call: ModuleCall) -> bool:
         return self._share.outline.by_name[f"{call.module}.weight"].is_trained
 
     def _again(self, call: ModuleCall, *, at_exit: bool = False) -> int:
-        """Forwards of it.  A recomputation that needs what it keeps runs all that it sends before, and what it sends
-        afterwards (`at_exit`) where something else is needed, too."""
+        """Return how often a microbatch runs a module's forward: 1, or 2 with recomputation.
+
+        Recomputation stops as soon as it has every tensor that the backward needs.  So the collectives before the
+        product are repeated where the product's input is needed (`is_entry_repeated`), and those behind it (`at_exit`)
+        only where something later is needed too (`is_exit_repeated`).
+        """
         is_repeated = call.is_exit_repeated if at_exit else call.is_entry_repeated
         return 2 if is_repeated and self._share.recomputes(call.block) else 1
 
@@ -119,6 +123,7 @@ class _OnSquare(_Around):
         again, weight, is_trained = self._again(call), self._weight_bytes(call) // self._side, self._is_trained(call)
         if self._is_first_reader(call):
             x = self._activation(call.shape)
+            # Once more for the gradient of the weight, which reads the gathered input (`summa.Gathered`).
             yield self._send("all_gather", ROW, x, call, "all features of its input", again + is_trained)
             if call.needs_gradient:
                 yield self._send("reduce_scatter", ROW, x, call, "gradient of its input")

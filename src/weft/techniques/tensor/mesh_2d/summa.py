@@ -1,9 +1,14 @@
 """Products of two matrices that are cut in both dimensions over a square of ranks, with gradients.
 
-A rank has a block of X (its samples, its part of the features), of W and of Y.  Y = X·W gathers X along its row and W
-along its column and takes one product; nothing of what was gathered is kept.  The backward gathers both once more, and
-sums what it finds for each on the way back to their owners.  Per rank that moves 3·(q−1)/q²·(|X| + |W|) elements, as
-broadcasts of one block after another do, in fewer and larger messages.
+Rank (i, j) of the q × q mesh has the block of X with samples i and features j, of W with inputs i and outputs j, and of
+Y with samples i and outputs j:
+
+    Y[i, j] = Σₖ X[i, k] · W[k, j]        X gathered along row i, W gathered along column j, one local product
+    dX[i, k] = Σⱼ dY[i, j] · W[k, j]ᵀ     partial sums, reduce-scattered along row i
+    dW[k, j] = Σᵢ X[i, k]ᵀ · dY[i, j]     partial sums, reduce-scattered along column j
+
+Gathered blocks are not kept; the backward gathers them once more.  Per rank that moves 3·(q−1)/q²·(|X| + |W|) elements.
+SUMMA broadcasts one block after another, which is as many elements in more and smaller messages.
 
 Source: van de Geijn and Watts 1997, SUMMA; Xu et al. 2021, https://arxiv.org/abs/2104.05343.
 """
@@ -25,18 +30,24 @@ from weft.techniques.core.views import no_view
 
 @dataclass(slots=True)
 class Gathered:
-    """An activation as products read it that several ranks have parts of along `dim`.
+    """An activation that several products read after one gather (query, key, value; gate, up).
 
-    In the backward the first of them gathers once more, and the last one lets go.
+    In the backward the first of these products gathers the activation again, and the last one drops it.
     """
 
     view: GroupView
+    """The ranks that have parts of it."""
     dim: int
+    """The dimension along which their parts lie."""
     readers: int = 0
+    """Products whose backward still needs it."""
     whole: Tensor | None = None
+    """The gathered activation while a backward uses it; None: nobody has gathered it."""
 
     def again(self, x: Tensor) -> Tensor:
-        """Gather this rank's part `x`, for one reader's backward."""
+        """Return the activation gathered from this rank's part `x`, for one reader's backward.  Call on every rank."""
+        # Counted in the forward by the readers that need it, so the count reaches 0 in the last backward, in whatever
+        # order autograd runs them.  The count is the same on all ranks of the row: so is who gathers.
         whole = self.whole if self.whole is not None else gather(x, self.view, self.dim)
         self.readers -= 1
         self.whole = whole if self.readers else None
@@ -52,11 +63,12 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, view: GroupView, dim: int) -> Tensor:
         ctx.view, ctx.dim = view, dim
-        return no_view(gather(x, view, dim))
+        return no_view(gather(x, view, dim))  # (samples / q, …, features / q) → (samples / q, …, features)
 
     @staticmethod
     @once("a product over a square of tensor ranks", 'Use plan.tensor_parallel.scheme = "1d".')
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        # One reduce-scatter for all readers: autograd has summed their gradients of the gathered activation by now.
         return reduce_scatter_shards(grads[0], ctx.view, ctx.dim), None, None
 
 
@@ -84,9 +96,12 @@ class _Product(torch.autograd.Function):
         column: GroupView,
         inputs: int,
     ) -> Tensor:
+        # The block `x` is saved, and not `whole`, which is q times as large and gathered again in the backward.
         ctx.save_for_backward(x, weight)
         ctx.gathered, ctx.column, ctx.inputs = gathered, column, inputs
+        # Only the gradient of the weight reads the activation again; a frozen weight leaves it alone.
         gathered.readers += ctx.needs_input_grad[2]
+        # (samples / q, …, features) · (features, outputs / q), with the weight gathered along its column.
         return multiply(whole, gather(weight, column, inputs), bias, inputs)
 
     @staticmethod
@@ -96,8 +111,11 @@ class _Product(torch.autograd.Function):
         gradient, (by_whole, _, by_weight, by_bias) = grads[0], ctx.needs_input_grad[:4]
         d_whole = d_weight = d_bias = None
         if by_whole:
+            # This rank's outputs only, so a partial sum over the row; `_Enter`'s backward completes it.
             d_whole = input_gradient(gradient, gather(weight, ctx.column, ctx.inputs), ctx.inputs)
         if by_weight:
+            # This rank's samples only: summed over the column, whose ranks have the other samples, to the blocks'
+            # owners.
             d_weight = weight_gradient(gradient, ctx.gathered.again(x), ctx.inputs)
             d_weight = reduce_scatter_shards(d_weight, ctx.column, ctx.inputs)
         if by_bias:
@@ -110,6 +128,8 @@ class _Lookup(torch.autograd.Function):
     def forward(
         ctx: Any, tokens: Tensor, weight: Tensor, row: GroupView, column: GroupView, padding: int | None
     ) -> Tensor:
+        # The rows of the table lie along the row of the mesh: each rank looks up its part of the vocabulary, for all
+        # features, and the sum over the row gives each rank its features.
         ids = local_ids(tokens, row.index * weight.shape[0], weight.shape[0])
         ctx.save_for_backward(ids if padding is None else ids.masked_fill(tokens == padding, weight.shape[0]))
         ctx.row, ctx.column, ctx.num_rows = row, column, weight.shape[0]
@@ -144,7 +164,7 @@ def weight_gradient(gradient: Tensor, x: Tensor, inputs: int) -> Tensor:
 
 def local_ids(tokens: Tensor, first: int, num_rows: int) -> Tensor:
     """Return the rows of a part of a table that tokens ask for; `num_rows` where another part has it."""
-    ids = tokens - first
+    ids = tokens - first  # (…), as `tokens`
     return ids.masked_fill((ids < 0) | (ids >= num_rows), num_rows)
 
 
@@ -155,12 +175,13 @@ def look_up(ids: Tensor, table: Tensor) -> Tensor:
 
 
 def table_gradient(gradient: Tensor, ids: Tensor, num_rows: int) -> Tensor:
-    """Return the gradient of a part of a table; ids of `num_rows` count for nothing."""
+    """Return the gradient (num_rows, features) of a part of a table; ids of `num_rows` count for nothing."""
+    # One row more, for the ids of other parts, which is its padding and is dropped.
     return torch.ops.aten.embedding_dense_backward(gradient, ids, num_rows + 1, num_rows, False)[:num_rows]
 
 
 def enter(x: Tensor, view: GroupView, dim: int) -> Tensor:
-    """Return what the members have parts of along `dim`; grad: this rank's part of the sum over them."""
+    """Return the tensor whose parts along `dim` the members have; grad: this rank's part of the sum over them."""
     return _Enter.apply(x, view, dim)  # pyright: ignore[reportReturnType, reportUnknownMemberType]
 
 

@@ -1,4 +1,4 @@
-"""A schedule made ready for one buffer: parts become elements, and every step knows what needs scratch memory."""
+"""The steps of one collective over one buffer: a schedule's parts become elements, messages get scratch memory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _BOOL = frozenset({torch.bool})
 
 @dataclass(frozen=True, slots=True)
 class Combine:
-    """How two tensors of one type are reduced."""
+    """The operation by which two tensors of one dtype are reduced."""
 
     function: Callable[..., Tensor]
-    """function(a, b, out=…)."""
+    """Called as function(a, b, out=…)."""
     is_mean: bool
     """Whether the total is divided by the number of ranks at the end."""
     number: int
-    """Number of the operation as torch counts them; that of SUM where the total is divided."""
+    """torch's number of the operation; that of SUM for a mean, which is divided at the end."""
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         self.function(a, b, out=out)
@@ -60,12 +60,13 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """What several ranks send for the same elements: positions among the incoming messages, in the order of ranks."""
+    """Messages of several ranks that are added to the same elements, in the order of the ranks."""
 
     runs: Runs
     before: tuple[int, ...]
-    """Messages from ranks below the receiver."""
+    """Indices, among the step's receives, of the messages from ranks below the receiver."""
     after: tuple[int, ...]
+    """Indices of those from ranks above it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class ElementStep:
     receives: tuple[Incoming, ...]
     sums: tuple[Sum, ...]
     is_overwriting: bool
-    """Whether what has come changes elements that are being sent: then sends must have left first."""
+    """Whether received elements overlap those that are being sent: then the sends must have left first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +94,11 @@ class NodeCall:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSteps:
-    """All that one rank does to one buffer."""
+    """All steps of one rank over one buffer."""
 
     moves: Schedule
     bounds: tuple[int, ...]
-    """Elements at which parts begin."""
+    """First element of each part, and the number of elements."""
     steps: tuple[NodeCall | ElementStep, ...]
     scratch_bytes: int
 
@@ -129,14 +130,14 @@ def prepare(moves: Schedule, bounds: tuple[int, ...], element_bytes: int) -> Col
 
 
 def _node_calls(node_round: NodeRound, bounds: tuple[int, ...]) -> Iterator[NodeCall]:
-    """One call takes one stretch of elements from each rank; all ranks of the node find the same calls."""
+    """Yield the node's calls, the same on all its ranks; each takes one run of elements from each rank."""
     owned = [_elements(runs, bounds) for runs in node_round.regions]
     for regions in zip_longest(*owned, fillvalue=(0, 0)):
         yield NodeCall(node_round.kind, regions)
 
 
 def padded(num_bytes: int) -> int:
-    """Bytes that a buffer takes of scratch memory."""
+    """Return the bytes that a buffer takes of scratch memory, whole cache lines."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -149,6 +150,8 @@ def _action(step: Step, rank: int, bounds: tuple[int, ...]) -> ElementStep:
         runs = _elements(receive.runs, bounds)
         if not runs:
             continue
+        # Straight into place where possible.  A message is staged if it is added, if its runs lie apart, if it comes
+        # from this rank itself, or if its place still holds elements that leave in the same step.
         staged = receive.reduce or len(runs) > 1 or receive.peer == rank or _overlap(runs, sent)
         incoming.append(Incoming(receive.peer, runs, _size(runs), staged, receive.reduce))
     written = [run for message in incoming for run in message.runs]
@@ -165,6 +168,7 @@ def _sums(incoming: Sequence[Incoming], rank: int) -> tuple[Sum, ...]:
         ordered = sorted(indices, key=lambda index: incoming[index].peer)
         below = tuple(index for index in ordered if incoming[index].peer < rank)
         sums.append(Sum(runs, below, tuple(ordered[len(below) :])))
+    # Else the order of additions to an element would depend on the message, and ranks would get different bits.
     together = [run for runs in groups for run in runs]
     assert not any(_overlap([run], together[:index]) for index, run in enumerate(together)), (
         "messages of one step that are added up must hold the same parts, or none in common"
@@ -176,7 +180,7 @@ def _elements(runs: Runs, bounds: tuple[int, ...]) -> Runs:
     merged: list[Run] = []
     for first, stop in runs:
         start, end = bounds[first], bounds[stop]
-        if start == end:
+        if start == end:  # a tensor may have fewer elements than parts
             continue
         if merged and merged[-1][1] == start:
             merged[-1] = (merged[-1][0], end)
@@ -199,7 +203,7 @@ def _scratch_bytes(action: ElementStep, element_bytes: int) -> int:
 
 
 def add_up(action: ElementStep, flat: Tensor, buffers: Sequence[Tensor], combine: Combine | None) -> None:
-    """Put what has come where it belongs: sums in the order of ranks, the own part among them; then the rest."""
+    """Add or copy received messages into `flat`: sums in the order of ranks, this rank's own part among them."""
     assert combine is not None or not action.sums, "only reductions add up"
     if combine is not None:
         for total in action.sums:
@@ -213,6 +217,8 @@ def add_up(action: ElementStep, flat: Tensor, buffers: Sequence[Tensor], combine
 
 
 def _add_up(total: Sum, flat: Tensor, buffers: Sequence[Tensor], combine: Combine) -> None:
+    # ((lower ranks in order) + own) + higher ranks in order: one order of additions whatever the order of arrival, so
+    # every rank gets the same bits.
     for index in total.before[1:]:
         first = buffers[total.before[0]]
         combine(first, buffers[index], first)
@@ -251,7 +257,7 @@ def combiner(op: dist.ReduceOp.RedOpType, dtype: torch.dtype) -> Combine:
         raise CollectiveError(
             f"{name} is not defined for {dtype}. " + (f"It has {does}." if does else "Cast it first.")
         )
-    if dtype in _BOOL:
+    if dtype in _BOOL:  # of bools, product and minimum are `and`, and the maximum is `or`
         name = {"PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}.get(name, name)
     functions: dict[str, Callable[..., Tensor]] = {
         "SUM": torch.add,

@@ -1,4 +1,4 @@
-"""One rank's part of a collective: receive, send, add up, step by step; and what happens when a rank is missing."""
+"""One rank's part of a collective: receive, send and add up, step by step; the diagnosis where a rank is missing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HOST = 0
 
 @dataclass(slots=True)
 class Channel:
-    """What carries the messages of a group's collectives.  Where a rank is missing it is closed, for good."""
+    """The connections of a group's collectives.  Where a rank is missing they are closed, for good."""
 
     group: dist.ProcessGroup
     ranks: tuple[int, ...]
@@ -39,11 +39,11 @@ class Channel:
     index: int
     failures: FailureTable
     node: NodeMemory | None = None
-    """What the ranks of this host share, for collectives in levels."""
+    """The memory that the ranks of this host share, for collectives in levels; None: messages alone."""
     shared: SharedMemoryGroup | None = None
     """The group itself, where all of its ranks share memory: closed together with the messages."""
     error: CollectiveError | None = None
-    """What the collective said that found a rank missing."""
+    """The error of the collective that found a rank missing; later ones repeat it."""
     scratch: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     is_closed: bool = False
     _closing: threading.Lock = field(default_factory=threading.Lock)
@@ -51,7 +51,7 @@ class Channel:
     def close(self) -> None:
         """Close all connections of the group, so that every rank that waits for this one stops waiting, those that wait
         over memory, the node's or the group's, among them."""
-        with self._closing:
+        with self._closing:  # the waiting caller and the watching thread may both find the failure
             if self.is_closed:
                 return
             self.is_closed = True
@@ -64,17 +64,17 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class PreparedCollective:
-    """One collective to be done."""
+    """One collective, ready to run."""
 
     prepared: CollectiveSteps
     flat: Tensor
-    """Tensor of the CPU that it works on."""
+    """The tensor, (elements,), on the CPU, that is worked on in place."""
     combine: Combine | None
-    """How sums are made; None where the collective makes none."""
+    """The reduction; None where the collective reduces nothing."""
     title: str
-    """How errors name it."""
+    """The name in errors."""
     tag: int
-    """Tag of its messages."""
+    """The tag of all its messages."""
     timeout_seconds: float
 
 
@@ -89,24 +89,24 @@ class _Turn:
 
     @property
     def grace_seconds(self) -> float:
-        """Time at its end in which ranks tell each other who is missing."""
+        """Seconds before the timeout that are kept for ranks to tell each other who is missing."""
         return min(1.0, _GRACE_SHARE * self.task.timeout_seconds)
 
     @property
     def left_seconds(self) -> float:
-        """Time until it gives up."""
+        """Seconds until this rank gives up waiting for messages."""
         return self.started + self.task.timeout_seconds - self.grace_seconds - time.monotonic()
 
 
 class _BrokenError(Exception):
-    """A message did not come or go."""
+    """A message was not sent or received."""
 
     def __init__(self, reason: Reason, waits_for: tuple[int, ...], cause: str) -> None:
         super().__init__(cause)
         self.reason: Reason = reason
         self.waits_for = waits_for
         self.told: CollectiveError | None = None
-        """All there is to say, where nobody is missing."""
+        """The full error where no rank is missing (different calls on the ranks of a node); None: find out who is."""
 
 
 def execute(task: PreparedCollective, channel: Channel) -> None:
@@ -121,6 +121,8 @@ def execute(task: PreparedCollective, channel: Channel) -> None:
     if channel.scratch.numel() < prepared.scratch_bytes:
         channel.scratch = torch.empty(prepared.scratch_bytes, dtype=torch.uint8)
     turn = _Turn(task, channel, time.monotonic())
+    # A step begins when the one before is done on this rank; no barrier is needed, because every message has one
+    # receiver that waits for it.
     for number, step in enumerate(prepared.steps, start=1):
         try:
             if isinstance(step, NodeCall):
@@ -132,13 +134,14 @@ def execute(task: PreparedCollective, channel: Channel) -> None:
             channel.error = _diagnosed(error, turn, place)
             raise channel.error from None
         add_up(step, flat, buffers, combine)
+    # Divided once at the end, of this rank's region alone: halves of an all-reduce hand finished numbers around.
     if combine is not None and combine.is_mean:
         start, stop = prepared.own_region
         flat[start:stop].div_(len(channel.ranks))
 
 
 def _call_node(call: NodeCall, turn: _Turn) -> None:
-    """One call over the memory of this rank's node; its failures become those that messages have."""
+    """Run one call over the memory of this rank's node; its failures become those of messages."""
     node = turn.channel.node
     assert node is not None, "calls of a node are prepared where there is its memory"
     try:
@@ -181,6 +184,7 @@ def _exchange(action: ElementStep, turn: _Turn) -> list[Tensor]:
     sends: list[tuple[int, dist.Work]] = []
     own: list[Tensor] = []
     peer = me
+    # All receives are posted before the first send: two ranks that send to each other would otherwise wait for room.
     try:
         for message, buffer in zip(action.receives, buffers, strict=True):
             peer = message.peer
@@ -189,7 +193,7 @@ def _exchange(action: ElementStep, turn: _Turn) -> list[Tensor]:
         for out in action.sends:
             peer = out.peer
             content = flat[slice(*out.runs[0])]
-            if len(out.runs) > 1:
+            if len(out.runs) > 1:  # runs that lie apart are packed: one message costs less than several
                 content = borrowed(out.size)
                 torch.cat([flat[start:stop] for start, stop in out.runs], out=content)
             if peer == me:
@@ -231,14 +235,17 @@ def _has_come(work: dist.Work) -> bool:
 
 
 def _diagnosed(error: _BrokenError, turn: _Turn, place: str) -> CollectiveError:
-    """Tell the others, find out who is missing, and say so."""
+    """Report to the others, find out which rank is missing, and return the error that names it."""
     channel = turn.channel
     elapsed = time.monotonic() - turn.started
+    # A connection that closes early was closed by a rank that had given up.  If its report names this rank, this rank
+    # is the late one, and must not blame the other.
     came_late = error.reason == "closed" and elapsed < turn.task.timeout_seconds / 2
     blamed_by = _blamed_by(channel.failures.reports(), channel.index)
     if came_late and blamed_by:
         channel.close()
         return _too_late(turn, blamed_by)
+    # The report is written before connections close: whoever is woken by the close finds it.
     own = FailureReport(error.waits_for, "alarm" if channel.is_closed and error.reason == "closed" else error.reason)
     channel.failures.leave(channel.index, own)
     channel.close()
@@ -260,7 +267,10 @@ def _diagnosed(error: _BrokenError, turn: _Turn, place: str) -> CollectiveError:
 
 
 def _blamed_by(reports: Mapping[int, FailureReport], index: int) -> list[int]:
-    """Who waited for a rank, where somebody waited until the deadline: the first to do so closes all connections."""
+    """Return the ranks that waited for rank `index`; empty where no rank waited until its deadline.
+
+    The first rank that does so closes all connections, so the other reports of a closed connection prove nothing.
+    """
     if not any(report.reason == "deadline" for who, report in reports.items() if who != index):
         return []
     return [who for who, report in reports.items() if index in report.waits_for]
@@ -277,7 +287,7 @@ def _too_late(turn: _Turn, blamed_by: Sequence[int]) -> CollectiveError:
 
 
 def _who_is_missing(missing: Sequence[int], reports: Mapping[int, FailureReport], turn: _Turn) -> str:
-    """Names and what they did.  Ranks that could not report are not blamed where the store is missing itself."""
+    """Return a sentence about the missing ranks.  Nobody is blamed for a missing report if the store itself is gone."""
     channel = turn.channel
     if any(report.reason == "deadline" for report in reports.values()):
         what = f"sent nothing within the deadline of {turn.task.timeout_seconds:g} s"

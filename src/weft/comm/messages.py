@@ -72,14 +72,15 @@ class _Queue:
 
     channel: Channel
     jobs: queue.SimpleQueue[_Job | Literal["wake"] | None] = field(default_factory=queue.SimpleQueue)
-    """None ends the thread."""
+    """The jobs for the thread, in order; None ends the thread."""
     turn: threading.Lock = field(default_factory=threading.Lock)
-    """Held by whoever runs a collective: the thread, or the caller if nothing else is under way."""
+    """The lock of whoever runs a collective: the thread, or the caller if nothing else is under way."""
     began: float | None = None
-    """When the collective that a caller runs itself began."""
+    """Monotonic second at which a caller began to run a collective itself; None: no caller does."""
     ended: float = 0.0
+    """Monotonic second at which the last caller's own collective ended."""
     is_asleep: bool = False
-    """Whether the thread waits for jobs only, and does not look after the caller's collective."""
+    """Whether the thread only waits for jobs, and does not watch a caller's collective."""
 
     def perform(self, job: _Job) -> None:
         """Run a job and keep its error for whoever waits."""
@@ -96,6 +97,7 @@ class _Queue:
         """Run a job in the caller's thread, which saves two changes of threads; the other one looks for alarms."""
         self.began = time.monotonic()
         entered = 0 if job.seen is None else job.seen.enter_wait()
+        # Inside of Gloo's wait nobody sees that another rank has given up, so the thread must look meanwhile.
         if self.is_asleep:
             self.jobs.put("wake")
         try:
@@ -112,7 +114,7 @@ class _Queue:
 
 
 class CollectiveOptions(TypedDict, total=False):
-    """What a call may say besides; all ranks must say the same."""
+    """Optional arguments of a call; all ranks must give the same."""
 
     op: dist.ReduceOp.RedOpType
     """Operation of all_reduce and reduce_scatter; by default SUM."""
@@ -192,6 +194,8 @@ class Messenger:
         job = self._job(tensor, collective, algorithm, options)
         if job is None:
             return tensor
+        # In the caller's thread where nothing is under way; behind a started collective it must wait for its turn, or
+        # messages of the two would be taken for one another's.
         if self._last is None or self._last.done.is_set():
             self._queue.perform_here(job)
         else:
@@ -227,7 +231,7 @@ class Messenger:
         self._queue.jobs.put(job)
 
     def _job(self, tensor: Tensor, collective: Collective, algorithm: str, options: CollectiveOptions) -> _Job | None:
-        """Check a call; None where the group has one rank, and nothing is to be done."""
+        """Return the checked job of a call; None: the group has one rank, and there is nothing to do."""
         flat = _flattened(tensor)
         timeout = _positive(options.get("timeout_seconds", self._timeout_seconds))
         prepared, combine = self._prepared(flat, collective, algorithm, options)
@@ -245,7 +249,9 @@ class Messenger:
     def _prepared(
         self, flat: Tensor, collective: Collective, algorithm: str, options: CollectiveOptions
     ) -> tuple[CollectiveSteps, Combine | None]:
-        """Make ready what a call needs, or find it where the same was called before."""
+        """Return the steps of a call, from the cache where the same call was made before."""
+        # A training repeats the same few calls in every step; building a schedule in Python takes longer than many of
+        # these collectives themselves.
         pieces, regions = options.get("pieces"), options.get("regions")
         return self._prepare(
             flat.numel(),
@@ -276,7 +282,7 @@ def _prepare(
     servers: int,
     regions: tuple[tuple[int, int], ...] | None,
 ) -> tuple[CollectiveSteps, Combine | None]:
-    """All that this rank does: over the memory of its node as well, where that carries the collective."""
+    """Return this rank's steps, by messages and, where the node's memory carries the collective, over that memory."""
     combine = combiner(op, dtype) if collective in ("all_reduce", "reduce_scatter") else None
     moves = build_schedule(
         algorithm,
@@ -292,6 +298,7 @@ def _prepare(
     if regions is not None:
         _check_regions(regions, length, view.size, collective)
     bounds = moves.bounds(length) if regions is None else moves.bounds_of_regions(regions)
+    # In place: what leaves region j makes room for what comes from rank j, so both must be as long.
     if collective == "all_to_all" and len({stop - start for start, stop in _edges(bounds, view.size)}) > 1:
         raise CollectiveError(
             f"all_to_all in place needs regions of one size: {length} elements do not divide by {view.size} ranks. "
@@ -378,5 +385,5 @@ def _positive(seconds: float) -> float:
 
 
 def _tag(number: int) -> int:
-    """Of one collective's messages, apart from the small numbers of those that others send over the group."""
+    """Return the tag of one collective's messages, far from the small tags of other senders over the group."""
     return (1 << 30) + number % (1 << 20)

@@ -17,7 +17,7 @@ from weft.comm.trace_event import Operation, TraceEvent, num_bytes
 from weft.comm.watched_group import messages_group, watch_of
 
 _TAG = 0
-"""Tag of messages that nobody tells apart: Gloo hands them out in their order."""
+"""The tag of all messages here: Gloo delivers those of one pair of ranks in their order."""
 
 Wait = Callable[[], None]
 """Blocks until the operation it stands for has happened."""
@@ -72,7 +72,7 @@ def traced_as(operation: Operation, flat: Tensor | int, view: GroupView, start: 
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """A reduce-scatter by direct messages: what the others sent is added to this rank's region, in their order."""
+    """A reduce-scatter by direct messages; the wait adds the others' parts to this rank's region, in rank order."""
 
     works: Sequence[dist.Work]
     mine: Tensor
@@ -108,11 +108,11 @@ def start_reduce_scatter(flat: Tensor, regions: Sequence[tuple[int, int]], view:
         parts = [flat[start:stop] for start, stop in regions]
         return WorksDone([shared.reduce_scatter_regions(parts, parts[view.index])])
     if runs_on_gloo(flat.device, view.group):
-        # Gloo takes part in an all-reduce from an accelerator's memory, but sends from the CPU's alone.
+        # Gloo all-reduces an accelerator's memory, but sends messages from the CPU's alone.
         if flat.device.type != "cpu":
             return start_all_reduce(flat, view)
         return start_exchange(flat, regions, view)
-    if not even:
+    if not even:  # NCCL scatters equal regions only
         return start_all_reduce(flat, view)
     start, stop = regions[view.index]
     work = reduce_scatter_single(flat[start:stop], flat, group=view.group, async_op=True)
@@ -132,6 +132,7 @@ def _exchange(flat: Tensor, regions: Sequence[tuple[int, int]], view: GroupView)
     mine = flat[slice(*regions[view.index])]
     others = [index for index in range(view.size) if index != view.index]
     senders = others if mine.numel() else []
+    # A buffer for each sender, so that additions go by rank and not by arrival: sums must not differ from run to run.
     received = [torch.empty_like(mine) for _ in senders]
     works = [gloo.recv([piece], index, _TAG) for index, piece in zip(senders, received, strict=True)]
     works += [

@@ -1,4 +1,4 @@
-"""Which way is fastest for each collective and size on a group's links: formulas prune, and measurement decides.
+"""The fastest algorithm for each collective and size on a group's links: formulas prune, and measurement decides.
 
     table = measure_table(mesh["data"])       # the same on every rank
     keep_table(table)                         # on one of them: what "measured" takes from then on
@@ -50,18 +50,18 @@ if TYPE_CHECKING:
 SIZES = tuple(1 << power for power in range(10, 27, 2))
 """Bytes of the whole tensor: 1 KiB to 64 MiB."""
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather")
-"""What gradients and weights go through."""
+"""The collectives of gradients and weights."""
 RUNS = 5
 _FEWER_RUNS = 3
 _MOST_RUNS = 20
 _SHORT_SECONDS = 0.02
-"""Time that a candidate may be timed for in all, where it is short: so many more runs."""
+"""Seconds in which a short candidate is repeated; more runs then steady the median."""
 _CLOSE = 1.5
-"""Times the fastest: those run against each other again."""
+"""Candidates within this factor of the fastest run against each other again."""
 _CONTEST_SECONDS = 0.4
-"""Time of all runs of one contest."""
+"""Seconds of all runs of one contest."""
 _SLOW_SECONDS = 0.2
-"""Where the slowest candidate takes longer, three runs must do."""
+"""Seconds of the slowest candidate from which on three runs must do."""
 _PROBE_BYTES = (1 << 10, 1 << 16, 1 << 20)
 _PROBE_SECONDS = 0.03
 """Time for each size of a link's probe, so that both links together stay below 0.2 s."""
@@ -185,6 +185,7 @@ def _half_round(gloo: dist.ProcessGroup, peer: int, size_bytes: int, *, leads: b
     end = time.perf_counter() + _PROBE_SECONDS
     while True:
         start = time.perf_counter()
+        # The leader decides when to stop, and says so inside of its next message: clocks of two hosts do not agree.
         if leads:
             message[0] = len(times) >= 2 and (start > end or len(times) >= _PROBE_RUNS)
             gloo.send([message], peer, _TAG).wait()
@@ -213,7 +214,7 @@ def _measured(
 
 
 def work_of(chosen: ChosenCollectives, collective: Collective, size_bytes: int, name: str) -> Callable[[], Wait]:
-    """Return what starts one collective by a way, over float32 that holds zeros, which sums leave as they are."""
+    """Return a function that starts one collective by an algorithm, over fp32 zeros, which sums leave as they are."""
     n = chosen.view.size
     flat = torch.zeros(max(n, size_bytes // 4 // n * n), dtype=torch.float32)
     part = flat.numel() // n
@@ -229,14 +230,15 @@ def _slowest_medians(works: Sequence[Callable[[], Wait]], view: GroupView) -> li
     """The median over runs of the slowest rank's seconds, of each work; the same on all ranks."""
     once = _slowest_run(works, view)
     if once < _SLOW_SECONDS:
-        once = _slowest_run(works, view)  # the first one connected ranks
+        once = _slowest_run(works, view)  # the first run opened the connections, which is no part of a collective
     runs = _FEWER_RUNS if once >= _SLOW_SECONDS else max(RUNS, min(_MOST_RUNS, int(_SHORT_SECONDS / once)))
+    # All candidates in turn within each run, so that a disturbance meets all of them and not one.
     times = slowest_of([[time_once(work, view) for work in works] for _ in range(runs)], view)
     return _contested(works, times, view)
 
 
 def _contested(works: Sequence[Callable[[], Wait]], times: Tensor, view: GroupView) -> list[float]:
-    """Medians of `times` (runs, works), those that are close to the fastest after more runs of these alone."""
+    """Return the medians of `times` (runs, works); candidates close to the fastest get more runs first."""
     medians = times.median(dim=0).values
     close = [index for index, median in enumerate(medians.tolist()) if median <= _CLOSE * float(medians.min())]
     more = min(_MOST_RUNS, int(_CONTEST_SECONDS / float(medians[close].sum())))
@@ -268,6 +270,5 @@ def time_once(work: Callable[[], Wait], view: GroupView) -> float:
 
 
 def seconds_of(chosen: ChosenCollectives, collective: Collective, size_bytes: int, name: str) -> float:
-    """Return what a way of a collective takes now, as `measure_table` takes it.  Call on every rank of the group; all
-    get the same."""
+    """Return the seconds of a collective by one algorithm now, as `measure_table` takes them.  Call on every rank."""
     return _slowest_medians([work_of(chosen, collective, size_bytes, name)], chosen.view)[0]

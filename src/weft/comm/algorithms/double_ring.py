@@ -48,6 +48,7 @@ def all_reduce(line: Line, blocks: Sequence[Runs]) -> list[Step]:
 def reduce_scatter(line: Line, blocks: Sequence[Runs]) -> list[Step]:
     """n − 1 steps, after which the rank at position i has the sums of blocks 2i and 2i + 1."""
     forwards = ring.reduce_scatter(line, blocks[::2])
+    # The same ring over the reversed line; its blocks are reversed too, so that the rank at i owns both of its blocks.
     return overlaid(forwards, ring.reduce_scatter(line.backwards(), blocks[1::2][::-1]))
 
 
@@ -58,7 +59,7 @@ def all_gather(line: Line, blocks: Sequence[Runs]) -> list[Step]:
 
 
 def broadcast(line: Line, blocks: Sequence[Runs]) -> list[Step]:
-    """From the first of the line; even blocks go forwards, odd ones backwards."""
+    """Send from the first of the line; even blocks go forwards, odd ones backwards."""
     ranks = line.ranks
     back = Line([ranks[0], *reversed(ranks[1:])], -line.position % len(line))
     return timed([*ring.chain(line, blocks[::2]), *ring.chain(back, blocks[1::2])], "chains")
@@ -69,7 +70,7 @@ def all_to_all(line: Line, blocks: Sequence[Runs]) -> list[Step]:
     n, i = len(line), line.position
 
     def moving(step: int, way: int) -> Runs:
-        """What has `step` places or more to go, in slot i + d all the way; of what is as far both ways one block."""
+        """Return the blocks with `step` places or more to go; of those as far both ways, each ring takes one of two."""
         passing: list[Runs] = []
         for distance in range(step, n // 2 + 1):
             first = (i + way * distance) % n * 2

@@ -54,6 +54,8 @@ def spot(position: int, members: int) -> Spot:
 
     Even positions are leaves; the root splits off the largest power of two that fits on its left.
     """
+    # Descend as in a binary search, counting from 1: at each level the root of [low, high] splits off the largest power
+    # of two on its left, which makes the left side a full tree and bounds the height by ⌊log₂ n⌋.
     low, high, parent, depth = 1, members, None, 0
     while True:
         here = low - 1 + power_below(high - low + 1)
@@ -83,7 +85,7 @@ def all_reduce(line: Line, blocks: Sequence[Runs]) -> list[Step]:
 
 
 def broadcast(line: Line, blocks: Sequence[Runs]) -> list[Step]:
-    """From the first of the line, which feeds the roots of two trees over all others."""
+    """Send from the first of the line, which feeds the roots of two trees over all others."""
     half = len(blocks) // 2
     below = len(line) - 1
     if below == 0:

@@ -60,7 +60,7 @@ def all_reduce_seconds(
 
 
 def _inner_seconds(nodes: Sequence[int], size_bytes: float, inside: tuple[float, float]) -> float:
-    """Summing to the columns' owners, or spreading from them, in the largest node."""
+    """Return the seconds of summing to the columns' owners, or spreading from them, in the largest node."""
     columns, largest = min(nodes), max(nodes)
     latency, per_byte = inside
     if largest == 1:
@@ -115,7 +115,7 @@ def all_to_all_seconds(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands: which node, and which position within it."""
+    """The node of a rank, and its position within the node."""
 
     line: Line
     nodes: tuple[int, ...]
@@ -149,7 +149,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """What a rank does inside its node at a time: by messages, or over memory that the node's ranks share."""
+    """One level of a rank inside its node: the messages, and the same over memory that the node's ranks share."""
 
     steps: list[Step]
     rounds: tuple[NodeRound, ...]
@@ -157,7 +157,7 @@ class Inside:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """What a rank does inside its node, across nodes, and inside again."""
+    """The three levels of a rank: inside its node, across nodes, and inside again."""
 
     before: Inside
     across: list[Step]
@@ -176,12 +176,14 @@ def all_reduce(line: Line, nodes: tuple[int, ...], columns: Sequence[Sequence[Ru
     """`columns[k]` holds the blocks that `outer` needs for an all-reduce over the nodes."""
     place = Place(line, nodes)
     shares = [joined(blocks) for blocks in columns]
+    # Rank k of each node owns column k, so all ranks of a node use the network at once, each with 1/columns of the
+    # bytes.
     across = outer(place.outer(), columns[place.within]) if place.within < place.columns else []
     return Levels(_summed(place, shares), _named(across, _ACROSS), _spread(place, shares))
 
 
 def reduce_scatter(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], outer: Outer) -> Levels:
-    """After it the rank at position i has the sum of its blocks: the i-th of as many as there are ranks."""
+    """Leave the sum of the i-th of n blocks with the rank at position i."""
     place, whole = Place(line, nodes), _whole(line, blocks)
     start, size, columns = place.starts[place.node], place.nodes[place.node], place.columns
     # Over memory each rank beyond the columns gets all that is for them.
@@ -191,7 +193,7 @@ def reduce_scatter(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], o
 
 
 def all_gather(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], outer: Outer) -> Levels:
-    """Before it the rank at position i has its blocks: inside a node the reduce-scatter backwards."""
+    """Spread the block of each rank to all, as the reduce-scatter backwards."""
     place, whole = Place(line, nodes), _whole(line, blocks)
     start, size = place.starts[place.node], place.nodes[place.node]
     beyond = {within: whole[start + within] for within in range(place.columns, size)}
@@ -200,7 +202,7 @@ def all_gather(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], outer
 
 
 def broadcast(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], root: int, outer: Outer) -> Levels:
-    """From the rank at position `root`: over one rank of each node, then down a tree inside each node."""
+    """Send from the rank at position `root` to one rank of each node, then down a tree inside each node."""
     place = Place(line, nodes)
     start, size = place.starts[place.node], nodes[place.node]
     head = _heads(place, root)[place.node]
@@ -216,6 +218,7 @@ def all_to_all(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], outer
     Inside the node what is for column y goes to its rank there, and lies in the place of its sender: so what is for one
     node lies together, and comes from one.
     """
+    # Unequal nodes count as several of one size that divides them all, so that every column has one rank in each.
     size, parts = math.gcd(*nodes), len(blocks) // len(line)
     place = Place(line, (size,) * (len(line) // size))
     within, count = range(size), len(place.nodes)
@@ -231,13 +234,13 @@ def all_to_all(line: Line, nodes: tuple[int, ...], blocks: Sequence[Runs], outer
 
 
 def _summed(place: Place, shares: Sequence[Runs]) -> Inside:
-    """The node's sum of each column's share comes to lie with the column's rank."""
+    """Leave the node's sum of each column's share with the column's rank."""
     steps = direct.gather_sums(place.inner(), range(place.columns), shares)
     return Inside(_named(steps, _INSIDE), (NodeRound("sum", _regions(place, dict(enumerate(shares)))),))
 
 
 def _spread(place: Place, shares: Sequence[Runs]) -> Inside:
-    """Each column's share goes from its rank to all of the node."""
+    """Spread each column's share from its rank to all ranks of the node."""
     steps = direct.spread_sums(place.inner(), range(place.columns), shares)
     return Inside(_named(steps, _INSIDE), _rounds(place, dict(enumerate(shares))))
 
@@ -247,7 +250,10 @@ def _rounds(place: Place, owned: Mapping[int, Runs]) -> tuple[NodeRound, ...]:
 
 
 def _half_across(place: Place, blocks: Sequence[Runs], outer: Outer) -> list[Step]:
-    """Reduce-scatter or all-gather: the first blocks of all ranks of a node are one block, and so on."""
+    """Return the steps across nodes of a reduce-scatter or all-gather.
+
+    The first blocks of all ranks of a node count as one block there, their second blocks as another, and so on.
+    """
     if place.within >= place.columns:
         return []
     num_parts = len(blocks) // len(place.line)
@@ -265,7 +271,7 @@ def _broadcast_across(place: Place, blocks: Sequence[Runs], root: int, outer: Ou
 
 
 def _whole(line: Line, blocks: Sequence[Runs]) -> list[Runs]:
-    """The region of each rank as one block."""
+    """Return the region of each rank as one block."""
     parts = len(blocks) // len(line)
     return [joined(blocks[start : start + parts]) for start in range(0, len(blocks), parts)]
 
@@ -276,26 +282,29 @@ def _home(place: Place, root: int) -> int:
 
 
 def _heads(place: Place, root: int) -> list[int]:
-    """Positions of the rank of each node that talks to other nodes: the root, and elsewhere the first."""
+    """Return the position of each node's rank that talks to other nodes: the root, and elsewhere the first."""
     heads = [*place.starts[:-1]]
     heads[_home(place, root)] = root
     return heads
 
 
 def _shares(place: Place, blocks: Sequence[Runs]) -> list[Runs]:
-    """All blocks, of all nodes, that pass through each column."""
+    """Return, for each column, the blocks of all nodes that pass through it."""
     return [
         joined(block for node in _owned(place, blocks, column) for block in node) for column in range(place.columns)
     ]
 
 
 def _regions(place: Place, owned: Mapping[int, Runs]) -> tuple[Runs, ...]:
-    """What each rank of this rank's node owns, given it by position within the node."""
+    """Return the runs that each rank of this node owns; `owned` is by position within the node."""
     return tuple(owned.get(within, ()) for within in range(place.nodes[place.node]))
 
 
 def _owned(place: Place, blocks: Sequence[Runs], column: int) -> list[list[Runs]]:
-    """Blocks that pass through a column, by node: of the rank in it, and of those beyond the columns."""
+    """Return the blocks that pass through a column, by node.
+
+    They are those of the column's rank and of every `columns`-th rank beyond, in nodes larger than the smallest.
+    """
     return [
         [blocks[start + within] for within in range(column, size, place.columns)]
         for start, size in zip(place.starts, place.nodes, strict=False)
@@ -303,7 +312,7 @@ def _owned(place: Place, blocks: Sequence[Runs], column: int) -> list[list[Runs]
 
 
 def _hand_out(place: Place, blocks: Sequence[Runs]) -> list[Step]:
-    """The sums of ranks beyond the columns go from the columns to them."""
+    """Return the steps that hand the sums of ranks beyond the columns from the columns' ranks to them."""
     start, size, columns = place.starts[place.node], place.nodes[place.node], place.columns
     if place.within >= columns:
         owner = place.line.ranks[start + place.within % columns]

@@ -61,6 +61,8 @@ def reduce_scatter(line: Line, blocks: Sequence[Runs]) -> list[Step]:
     """n − 1 steps, after which the rank at position i has the sum of block i."""
     n, i = len(line), line.position
     following, before = line.at(1), line.at(-1)
+    # A block starts one place behind its owner, goes round and grows by one addend per step: after n − 1 steps it is
+    # complete where it belongs.
     return [
         Step(
             "reduce-scatter",
@@ -104,6 +106,8 @@ def all_to_all(line: Line, blocks: Sequence[Runs]) -> list[Step]:
     """
     n, i = len(line), line.position
     steps: list[Step] = []
+    # In step s only blocks with s places or more to go move, all of them by one place; slot i + d goes to slot i + d of
+    # the next rank, which is d − 1 places from its end.
     for step in range(1, n):
         moving = chained(blocks[(i + distance) % n] for distance in range(step, n))
         steps.append(Step("all-to-all", (Send(line.at(1), moving),), (Receive(line.at(-1), moving),)))

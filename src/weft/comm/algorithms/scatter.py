@@ -26,7 +26,7 @@ def broadcast_seconds(members: int, size_bytes: float, latency: float, per_byte:
 
 
 def broadcast(line: Line, blocks: Sequence[Runs]) -> list[Step]:
-    """From the first of the line; one block per rank."""
+    """Send from the first of the line; one block per rank."""
     return [*_scatter(line, blocks), *ring.all_gather(line, blocks)]
 
 

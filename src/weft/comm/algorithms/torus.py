@@ -72,7 +72,7 @@ def all_reduce(line: Line, shape: tuple[int, int], blocks: Sequence[Runs]) -> li
 
 
 def reduce_scatter(line: Line, shape: tuple[int, int], blocks: Sequence[Runs]) -> list[Step]:
-    """After it the rank at position i has the sums of blocks 2i and 2i + 1."""
+    """Leave the sums of blocks 2i and 2i + 1 with the rank at position i."""
     first, second = _phases(line, shape, blocks)
     return [
         *_named(overlaid(*(ring.reduce_scatter(*leg) for leg in first)), "reduce-scatter, first axis"),
@@ -81,7 +81,7 @@ def reduce_scatter(line: Line, shape: tuple[int, int], blocks: Sequence[Runs]) -
 
 
 def all_gather(line: Line, shape: tuple[int, int], blocks: Sequence[Runs]) -> list[Step]:
-    """Before it the rank at position i has blocks 2i and 2i + 1."""
+    """Spread blocks 2i and 2i + 1 from the rank at position i to all."""
     first, second = _phases(line, shape, blocks)
     return [
         *_named(overlaid(*(ring.all_gather(*leg) for leg in second)), "all-gather, second axis"),
@@ -111,7 +111,7 @@ def all_to_all(line: Line, shape: tuple[int, int], blocks: Sequence[Runs]) -> li
 
 
 def broadcast(line: Line, shape: tuple[int, int], blocks: Sequence[Runs], root: int) -> list[Step]:
-    """From the rank at position `root`; even blocks go along its row first, odd ones along its column."""
+    """Send from the rank at position `root`; even blocks go along its row first, odd ones along its column."""
     a, b = shape
     if min(shape) == 1:
         ranks = [*line.ranks[root:], *line.ranks[:root]]
@@ -131,8 +131,10 @@ def broadcast(line: Line, shape: tuple[int, int], blocks: Sequence[Runs], root: 
 def _tree_messages(
     u: int, v: int, shape: tuple[int, int], blocks: Sequence[Runs], at: Callable[[int, int], int]
 ) -> list[tuple[int, Send | Receive]]:
-    """What the rank u rows and v columns on from the root takes and sends on, with ticks: its depth, and the piece."""
+    """Return the messages of the rank u rows and v columns on from the root; a tick is its depth plus the piece."""
     a, b = shape
+    # The root's own column is fed last, from the far column over the links that close the rows: the two trees then have
+    # no link in common.
     depth = u + v if v > 0 or u == 0 else b + u
     parent = (u, v - 1) if u == 0 else (u - 1, v) if v > 0 else (u, b - 1)
     children: list[tuple[int, int]] = [(0, v + 1)] if u == 0 and v + 1 < b else []

@@ -1,4 +1,4 @@
-"""What every technique answers, and what is asked of all of them."""
+"""The questions that every technique answers, without torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from weft.errors import BadSetting, PlanError
 
 
 class ExtraMemory(NamedTuple):
-    """What a technique keeps besides, per parameter that a data rank would hold without ZeRO."""
+    """The memory of a technique besides weights, gradients and optimizer states, per parameter of a data rank."""
 
     gradient_bytes: float = 0.0
-    """Whole on every data rank, unless the weights are shared out."""
+    """Bytes that lie as the gradients do: unsharded on every data rank, except under ZeRO-3."""
     master_copies: float = 0.0
-    """Memory in units of a master; shared out as optimizer states are."""
+    """Copies of a master, which are sharded as optimizer states are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Case:
     recipe: Recipe
     facts: ModelFacts
     world_size: int | None
-    """Processes; None where nobody knows."""
+    """Number of processes; None: not known."""
 
     def refuse(self, path: Path, problem: str, *, show: bool = True) -> PlanError:
         """Return the error about one setting of the plan, with where it was given."""
@@ -42,35 +42,36 @@ class Case:
 
 
 class Ablation(NamedTuple):
-    """A plan without a technique: the same global batch, on as many ranks or fewer."""
+    """A change that takes a technique out of a plan: the same global batch, on as many ranks or fewer."""
 
     name: str
-    """Name as a sentence has it: `the pipeline`."""
+    """The name inside of a sentence: `the pipeline`."""
     apply: Callable[[Plan], Plan]
-    """Returns the plan itself where it is not in use."""
+    """Function plan → plan without the technique; the plan itself where it is not in use."""
     frees_ranks: bool = False
-    """Whether fewer ranks are left, so that it is tried first: what comes after runs on fewer processes."""
+    """Whether fewer ranks are left.  Such ablations are tried first, because later ones then need fewer processes."""
 
 
 class Technique:
-    """What a technique knows of itself, for those who know none of them.
+    """The contract of a technique: generic code asks these questions and knows no technique by name.
 
-    A method says nothing where the technique is not in use; what a technique has nothing to say about, it leaves out.
-    `settings` are of the class `part`: a section of a plan, or a flat layout (`weft.techniques.cost_terms.Layout`).
+    A method yields nothing where the technique is not in use, and a technique overrides only the methods that concern
+    it.  `settings` are of the class `part`: a section of a plan, or a flat layout
+    (`weft.techniques.cost_terms.Layout`).
     """
 
     name: ClassVar[str]
     part: ClassVar[type[Any]]
-    """Its settings, which a section of the plan inherits."""
+    """The class of its settings, which a section of the plan inherits."""
     ablations: ClassVar[tuple[Ablation, ...]] = ()
-    """The forms without it, or without a part of it, which a check compares with."""
+    """The changes that take it, or a part of it, out of a plan; `weft check` isolates a failure by them."""
     judged_alone: ClassVar[tuple[str, ...]] = ()
-    """Dotted settings that `check_model` judges."""
+    """Dotted names of the settings that `check_model` judges."""
     saved_as: ClassVar[str] = ""
-    """Key of its state in a checkpoint, which a checkpoint of any plan may have; empty: it has none."""
+    """Key of its state in a checkpoint; empty: it has no state."""
 
     def runs(self, plan: Plan) -> bool:
-        """Whether ranks load `runtime.py` beside the contract, which does it (`weft.techniques.runtime`)."""
+        """Return whether ranks load the technique's `runtime.py` (`weft.techniques.runtime`)."""
         return False
 
     def sends(self, plan: Plan) -> bool:
@@ -78,45 +79,45 @@ class Technique:
         return False
 
     def unrunnable(self, plan: Plan) -> Iterator[str]:
-        """Yield why the engine cannot run it as a plan has it, with the change to make: what needs no recipe."""
+        """Yield why the engine cannot run a plan's settings, with the change to make, as far as no recipe is needed."""
         return iter(())
 
     def check_model(self, case: Case) -> None:
-        """Raise `PlanError` where a setting can stand in no plan for this model, whatever else is chosen."""
+        """Raise `PlanError` if a setting is wrong for this model in every plan."""
 
     def check(self, case: Case) -> None:
-        """Raise `PlanError` where it does not fit the rest of the plan, or the recipe does not permit it."""
+        """Raise `PlanError` if the settings do not fit the rest of the plan, or the recipe does not permit them."""
 
     def problems(self, settings: Any, *, on_cores: bool) -> Iterator[str]:
         """Yield why a layout cannot be priced, with the change to make.  `on_cores`: the devices are cores of hosts."""
         return iter(())
 
     def extra_memory(self, settings: Any) -> ExtraMemory:
-        """Return what it keeps besides weights, gradients and optimizer states."""
+        """Return its memory besides weights, gradients and optimizer states."""
         return ExtraMemory()
 
     def update_seconds(self, settings: Any, state_bytes: float) -> float:
-        """Return the seconds that it adds to an optimizer's step over so many bytes of masters and states."""
+        """Return the seconds that it adds to an optimizer's step over `state_bytes` of masters and states."""
         return 0.0
 
     def describe(self, settings: Any) -> Iterator[str]:
-        """Yield how a line about a layout names it."""
+        """Yield the words by which a line about a layout names it."""
         return iter(())
 
     def lighter_settings(self, settings: Any) -> Iterator[str]:
-        """Yield settings under which a rank would hold less, as a question spells them: `zero=3`."""
+        """Yield settings with which a rank needs less memory, as `--why-not` spells them: `zero=3`."""
         return iter(())
 
     def unsupported_by_others(self, settings: Any) -> Iterator[str]:
-        """Yield what no other system can be told."""
+        """Yield the settings in use that no other system supports."""
         return iter(())
 
     def unsupported_in_script(self, plan: Plan) -> Iterator[str]:
-        """Yield why no script of plain torch has it, with the change to make."""
+        """Yield why an ejected script of plain torch cannot have it, with the change to make."""
         return iter(())
 
     def needs_loop(self, plan: Plan) -> Iterator[str]:
-        """Yield why it cannot run in a loop that is not Weft's, with the change to make."""
+        """Yield why it cannot run in a user's own loop, with the change to make."""
         return iter(())
 
     def of_keyword(self, name: str, value: Any) -> Mapping[str, Any]:
@@ -125,12 +126,14 @@ class Technique:
         return {}
 
     def search_values(self, plan: Plan) -> Mapping[str, tuple[Any, ...]]:
-        """Return dotted setting → the values that it leaves to a search, where a plan was given this technique."""
+        """Return dotted setting → the values that a search may try, where a plan fixes this technique."""
         return {}
 
     def exact(self, plan: Plan) -> tuple[Plan, str]:
-        """Return a plan that computes exactly what one process does, as near to this one as can be, and what was left
-        out; empty words where it changes nothing."""
+        """Return the nearest plan that computes exactly what one process does, and a note about the change.
+
+        The note is empty where the plan is exact already.
+        """
         return plan, ""
 
 

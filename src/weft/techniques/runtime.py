@@ -1,4 +1,4 @@
-"""What a technique does on a rank: the half of its contract that needs torch.
+"""The runtime half of a technique's contract, which needs torch: hooks on every rank.
 
 Where a technique's contract says that a plan `runs` it, its folder has a file `runtime.py` with a function
 `create(build: Build) -> TechniqueRuntime`.  Ranks import that file by name, so they load what their plan uses and
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """What every technique of a rank is told before there is a model; the same on all ranks but for the mesh."""
+    """The arguments of every technique's `create`, before the model is built; the same on all ranks except the mesh."""
 
     blueprint: Blueprint
     plan: Plan
@@ -42,16 +42,16 @@ class Build:
     dtypes: Dtypes
     context: StepContext
     draws: Draws
-    """What the model and its loss draw by functions."""
+    """The random draws that the model and its loss make by functions."""
     seed: int
     whole_batch: WholeBatch | None = None
-    """What data ranks gather for a loss that is no sum over samples; None: it is one, or there is one data rank."""
+    """The gathers of a loss that is no sum over samples; None: it is one, or there is one data rank."""
     momentum_decay: float | None = None
-    """The optimizer's, where it is an AdamW that can freeze its variance."""
+    """β₁ of an AdamW that can freeze its variance; None: another optimizer."""
     num_steps: int | None = None
-    """Steps of the whole training; None where a loop of the user's own decides."""
+    """Number of steps of the training; None: a user's own loop decides."""
     folder: Path | None = None
-    """Where the run keeps its files; None where there is no run."""
+    """The folder of the run's files; None: there is no run."""
 
 
 class TechniqueRuntime:
@@ -61,11 +61,11 @@ class TechniqueRuntime:
     """
 
     changes_masters: ClassVar[bool] = False
-    """Whether `end_step` may change masters, so that no weights may be gathered ahead of it."""
+    """Whether `end_step` may change masters; then weights must not be gathered before it."""
     span: ClassVar[str] = ""
-    """Name by which the recorder keeps the time of `end_step`; empty: there is nothing to do at the end of a step."""
+    """Name of the recorder's span for `end_step`; empty: the technique does nothing at the end of a step."""
     saved_as: ClassVar[str] = ""
-    """Key of `state` in a checkpoint, which is the contract's; empty: there is none."""
+    """Key of `state` in a checkpoint, the same as the contract's; empty: there is no state."""
 
     # ── the model ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -74,61 +74,73 @@ class TechniqueRuntime:
         return mesh
 
     def parts(self) -> list[ModelPart] | None:
-        """Return the stages of the model that this rank holds; None: the whole model is one."""
+        """Return the model's stages on this rank; None: the full model is one part."""
         return None
 
     def split(self, part: ModelPart) -> None:
-        """Split a part over ranks and say so in its layout.  It has no storage yet."""
+        """Split a part, which has no storage yet, over ranks, and enter the splits in its layout."""
 
     def tie_parts(self, parts: Sequence[ModelPart]) -> None:
-        """Let parts share what belongs to several of them.  They have storage and initial weights now."""
+        """Tie parameters that several parts share.  The parts have storage and initial weights now."""
 
     def wrap(self, part: ModelPart) -> None:
-        """Put something around or in place of forwards of a part's modules."""
+        """Wrap or replace forwards of a part's modules."""
 
     def offload_policy(self) -> OffloadPolicy | None:
-        """Return how `fully_shard` brings shards that lie with the host to the device; None: they lie on the device."""
+        """Return `fully_shard`'s policy for shards in the host's memory; None: shards are on the device."""
         return None
 
     def on_sharded(self, part: ModelPart) -> Callable[[], None] | None:
-        """ZeRO-3 has cut a part's weights over ranks; those that are drawn in shards have no storage yet.  Return what
-        to call after each of them is filled."""
+        """Hear that ZeRO-3 has sharded a part's weights.  Shards that are drawn later have no storage yet.
+
+        Return a function to call after each module whose shards were filled; None: nothing is to be done then.
+        """
         return None
 
     def codec(self) -> CodecSpec | None:
-        """Return what gradients are compressed by on their way; None: they travel as they are."""
+        """Return the codec of gradients; None: they travel in their own dtype."""
         return None
 
     def attach_shards(self, shards: Sequence[Shard]) -> None:
-        """Take hold of what the optimizer will update, before it is built.  Who keeps masters and states elsewhere
-        becomes the shards' `keeper` here."""
+        """Receive the shards that the optimizer will update, before it is built.
+
+        A technique that offloads masters and states sets itself as the shards' `keeper` here.
+        """
 
     def runner(self, parts: Sequence[ModelPart]) -> Runner | None:
-        """Return what runs the microbatches; None: they run one after another."""
+        """Return the runner of microbatches; None: they run one after another."""
         return None
 
     def begin(self, shards: Sequence[Shard]) -> None:
-        """Optimizer and averages are built, and no step was taken.  Raises `PlanError`: there is nothing to do."""
+        """Begin, once optimizer and averages are built and before the first step.
+
+        Raises:
+            PlanError: the technique would have nothing to do.
+        """
 
     # ── a step ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def end_step(self, step: int, counts: Sequence[float] | None) -> bool:
-        """Note the end of `step`, from 0, and return whether masters have changed, which are then published again.
-        `counts`: what each part of the world that sums gradients for itself has counted; None: the step was skipped."""
+        """Note the end of `step`, from 0, and return whether masters have changed: weights are then gathered again.
+
+        `counts`: labels or samples that each replica counted, by replica; None: the step was skipped.
+        """
         return False
 
     def take_rows(self) -> list[tuple[str, int, int]]:
-        """Return how many rows this rank sent where only data decide that (`RankSend.rows_of`): of what, number of the
-        exchange, rows; of all since this was asked last."""
+        """Return (name, number of the exchange, rows) of the exchanges since the last call whose size depends on data.
+
+        The name is that of `RankSend.rows_of`: a sparse table, or a mixture of experts.
+        """
         return []
 
     @property
     def is_open(self) -> bool:
-        """Whether steps were taken that `end_step` has not brought to their end, the same on all ranks."""
+        """Whether steps were taken that ranks have not agreed on yet; the same on all ranks."""
         return False
 
     def finish(self) -> bool:
-        """End what `is_open`, as no step follows; return whether masters have changed, which are then published."""
+        """Agree on open steps, as no step follows; return whether masters have changed."""
         return False
 
     def evaluated(self, gather_weights: Callable[[], None]) -> AbstractContextManager[None]:
@@ -141,16 +153,15 @@ class TechniqueRuntime:
     # ── memory, checkpoints ───────────────────────────────────────────────────────────────────────────────────────────
 
     def state_bytes(self) -> int:
-        """Return the bytes that it keeps on the device between steps, beside parameters, gradients, masters and
-        optimizer states."""
+        """Return its bytes on the device between steps, besides parameters, gradients, masters and optimizer states."""
         return 0
 
     def offloaded_storages(self) -> Collection[int]:
-        """Return the identities of the storages that are not on the device, in a dry run."""
+        """Return the identities of the storages that would not be on the device, for a dry run."""
         return ()
 
     def notes(self) -> list[str]:
-        """Return what a dry run should say of it, beside bytes and the collectives of one step."""
+        """Return sentences for a dry run, besides bytes and the collectives of one step."""
         return []
 
     def checkpoint_shards(self, stored_shards: list[CheckpointShard]) -> list[CheckpointShard]:
@@ -159,15 +170,15 @@ class TechniqueRuntime:
         return stored_shards
 
     def state(self) -> dict[str, Any]:
-        """Return what must be saved and is no tensor, as JSON."""
+        """Return the state that is no tensor, as JSON."""
         return {}
 
     def check_state(self, state: JsonObject) -> None:
-        """Refuse what `state` cannot have returned.  Raises `CheckpointError`."""
+        """Raise `CheckpointError` if `state` cannot have returned this."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` returned once the checkpoint shards have been filled.  The state is empty where a plan
         without the technique saved."""
 
     def close(self) -> None:
-        """Let go of files and threads; no steps follow."""
+        """Close files and end threads; no steps follow."""

@@ -148,11 +148,11 @@ def _like_exchanged(flat: Tensor, sent: Sequence[int], received: Sequence[int], 
 
 
 def _note_exchange(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.given, ctx.taken, ctx.group = inputs
+    _, ctx.sent, ctx.received, ctx.group = inputs
 
 
 def _exchange_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-    return torch.ops.weft.exchanged(gradient, ctx.taken, ctx.given, ctx.group), None, None, None
+    return torch.ops.weft.exchanged(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 def _like_words(sample_ids: Tensor, moment: Tensor, name: Tensor, call: int) -> Tensor:

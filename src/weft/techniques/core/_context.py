@@ -1,4 +1,4 @@
-"""What the modules of a model part must know of the microbatch in hand: keys of randomness, and sequence length."""
+"""The state of the current microbatch that a part's modules read: keys of randomness, and sequence length."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class MicrobatchState:
     sample_ids: Tensor
     """int64, (samples,); randomness is keyed by (seed, step, sample, layer), never by rank."""
     sequence_length: int | None
-    """Length of dim 1 that the tensor ranks have together, for sequence parallelism."""
+    """Full length of dim 1, of all tensor ranks together, for sequence parallelism."""
     tokens: LocalTokens | None = None
-    """What this rank has of samples that several ranks share; None: whole samples."""
+    """This rank's tokens of samples that context ranks share; None: whole samples."""
     moment: Tensor = field(init=False)
-    """Seed and step, int64 on the CPU: compiled code takes a tensor as it comes, and is compiled anew for an int."""
+    """Seed and step, (2,) int64 on the CPU.  A tensor, because compiled code is compiled anew for another int."""
     calls: CallNumbers = field(init=False)
-    """How often the forward has called each module that draws."""
+    """Numbers of the forward's calls of each module that draws."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "moment", torch.tensor((self.seed, self.step), device="cpu"))
@@ -40,7 +40,7 @@ class MicrobatchState:
 
 
 class BlockPath(Protocol):
-    """The way of a forward through the blocks (`weft.techniques.core.block_paths.ForwardPath`)."""
+    """The sequence of blocks that a forward runs (`weft.techniques.core.block_paths.ForwardPath`)."""
 
     def come_to(self, name: str) -> None:
         """Go on to a block."""
@@ -52,7 +52,7 @@ class BlockPath(Protocol):
 
 
 class DrawNotes(Protocol):
-    """What takes note of draws (`weft.techniques.randomness.quiet.DrawLedger`)."""
+    """A record of draws (`weft.techniques.randomness.quiet.DrawLedger`)."""
 
     def note(self, key: str, context: StepContext) -> None:
         """Note a draw by its key."""
@@ -65,25 +65,25 @@ class StepContext:
 
     current: MicrobatchState | None = field(default=None)
     cut_length: int | None = None
-    """Whole length of the activation last cut along the sequence, for forwards outside a step (generation)."""
+    """Full length of the activation last cut along the sequence, for forwards outside a step (generation)."""
 
     is_alone: bool = False
     """Whether one process takes the whole batch at once, so that every draw is right as it comes."""
     draws: bool = False
     """Whether any module of the model draws under keys."""
     unseen: str = ""
-    """Why no trace shows all that the model draws; empty: it does."""
+    """Why the traces do not show every draw of the model; empty: they do."""
     sequence_shard: SequenceShard | None = None
-    """How ranks share out the tokens of a batch; None: each has whole samples."""
+    """Cuts a batch to this rank's tokens or samples; None: each rank has whole samples."""
     gathers: str = ""
-    """The block whose weights the forward in hand gathered last, under ZeRO-3."""
+    """Name of the block whose weights the current forward gathered last, under ZeRO-3."""
     block_path: BlockPath | None = None
-    """The ways of forwards through blocks, where data ranks must all take the same; None: they need not."""
+    """Compares the block paths of data ranks, which must be the same; None: they need not be."""
     activation_store: ActivationStore | None = None
-    """Where what blocks keep for backward waits; None: it stays on the device."""
+    """Takes activations that blocks keep for backward; None: they stay on the device."""
 
     ledger: DrawNotes | None = None
-    """Takes note of draws, which are left out meanwhile; None: they are made."""
+    """Records draws, which are left out meanwhile; None: draws are made."""
 
     @contextmanager
     def entered(self, state: MicrobatchState | None) -> Generator[None]:

@@ -57,9 +57,10 @@ class GridSplit:
 
 
 Placement = Split | GridSplit | Literal["partial", "whole"]
-"""What a gradient is on an axis when backward has made it.  Split: each rank has its part of it, as of the weights;
-over a grid some ranks may have the same one.  `partial`: ranks hold the same weights, and the gradient is the sum of
-what they have.  `whole`: they hold the same of both."""
+"""What a gradient is on an axis after backward.
+
+`Split`: each rank has its part of weight and gradient; in a 2-D mesh some ranks may have the same part.  `partial`:
+ranks hold the same weight, and the gradient is the sum of theirs.  `whole`: ranks hold the same weight and gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class NestedSplit:
 
     @property
     def parts(self) -> int:
-        """Number of parts of the whole tensor."""
+        """Number of parts of the full tensor."""
         number = 1
         for cut in self.cuts:
             number *= cut.parts
@@ -93,17 +94,17 @@ class NestedSplit:
 
     @property
     def form(self) -> tuple[tuple[int, int, int], ...]:
-        """(dim, parts, blocks) of every cut: what the ranks that hold the other parts have, too."""
+        """(dim, parts, blocks) of every cut, which is the same on the ranks with the other parts."""
         return tuple((cut.dim, cut.parts, cut.blocks) for cut in self.cuts)
 
     @property
     def numbers(self) -> list[int]:
-        """Dim, parts, index and blocks of one cut after another: what files hold."""
+        """Dim, parts, index and blocks of one cut after another, as files store them."""
         return [number for cut in self.cuts for number in (cut.dim, cut.parts, cut.index, cut.blocks)]
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> Self:
-        """Take up what `numbers` returned."""
+        """Return the split of which `numbers` returned these."""
         fours = (numbers[at : at + 4] for at in range(0, len(numbers), 4))
         return cls(
             tuple(Split(dim=dim, parts=parts, index=index, blocks=blocks) for dim, parts, index, blocks in fours)
@@ -162,61 +163,67 @@ class ParameterLayout:
     """Whether, of the stages that hold a copy, this is the one that norms and checkpoints count."""
     is_buffer: bool = False
     inner: Split | None = None
-    """How ZeRO-3 has cut this rank's part, where that is no run of its elements."""
+    """ZeRO-3's cut of this rank's part along columns; None: a shard is a run of its elements."""
 
     def placement(self, axis: Axis) -> Placement:
         return self.placements.get(axis, "partial" if axis in BATCH_AXES else "whole")
 
     @property
     def split_axes(self) -> tuple[Axis, ...]:
-        """Axes that cut it, in their order."""
+        """The axes that cut the parameter, in their order."""
         return tuple(axis for axis, placement in self.placements.items() if not isinstance(placement, str))
 
     @property
     def split(self) -> NestedSplit:
-        """How this rank's part is cut out of the whole tensor."""
+        """The cuts that lead from the full tensor to this rank's part."""
         cuts = [cut for placement in self.placements.values() for cut in _cuts(placement)]
         return NestedSplit(tuple(cuts if self.inner is None else (*cuts, self.inner)))
 
     def axes_along(self, dim: int) -> frozenset[Axis]:
-        """Axes that cut dimension `dim` (from 0)."""
+        """Return the axes that cut dimension `dim` (from 0)."""
         return frozenset(
             a for a, placement in self.placements.items() if any(cut.dim == dim for cut in _cuts(placement))
         )
 
     def reducing(self, mesh: Mesh) -> GroupView:
-        """The ranks that hold the same part and see other samples or tokens: its gradient is summed over them, and
-        ZeRO-1 and 2 cut gradients and optimizer states over them."""
+        """Return the ranks with the same part and other samples or tokens.
+
+        The gradient is summed over them, and ZeRO-1 and 2 shard gradients and optimizer states over them.
+        """
         return mesh.group_over(self._partial_of(BATCH_AXES), holding=self.split_axes)
 
     def sharding(self, mesh: Mesh) -> GroupView:
-        """Those of them that ZeRO-3 cuts the weights over."""
+        """Return the ranks of `reducing` over which ZeRO-3 shards the weights."""
         return mesh.group_over(self._partial_of([*EXPERT_LENDERS]), holding=self.split_axes)
 
     def replicating(self, mesh: Mesh) -> GroupView:
-        """Those of them that hold the same rows when it has."""
+        """Return the ranks of `reducing` that hold the same ZeRO-3 shard."""
         beside: list[Axis] = [axis for axis in BATCH_AXES if axis not in EXPERT_LENDERS]
         return mesh.group_over(self._partial_of(beside), holding=self.split_axes)
 
     def completing(self, mesh: Mesh) -> tuple[GroupView, ...]:
-        """Groups over which the reduced gradient is still only a part of the sum: their ranks see the same samples and
-        tokens, and each computes with some of them."""
+        """Return the groups over which the reduced gradient is still a partial sum.
+
+        Their ranks see the same samples and tokens, and each computes with a part of them.
+        """
         others: list[Axis] = [a for a in AXES if a not in BATCH_AXES and self.placement(a) == "partial"]
         views = [mesh.group_over((axis,)) for axis in others]
         views += [grid.copies for grid in self._grids if grid.is_partial]
         return tuple(view for view in views if view.group is not None)
 
     def is_copied(self, mesh: Mesh) -> bool:
-        """Whether ranks outside of `reducing` hold the same part: other stages, or ranks of an axis that neither cuts
-        it nor sees other tokens."""
+        """Return whether ranks outside of `reducing` hold the same part.
+
+        These are other stages (a tied weight), and ranks of an axis that neither cuts it nor sees other tokens.
+        """
         return self.tied or any(view.size > 1 for view in self._copying(mesh))
 
     def is_first_copy(self, mesh: Mesh) -> bool:
-        """Whether norms and checkpoints count this rank's part among its copies outside of `reducing`."""
+        """Return whether norms and checkpoints count this rank's part among its copies outside of `reducing`."""
         return self.counts and all(view.index == 0 for view in self._copying(mesh))
 
     def _partial_of(self, axes: Sequence[Axis]) -> list[Axis]:
-        # What an axis cuts is held, but its ranks are asked for: of those that `expert` borrows, some hold the same.
+        # An axis that cuts the parameter is named too: of the ranks that `expert` borrows from it, some hold the same.
         return [axis for axis in axes if self.placement(axis) != "whole"]
 
     @property
@@ -224,7 +231,7 @@ class ParameterLayout:
         return [placement for placement in self.placements.values() if isinstance(placement, GridSplit)]
 
     def _copying(self, mesh: Mesh) -> list[GroupView]:
-        """Groups whose ranks hold the same part, and do not reduce it with one another."""
+        """Return the groups whose ranks hold the same part, and do not reduce it with one another."""
         axes: list[Axis] = [axis for axis in BATCH_AXES if self.placement(axis) == "whole"]
         if "tensor" not in self.split_axes:
             axes.append("tensor")

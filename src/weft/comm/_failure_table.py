@@ -51,7 +51,7 @@ class FailureTable:
     state: State = "there"
     """State of the store, when it was last asked."""
     _known: dict[int, FailureReport] = field(default_factory=dict[int, "FailureReport"])
-    """What has been read until now."""
+    """The reports that have been read so far."""
     _asking: threading.Thread | None = None
     """Ends, where the store is silent, when its host goes on or goes away."""
     _lock: threading.Lock = field(default_factory=threading.Lock)

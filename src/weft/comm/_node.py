@@ -38,7 +38,7 @@ class NodeMemory:
 
     engine: Engine
     place: Arrangement
-    """How the ranks of the group lie on hosts."""
+    """The arrangement of the group's ranks on hosts."""
     members: tuple[int, ...]
     """Ranks within the group that are of this node, in the order of its collectives."""
     index: int

@@ -82,7 +82,7 @@ class GroupView:
     """This rank's position in `ranks`."""
     group: dist.ProcessGroup | None
     timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS
-    """How long its members wait for one another."""
+    """Seconds that its members wait for one another."""
 
     @property
     def size(self) -> int:

@@ -124,7 +124,7 @@ class CollectiveOptions(TypedDict, total=False):
     """[start, stop) of each rank in the flattened tensor, side by side and covering it, for collectives that have them;
     by default near-equal ones, the longer first."""
     arrangement: Arrangement | None
-    """How the ranks lie on the links (`weft.comm.algorithms.arrange`); by default in their order, in one node."""
+    """Arrangement of the ranks on the links (`weft.comm.algorithms.arrange`); by default their order, in one node."""
     pieces: int | None
     """Number of pieces of pipelined algorithms; by default √(bytes / 128 KiB), at most 64."""
     servers: int

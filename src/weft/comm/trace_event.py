@@ -56,10 +56,10 @@ class TraceEvent:
         self.is_done_exact = False
         """Whether `done_ns` was observed when it happened.  Else it was over at that moment, and perhaps before."""
         self.wait_entered_ns = 0
-        """When somebody first waited for it; a blocking call waits at once."""
+        """Time of the first wait; a blocking call waits at once."""
         self.wait_exited_ns = 0
         self.exposed_ns = 0
-        """How long it was waited for, by all who did."""
+        """Nanoseconds of all waits together."""
         self.is_future = False
         """Whether somebody has a future of it, for which waits are not seen, but those of DDP (`BackwardWaits`)."""
 

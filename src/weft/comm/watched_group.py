@@ -107,9 +107,9 @@ class WatchedGroup(dist.ProcessGroup):
         # The stub knows only the form with a store, which leaves the object without what Python needs of it.
         super().__init__(rank, num_ranks)  # pyright: ignore[reportCallIssue, reportArgumentType]
         self.plain = dist.ProcessGroup(rank, num_ranks)  # pyright: ignore[reportCallIssue, reportArgumentType]
-        """What carries: the same backend without this class around it."""
+        """The backend's own process group, without this class around it."""
         self.held: set[object] = set()
-        """What must live until it has ended, whoever has forgotten it; see `hold`."""
+        """Waits that must live until their operations have ended; see `hold`."""
         for group in (self, self.plain):
             group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

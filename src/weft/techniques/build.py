@@ -60,9 +60,9 @@ class ParallelModel:
     summing: Mesh
     """The mesh over whose data ranks the gradients of a step are summed."""
     techniques: Sequence[TechniqueRuntime]
-    """What the plan's techniques do on this rank."""
+    """The runtimes of the plan's techniques, in the order of the registry."""
     routing: RouterWatch | None = None
-    """What tells of the routers of mixtures."""
+    """Counts the loads of a mixture's routers; None: there are none."""
 
     def held_fields(self, batch: Batch) -> Batch:
         """Return the fields of a batch for the tokens that this rank has, where ranks share a sequence."""

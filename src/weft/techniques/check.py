@@ -102,4 +102,4 @@ _CHECKS: tuple[Callable[[Case], None], ...] = (
     _check_world,
     _check_numerics,
 )
-"""What belongs to no technique."""
+"""The checks that belong to no technique."""

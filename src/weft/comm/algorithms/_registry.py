@@ -231,7 +231,7 @@ _ACROSS: Mapping[str, Algorithm] = MappingProxyType(
         )
     }
 )
-"""What hierarchical can use across nodes."""
+"""The algorithms that `hierarchical` can use across nodes."""
 
 
 _HIERARCHICAL = hierarchical_with(

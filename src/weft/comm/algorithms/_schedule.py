@@ -48,7 +48,7 @@ class Step:
     """What one rank does at a time."""
 
     phase: str
-    """What the step is for, as errors and drawings name it: `reduce-scatter`, `fold in`, …"""
+    """Name of the phase in errors and drawings: `reduce-scatter`, `fold in`, …"""
     sends: tuple[Send, ...] = ()
     receives: tuple[Receive, ...] = ()
 

@@ -40,7 +40,7 @@ DTYPES: Mapping[torch.dtype, int] = {
     torch.uint32: 11,
     torch.uint64: 12,
 }
-"""Those that can be reduced, as the engine numbers them; the others can only be moved."""
+"""Dtypes that can be reduced → the engine's numbers of them.  Other dtypes can only be moved."""
 OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 """Operations in torch's order."""
 

@@ -29,7 +29,7 @@ class Handshake:
     """What a rank brings to the forming of a group."""
 
     rendezvous: Rendezvous
-    """Where all ranks of the group have arrived."""
+    """The rendezvous at which all ranks of the group have arrived."""
     num_local_ranks: int
     """Ranks that compute on this machine in all: where they outnumber its cores, nobody spins."""
     warns: bool

@@ -32,7 +32,7 @@ class Mailbox:
         self.ranks = ranks
         self._lock = threading.Lock()
         self._under_way: dict[int, tuple[weakref.ref[SharedMemoryWork], Tensor]] = {}
-        """What a message is read from or written to, by number: somebody must keep it, also where nobody waits."""
+        """Message number → tensors that it reads or writes, which must be kept even if nobody waits."""
         self.completer = Completer()
         """Apart from that of the collectives: messages end in any order, and one that is waited for holds up others."""
 
@@ -105,7 +105,7 @@ class _MessageUnderWay:
     message: Message
     tensor: Tensor
     flat: Tensor
-    """What is read from or written to: the tensor, or a contiguous copy of it."""
+    """The tensor that is read or written, or a contiguous copy of it."""
 
     @property
     def seconds(self) -> float:

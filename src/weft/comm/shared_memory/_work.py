@@ -123,7 +123,7 @@ class SharedMemoryWork(dist.Work):
     waited for more than once, and by several threads, of which one finishes it."""
 
     record: Record | None = None
-    """What a profiler hears of the end."""
+    """The profiler's record of the call, which is told of the end; None: no profiler runs."""
 
     def __init__(self, tensors: list[Tensor], under_way: UnderWay | None, seen: TraceEvent | None) -> None:
         """With nothing `under_way` it is over."""

@@ -22,7 +22,7 @@ class Recorder:
         come, where there is a launcher."""
         self.progress = progress
         self.collectives = CollectiveLog()
-        """What `Mesh.watch` hands over: time that lies inside the spans, or beside them."""
+        """The collectives from `Mesh.watch`; their time lies inside of the spans, or beside them."""
         self._names: list[str] = []
         self._spans: dict[str, Span] = {}
         self._own_ns: list[int] = []

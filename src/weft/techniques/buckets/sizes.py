@@ -40,7 +40,7 @@ _ROUNDS = 3
 BucketSeconds = Callable[[float], float]
 """Time of a bucket's collective, by the bytes of its gradients."""
 Choice = tuple[float, float]
-"""What a step pays, and the bytes of a bucket."""
+"""Seconds that a step waits for reductions, and the bytes of a bucket."""
 
 
 class Sent(NamedTuple):
@@ -179,7 +179,7 @@ class _Range(NamedTuple):
     low: float
     high: float
     first: float | None
-    """None: all buckets are equal."""
+    """Bytes of the first bucket; None: all buckets are equal."""
     rests: bool
     """Whether there is a second bucket, which the network may have to wait for."""
 

@@ -13,9 +13,9 @@ from weft.errors import PlanError, did_you_mean
 
 _RULES = Rules(PlanError)
 _OWING = ("powersgd", "topk", "onebit", "randomk", "signsgd")
-"""Those that leave out a part of the gradient and owe it to later steps."""
+"""Codecs that leave out a part of the gradient and keep it as a residual for later steps."""
 _UNPROVEN = ("randomk", "signsgd")
-"""Those of which nobody can say that a training ends where it would have: whoever runs one is told so."""
+"""Codecs under which a training may end elsewhere; a run warns of them."""
 _WIRE_SHARES: Mapping[str, float] = {
     "bf16": 0.5,
     "fp16": 0.5,
@@ -31,7 +31,7 @@ _WIRE_SHARES: Mapping[str, float] = {
 """Bytes on the wire over those of an all-reduce in fp32, at usual settings: PowerSGD of a low rank; top-k of 1 % with
 its indices between two ranks; random-k of 10 %."""
 _WHOLE = ("topk", "powersgd", "onebit", "randomk")
-"""Those that every rank gets whole, under ZeRO too, where the others need half of what an all-reduce moves."""
+"""Codecs whose sum every rank gets in full, under ZeRO too; the others then move half of an all-reduce's bytes."""
 _PASSES = 3.0
 """Times that compressed gradients are read or written besides."""
 

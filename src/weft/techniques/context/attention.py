@@ -211,9 +211,9 @@ class AttentionModule:
     name: str
     attend: Attend
     is_causal: bool
-    """What the model's attention is (`Blueprint.attention`), whatever documents there are."""
+    """Whether the model's attention is causal (`Blueprint.attention`), whatever documents there are."""
     ignores_masks: bool = False
-    """Whether the masks that it gives are known to say nothing."""
+    """Whether the masks that the module passes are known to hide nothing more."""
 
 
 @final

@@ -17,7 +17,7 @@ class AttentionForm:
     scale: float
     """Factor of the products of queries and keys."""
     dropped: DroppedAttention | None = None
-    """What is dropped of the probabilities, of whole samples; None: nothing."""
+    """The dropout of the probabilities, keyed over full samples; None: nothing is dropped."""
 
     def of_heads(self, start: int, heads: int) -> AttentionForm:
         """Return the same of some of the heads."""

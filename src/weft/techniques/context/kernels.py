@@ -39,7 +39,7 @@ class Scoring:
     softcap: float | None = None
     """See `ScoreMod`."""
     bias: Tensor | None = None
-    """What is added to scores, (1, heads, queries or 1, keys); None: nothing."""
+    """Addend of the scores, (1, heads, queries or 1, keys); None: nothing is added."""
 
     @property
     def is_plain(self) -> bool:

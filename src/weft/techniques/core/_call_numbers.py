@@ -36,7 +36,7 @@ class _Noted:
     def __init__(self) -> None:
         self.numbers: defaultdict[str, list[int]] = defaultdict(list)
         self.read: defaultdict[tuple[int, str], int] = defaultdict(int)
-        """How many of them its second run has read, by backward and module."""
+        """Number of the calls that its second run has read, by backward and module."""
 
 
 class CallNumbers:

@@ -33,7 +33,7 @@ class ModelPart:
     shares_sequence: bool = False
     """Whether the tensor ranks share the sequence between the blocks' matrices, each with its own positions."""
     grid: PartGrid | None = None
-    """What tensor ranks that form a grid do at the part's head; None: they form none."""
+    """The 2-D mesh of the part's tensor ranks; None: they are in one dimension."""
 
 
 def whole_part(blueprint: Blueprint, context: StepContext) -> ModelPart:

@@ -162,7 +162,7 @@ class CheckpointShard:
     tensor: Tensor
     """1-D live storage; loading copies into it."""
     split: NestedSplit = NestedSplit()
-    """How the part is cut out of the whole tensor in which this run lies."""
+    """The cuts that lead from the full tensor to the part in which this run lies."""
     start: int = 0
     """First element in the flattened local tensor (after `split`)."""
     counts: bool = True

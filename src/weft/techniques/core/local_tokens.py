@@ -16,18 +16,19 @@ class LocalTokens:
     """Which tokens of each sample a rank has, where several ranks share the sequence."""
 
     length: int
-    """Tokens of a whole sample."""
+    """Number of tokens of a full sample."""
     runs: tuple[tuple[int, int], ...]
-    """[start, stop) of what this rank has of them, in rising order: its own tokens are these, end to end."""
+    """[start, stop) of this rank's positions, in rising order.  Its own tokens are these runs, end to end."""
     documents: Tensor | None = None
     """Document of every token of the whole samples, int64 (samples, length); None: a sample is one document."""
 
     places: Tensor | None = None
-    """Where its tokens stand, int64 (samples, tokens), for a model that counts beside padding; None: at `runs`."""
+    """Positions of its tokens, int64 (samples, tokens), for a model that skips padding in its count; None: those of
+    `runs`."""
 
     @property
     def held(self) -> int:
-        """How many tokens of a sample this rank has."""
+        """Number of a sample's tokens on this rank."""
         return sum(stop - start for start, stop in self.runs)
 
     def within(self, start: int, stop: int) -> list[tuple[int, int]]:

@@ -86,7 +86,7 @@ class Work(NamedTuple):
     shapes: float = 0.0
     memory: float = 0.0
     kernels: float = 0.0
-    """How many."""
+    """Number of such operators."""
 
     @property
     def seconds(self) -> float:
@@ -124,7 +124,7 @@ class Share:
     """Parts of each expert over the tensor ranks; 1: these have whole experts and share out the tokens."""
     sequence_parallel: bool = False
     grid: tuple[int, int, int] | None = None
-    """How often M, N and K of a product are cut by multi-dimensional tensor splits."""
+    """Number of parts of M, N and K of a product under multi-dimensional tensor splits."""
     precision: PricedPrecision = "bf16"
     wide: bool = False
     """Whether products run in 16 bits although the precision is narrower: embedding and head."""

@@ -9,7 +9,7 @@ from weft.techniques.cost_terms._framework_memory import FrameworkMemory
 _MEMORY = FrameworkMemory(
     fused_norms=True, fused_activations=False, bucket_copies=0.0, accumulates_unsharded=True, holds_gathered=True
 )
-"""What Weft keeps in memory."""
+"""The memory of Weft besides the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Framework:
     host_seconds: float | None = None
     """Time in which its host issues one kernel; None: the calibration's.  Graph capture brings it near 0."""
     memory: FrameworkMemory = _MEMORY
-    """What it keeps in memory."""
+    """The framework's memory besides the model."""
 
 
 WEFT = Framework(name="weft", year=2026, fused_parts=False)

@@ -61,7 +61,7 @@ class FrameworkMemory:
     gathers_ends: bool = True
     """ZeRO-3: whether embedding and head stay whole from forward to backward."""
     fragmentation: float = 0.04
-    """What the allocator reserves above the allocated peak."""
+    """Share of the allocated peak that the allocator reserves above it."""
     workspace_bytes: float = 64.0 * _MEBI
     """Workspace of kernels, inside the allocator."""
     context_bytes: float = 0.6 * _GIBI

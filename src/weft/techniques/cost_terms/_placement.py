@@ -86,7 +86,7 @@ class AxisGroup:
     seconds_per_copied_byte: float
     """γ of an all-reduce: see `COPY_PASSES`."""
     algorithms: frozenset[str] | None
-    """What the library of these devices has; None: these are cores, between which Weft chooses itself."""
+    """Algorithms that the library of these devices has; None: these are cores, between which Weft chooses itself."""
     lines: dict[Collective, tuple[CostLine, ...]] = field(default_factory=dict["Collective", "tuple[CostLine, ...]"])
     """Costs that were worked out once; see `is_affine`."""
 

@@ -62,7 +62,7 @@ class WholeBatch:
     products: Mapping[Site, Dims]
     """Calls in the forward whose operands are gathered."""
     num_products: int
-    """How often a forward makes such calls."""
+    """Number of such calls in a forward."""
     outputs: Dims
     """Dims of the tensors that the forward returns."""
     gathers: tuple[GatheredTensor, ...]

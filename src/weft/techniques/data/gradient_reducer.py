@@ -22,14 +22,13 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.comm.memory import new_flat
 from weft.comm.mesh import GroupView, Mesh
 from weft.comm.pick import collectives_for
 from weft.comm.reduce import nothing_to_wait_for, start_all_reduce
@@ -37,7 +36,6 @@ from weft.comm.shared_memory import shared_memory_group
 from weft.comm.watched_group import hold
 from weft.config.plan import BATCH_AXES
 from weft.techniques.buckets.bucket_state import (
-    Bucket,
     BucketMember,
     BucketState,
     GradientHook,
@@ -46,11 +44,11 @@ from weft.techniques.buckets.bucket_state import (
 )
 from weft.techniques.buckets.settings import BucketSettings
 from weft.techniques.core._shard import CheckpointShard, Shard
-from weft.techniques.core.precision import NARROW, real_of
 from weft.techniques.data._weight_prefetch import await_all
+from weft.techniques.data.bucket_storage import BucketStorage
 
 if TYPE_CHECKING:
-    from weft.techniques.compression.codecs import CodecSpec, CompressedReduction
+    from weft.techniques.compression.codecs import CodecSpec
 
 _IN_FLIGHT = 2
 """ZeRO-2: reductions that may run while backward fills the next bucket; older ones are waited for and their storage
@@ -84,8 +82,7 @@ class BucketReducer:
         self._everyone = mesh.group_over(BATCH_AXES)
         """All ranks that reduce something with one another.  They must start their reductions in one order."""
         self._stage = stage
-        self._compute_dtype = compute_dtype
-        self._gradient_dtype = gradient_dtype
+        self._storage = BucketStorage(stage, compute_dtype, gradient_dtype, compression)
         self._reduce_rounds = reduce_rounds
         self._round = 0
         self._armed: set[int] = set()
@@ -97,11 +94,14 @@ class BucketReducer:
             sharded=stage > 0,
             cuts=cuts,
             limits=bucket_limits,
-            compressed=self._compressible(mesh),
+            compressed=self._storage.compressible(mesh),
         )
         views = dict.fromkeys(bucket.key.reducing for bucket in buckets)
         self._collectives = {view: collectives_for(view, mesh.device, algorithm) for view in views}
-        self._states = [self._allocate(bucket) for bucket in buckets]
+        self._states = [self._storage.allocate(bucket, self._collectives[bucket.key.reducing]) for bucket in buckets]
+        if stage < 2:
+            for state in self._states:
+                self._attach_all(state)
         # Buckets are composed from the last parameter to the first, so their index is the expected order of readiness.
         self._order = list(range(len(self._states)))
         self._gather_order = self._order
@@ -132,85 +132,11 @@ class BucketReducer:
         self._gather_order = list(dict.fromkeys([*first, *self._order]))
         self._is_ahead = True
 
-    # ── creation ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _allocate(self, bucket: Bucket) -> BucketState:
-        """Move the members' weights into one storage, and turn the parameters and their gradients into views of it."""
-        device, compute_dtype = bucket.members[0].parameter.device, self._compute_dtype_of(bucket)
-        master_dtype = torch.promote_types(compute_dtype, torch.float32)
-        whole = torch.zeros(bucket.num_elements, dtype=master_dtype, device=device)  # (elements,), padding stays zero
-        for member, view in bucket.views(whole):
-            view.copy_(member.stored(member.parameter.detach()))
-        reducing = bucket.key.reducing
-        start, stop = self._region(bucket)
-        if master_dtype == compute_dtype:
-            # The master is a view of the weights, so the optimizer's update needs no copy back.
-            weights, master = whole, whole[start:stop]
-        else:
-            weights, master = whole.to(compute_dtype), whole[start:stop].clone()
-        gradient_dtype = self._gradient_dtype_of(bucket)
-        for member, view in bucket.views(weights):
-            member.parameter.data = seen = member.seen(view)
-            # Autograd then accumulates in the reduction's dtype: bf16 sums would lose the small microbatches.
-            member.parameter.grad_dtype = gradient_dtype.to_complex() if seen.is_complex() else gradient_dtype
-        is_cut = self._stage > 0
-        shard = Shard(
-            master=master,
-            segments=bucket.segments(start, stop),
-            group=bucket.key.group,
-            counts=bucket.key.counts and (is_cut or reducing.index == 0),
-            cut_group=reducing if is_cut and reducing.size > 1 else None,
-            cut_matrices=bucket.cut_matrices() if is_cut else {},
-        )
-        if master_dtype != compute_dtype:
-            shard.weights = weights[start:stop]
-        shard.keeps_gradient = gradient_dtype == master_dtype
-        kept = torch.zeros(stop - start, dtype=gradient_dtype, device=device) if self._stage == 2 else None
-        reduction = self._create_reduction(bucket, weights)
-        collectives = self._collectives[reducing]
-        state = BucketState(bucket, collectives, weights, master, shard, kept, reduction)
-        if self._stage < 2:
-            self._attach_all(state)
-        return state
-
-    def _compute_dtype_of(self, bucket: Bucket) -> torch.dtype:
-        """Return the dtype of a bucket's weights: under fp32 and fp64, parameters of another dtype keep their own."""
-        return self._compute_dtype if self._compute_dtype in NARROW else real_of(bucket.key.dtype)
-
-    def _gradient_dtype_of(self, bucket: Bucket) -> torch.dtype:
-        return self._gradient_dtype if self._compute_dtype in NARROW else real_of(bucket.key.dtype)
-
-    def _region(self, bucket: Bucket) -> tuple[int, int]:
-        """Return [first, last) of the elements of a bucket that this rank updates."""
-        return bucket.regions[bucket.key.reducing.index if self._stage else 0]
-
-    def _compressible(self, mesh: Mesh) -> Callable[[BucketMember], bool] | None:
-        if self._compression is None:
-            return None
-        from weft.techniques.compression.reduction import compressible  # codecs are loaded where one is used
-
-        return compressible(self._compression, mesh)
-
-    def _create_reduction(self, bucket: Bucket, weights: Tensor) -> CompressedReduction | None:
-        if self._compression is None or not bucket.key.compressed:
-            return None
-        from weft.techniques.compression.codecs import CompressedReduction
-        from weft.techniques.compression.reduction import frame_of
-
-        like = torch.empty_like(weights, dtype=self._gradient_dtype_of(bucket))
-        frame = frame_of(bucket, sharded=self._stage > 0)
-        return CompressedReduction(self._compression, frame, like, bucket.key.reducing)
-
-    def _new_gradients(self, state: BucketState) -> Tensor:
-        bucket = state.bucket
-        dtype = self._gradient_dtype_of(bucket)
-        made = new_flat(bucket.num_elements, dtype, state.weights.device, bucket.key.reducing)
-        state.gradients = made.zero_()
-        return state.gradients
+    # ── where gradients lie ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _attach_all(self, state: BucketState) -> None:
         """ZeRO-0 and 1: gradients are views of one storage for good, and autograd adds into it."""
-        state.lasting = [member.seen(view) for member, view in state.bucket.views(self._new_gradients(state))]
+        state.lasting = [member.seen(view) for member, view in state.bucket.views(self._storage.new_gradients(state))]
         state.adopted = set(range(len(state.bucket.members)))
         self._attach_again(state)
 
@@ -234,7 +160,7 @@ class BucketReducer:
             parameter.grad = state.lasting[position]
         if position in state.adopted or parameter.grad is None:
             return
-        flat = state.gradients if state.gradients is not None else self._new_gradients(state)
+        flat = state.gradients if state.gradients is not None else self._storage.new_gradients(state)
         view = member.seen(state.bucket.view(flat, position))
         view.copy_(parameter.grad)
         parameter.grad = view  # later microbatches of this round accumulate into the bucket directly
@@ -298,7 +224,7 @@ class BucketReducer:
             # one rank alone keeps a sum, because the next reduction adds what every rank has.
             self._complete_round()
             for state in self._states:
-                state.keep_one_addend(self._region(state.bucket) if self._stage else None)
+                state.keep_one_addend(self._storage.region(state.bucket) if self._stage else None)
         self._begin_round()
 
     def on_gradient(self, index: int, position: int, parameter: Tensor) -> None:
@@ -349,7 +275,7 @@ class BucketReducer:
             # Gradients that no hook has reported: made outside of this backward, or under a schedule without hooks.
             for position in range(len(state.bucket.members)):
                 self._adopt(state, position)
-        flat = state.gradients if state.gradients is not None else self._new_gradients(state)
+        flat = state.gradients if state.gradients is not None else self._storage.new_gradients(state)
         state.launched = True
         if state.reduction is not None:
             state.wait = state.reduction.start(flat)
@@ -367,7 +293,7 @@ class BucketReducer:
         state.wait, state.reduced = nothing_to_wait_for, True  # drops the wait's tensors
         if state.kept is None or state.gradients is None:
             return
-        start, stop = self._region(state.bucket)
+        start, stop = self._storage.region(state.bucket)
         state.kept.add_(state.gradients[start:stop])
         self._forget(state)
 
@@ -393,7 +319,7 @@ class BucketReducer:
                 state.shard.gradient = state.kept
             else:
                 assert state.gradients is not None
-                start, stop = self._region(state.bucket)
+                start, stop = self._storage.region(state.bucket)
                 state.shard.gradient = state.gradients[start:stop]
         # After the sum over data ranks: under ZeRO a rank's region is 1/N of the bucket by now, and so are the bytes.
         self._sum_over_model()

@@ -18,7 +18,7 @@ _COUNT_BYTES = 8
 """Size of the number of an expert's rows, or of a rank's tokens, int64."""
 _CHOICE_BYTES = 4
 _WEIGHT_BYTES = 4
-"""What a choice counts travels in fp32 or wider."""
+"""Bytes of a choice's weight, which travels in fp32 or wider."""
 
 
 def sends(share: ModelShare) -> Iterator[RankSend]:

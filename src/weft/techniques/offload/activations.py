@@ -34,26 +34,26 @@ from weft.techniques.offload.depot import Depot
 from weft.techniques.offload.storage import ALIGNMENT
 
 SMALLEST_BYTES = ALIGNMENT
-"""What is smaller stays: its place elsewhere would be larger than it is."""
+"""Tensors smaller than a page stay on the device: a place in the depot is a whole page."""
 _BEHIND = 1
-"""Blocks whose writes go on while another computes."""
+"""Number of blocks whose writes go on while another block computes."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Memory:
-    """A storage that backward needs, with everything that looks at it."""
+    """A storage that backward needs, shared by all saved tensors that view it."""
 
     size: int
     storage: UntypedStorage | None
-    """None while it is away."""
+    """The storage; None while it is offloaded."""
     alive: StorageWeakRef
-    """Keeps the identity of its storage from being another's."""
+    """Keeps the storage's identity from being given to another storage."""
     watch: Tensor
-    """Counts the writes to the first tensor that was saved, and holds nothing."""
+    """A tensor without elements that shares the version counter of the first saved tensor."""
     version: int
     place: Any = None
     is_wanted: bool = False
-    """Backward has asked for it: it stays."""
+    """Whether backward has asked for it, so that it stays."""
     read: Future[None] | None = None
 
     def is_unchanged(self, version: int) -> bool:
@@ -73,7 +73,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A tensor that waits elsewhere: what looks at the memory, and how."""
+    """An offloaded tensor: the memory, and the view of it that was saved."""
 
     memory: _Memory
     call: _Call
@@ -84,7 +84,7 @@ class Waiting:
     strides: tuple[int, ...]
     offset: int
     here: Tensor | None = None
-    """A fake tensor itself: nothing moves in a dry run."""
+    """The tensor itself in a dry run, where nothing moves; else None."""
 
     @property
     def is_unchanged(self) -> bool:
@@ -94,7 +94,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A tensor that stays."""
+    """A saved tensor that stays on the device."""
 
     tensor: Tensor
     version: int | None
@@ -123,7 +123,7 @@ class ActivationKeeper:
         self._lock = threading.RLock()
         self._own: Collection[int] = ()
         self._held = self.peak_bytes = 0
-        """Bytes that wait for their backward, and the most that ever did."""
+        """Bytes that wait for their backward now, and the most so far."""
         self._gone: deque[int] = deque()
         """Sizes of what waits no longer; whoever lets go of it may be the garbage collector, in the middle of a sum."""
         self.moved_bytes = 0

@@ -33,7 +33,7 @@ _TENSOR_ALIGNMENT = 64
 
 @dataclass(slots=True)
 class _Item:
-    """A tensor that comes and goes."""
+    """A tensor that is read and written with its region."""
 
     tensor: Tensor
     offset: int
@@ -101,7 +101,7 @@ class StateKeeper:
         self._groups: list[_Group] = []
         self._buffers: list[Tensor] = []
         self._writes: list[Future[None]] = []
-        """Those that nobody has waited for."""
+        """Writes that nobody has waited for yet."""
         self._storage: Storage | None = None
         self._homes: dict[int, tuple[int, _Item]] = {}
         """Identity of a tensor → start of its region, and its place there."""

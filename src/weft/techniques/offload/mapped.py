@@ -42,7 +42,7 @@ class _Place(NamedTuple):
     weights: Span
     gradients: Span | None
     gradient: Tensor | None
-    """None of what is frozen."""
+    """The gradient's tensor in the file; None: the parameter is frozen."""
 
 
 @final

@@ -57,7 +57,7 @@ class StageTransport:
         self._shape_for: ShapeFor | None = None
         self._believes_headers = True
         self._transport_device = self._device
-        """Where tensors are while they travel: Gloo cannot send from an accelerator's memory."""
+        """The device of tensors while they travel: Gloo cannot send from an accelerator's memory."""
         assert self._view.group is not None
         if self._device.type != "cpu":
             if runs_on_gloo(self._device, self._view.group):

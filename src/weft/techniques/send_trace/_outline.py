@@ -45,7 +45,7 @@ class Parameter:
     is_trained: bool
     split: TensorCut | None = None
     grid: GridCut | None = None
-    """How a grid of tensor ranks cuts it; None: it is whole there, with parts of its gradient."""
+    """The cut over a 2-D mesh of tensor ranks; None: unsplit there, with partial gradients."""
     partial: Literal["never", "sequence", "always"] = "never"
     """Whether each tensor rank computes a part of its gradient: always, or under sequence parallelism."""
     is_expert: bool = False
@@ -61,7 +61,7 @@ class ModuleCall:
     module: str
     kind: CallKind
     on_grid: OnGrid | None = None
-    """What tensor ranks that form a grid do together in it."""
+    """The collectives that a 2-D mesh of tensor ranks runs in it; None: none."""
     block: int | None = None
     """Index of the block that it is a part of; None: it stands before or behind the blocks."""
     in_region: bool = False
@@ -145,7 +145,7 @@ class Outline:
     joins_after: str | None = None
     """The module after which the sequence is whole again, under sequence parallelism."""
     joined: Shape | None = None
-    """What that module returns."""
+    """Shape that the module returns."""
     tokens: int = 0
     """Tokens of a sample, dim 1 of its activations; 0: samples are no sequences."""
     labels: int = 0

@@ -10,7 +10,7 @@ When = Literal["always", "first", "unused", "round", "warm_up", "after_warm_up",
 """Steps in which it is sent: all; the first; those in which some parameter took no part; the ends of rounds of local
 steps; those in which 1-bit Adam sends gradients exactly, and the later ones; those of which a training reports."""
 Phase = Literal["gradients", "agreement", "update"]
-"""Where in a step: until gradients are summed; when ranks agree on the step; after that."""
+"""Phase of the step: until gradients are summed; when ranks agree on the step; after that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +23,13 @@ class RankSend:
     size_bytes: int
     """Size of the whole tensor on this rank: what an all-gather ends with and a reduce-scatter starts from."""
     count: int = 1
-    """How often in a step."""
+    """Number of such sends in a step."""
     when: When = "always"
     phase: Phase = "gradients"
     technique: str
     """Name of the technique that sends it."""
     reason: str
-    """What it is for, as a line of a report says it."""
+    """Purpose, as a line of a report says it."""
     rows_of: tuple[str, int] | None = None
     """What it sends rows of, and the number of the exchange: `size_bytes` is then that of one row, and only data decide
     how many there are: of a table as many as the rank with the most brings, of a mixture those that come to this

@@ -45,7 +45,7 @@ class HeldParameter:
     partial_over: str
     """Line of the tensor axis over which its gradient is one part of a sum; empty: it is the sum."""
     is_tied: bool
-    """Whether other stages hold it, too."""
+    """Whether other stages hold the parameter too."""
     tie: str
     """Axis over which they sum it; empty: no other rank holds it."""
     counts: bool
@@ -72,7 +72,7 @@ class ModelShare:
     plan: Plan
     rank: int
     labels: Sequence[int] | None = None
-    """How many count in each microbatch of the step; None: all."""
+    """Labels that count in each microbatch of the step; None: all of them."""
     on_cores: bool = True
     """Whether it computes on a CPU."""
     is_fingerprinted: bool = False

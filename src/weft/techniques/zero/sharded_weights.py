@@ -119,7 +119,7 @@ class ShardCut:
     over: _ShardAxis
     """Name of the mesh's group whose ranks each keep a shard."""
     view: GroupView
-    """That group, as this rank sees it."""
+    """The group's ranks, and this rank's index among them."""
     dim: int
     """Dimension of the local parameter along which shards lie."""
 
@@ -233,7 +233,7 @@ class _Rows:
     target: Tensor
     """The shard, (rows, …)."""
     split: NestedSplit
-    """How the local part is cut out of the full parameter."""
+    """The cuts that lead from the full parameter to the local part."""
     first: int
     """First row of the shard in the local part."""
 

@@ -115,7 +115,7 @@ class _Rank:
     has_sent: bool = False
     """Whether the messages of that step are on their way."""
     tick: int = 0
-    """When that step began."""
+    """Tick at which that step began."""
 
 
 def drawing_lines(drawing: Drawing) -> list[str]:

@@ -15,7 +15,7 @@ from weft.model.plain_layers import is_conv1d, is_linear
 from weft.techniques.tensor.mesh_2d.shape import GridCut, OnGrid
 
 Kind = Literal["column", "row", "alone"]
-"""What a product is: the first or the second one of a layer, or a layer by itself."""
+"""The place of a product: the first or the second one of a layer, or a layer by itself."""
 Role = Literal["product", "vocabulary", "table", "norm", "heads"]
 """What a module does with features of which a rank has a part: multiplies them, looks them up in a table that is cut by
 vocabulary, or in one that is not, normalises them, or works on whole heads."""

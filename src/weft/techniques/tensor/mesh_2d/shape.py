@@ -31,7 +31,7 @@ BETWEEN_COPIES, INSIDE_COPIES = "tensor_ij", "tensor_il"
 """Names of planes of a cube: ranks that hold the same features between layers, and inside of them."""
 
 OnGrid = Literal["product", "lookup", "rms_norm", "layer_norm"]
-"""What ranks of a grid do together in a module."""
+"""The operation that ranks of a grid do together in a module."""
 
 
 class GridCut(NamedTuple):

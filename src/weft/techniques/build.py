@@ -70,8 +70,10 @@ class ParallelModel:
         return batch if sequence_shard is None else sequence_shard.cut_batch(batch)[0]
 
     def take_rows(self) -> tuple[tuple[str, int, int], ...]:
-        """Return what of the sends since this was asked last only data decided: a sparse table or a mixture, number of
-        the exchange, rows."""
+        """Return (name, number of the exchange, rows) of the sends since the last call whose size depends on data.
+
+        The name is that of a sparse table or of a mixture of experts.
+        """
         # Those of tables with sparse gradients know how many rows travelled.
         tables: list[Mapping[tuple[str, int], int]] = [getattr(store, "most_rows", {}) for store in self.stores.stores]
         brought = ((*key, most) for most_rows in tables for key, most in most_rows.items())
@@ -132,6 +134,7 @@ def parallelize(
         summing = technique.gradient_mesh(summing)
     parts = _create_parts(build, techniques)
     for part in parts:
+        # Splits come before storage: a part is materialised in its local shapes, so no rank holds the full model.
         for technique in techniques:
             technique.split(part)
         _share_statistics(part, blueprint, summing, dtypes)
@@ -236,7 +239,7 @@ def _whole_batch_of(blueprint: Blueprint, mesh: Mesh) -> WholeBatch | None:
 
 
 def _create_parts(build: Build, techniques: Sequence[TechniqueRuntime]) -> list[ModelPart]:
-    """Return what this rank holds of the model, without storage, with a layout that nothing splits yet."""
+    """Return this rank's parts of the model, without storage, with layouts that nothing has split yet."""
     stages = next((stages for technique in techniques if (stages := technique.parts()) is not None), None)
     parts = stages if stages is not None else [whole_part(build.blueprint, build.context)]
     whole = first_names(build.blueprint.module)
@@ -265,7 +268,7 @@ def _shards_weights(plan: Plan, mesh: Mesh) -> bool:
 
 
 def _filled_in_shards(part: ModelPart, blueprint: Blueprint, plan: Plan, mesh: Mesh) -> set[str]:
-    """Parameters that have no storage before ZeRO-3 has cut them, so that no rank ever holds them whole."""
+    """Return the parameters that get storage only as ZeRO-3 shards, so that no rank ever holds them in full."""
     if blueprint.initialise is None or not _shards_weights(plan, mesh):
         return set()
     from weft.techniques.zero.sharded_weights import cut_of  # as below
@@ -305,6 +308,8 @@ def _create_reducers(
     if shards_weights:
         from weft.techniques.zero import sharded_weights as zero3  # loaded where weights are cut
 
+        # Left to the buckets: sparse tables, weights tied between stages (`fully_shard` and the V-shaped schedules give
+        # silently wrong gradients there), parameters without rows, and those in another dtype than the masters'.
         kept_out = tables.keys() | {
             key
             for key, parameter in members.items()

@@ -28,7 +28,7 @@ class Reductions:
             dense = experts = groups.shard
         self._parts, self._expert_parts = 1, 1
         if gathers_weights(layout):
-            # What is left after every microbatch's scatter: the sum over copies.
+            # ZeRO-3 scatters block by block; buckets hold only the sum over copies that is left.
             dense = experts = groups.replicate
             self._parts, self._expert_parts = groups.shard.size, groups.expert_shard.size
         often = layout.shards_gradients_alone and not reduces_once(layout, device.framework)
@@ -43,38 +43,38 @@ class Reductions:
         return Stream(self._bucket, self.first, seconds)
 
     def _reduced(self, group: AxisGroup) -> BucketSeconds:
-        """Of the reduction of so many bytes of gradients over a group."""
+        """Return the function bytes of gradients → seconds of their reduction over a group."""
         layout, kind, priced = self._layout, self._kind, self._seconds
         share, by = layout.wire_share(layout.gradient_bytes, group.size), layout.reduced_by
         squeeze = layout.wire_passes / self._device.memory_bytes_per_second
         return lambda size: priced(kind, size * share, group, by) + squeeze * size
 
     def _gathered(self, group: AxisGroup) -> BucketSeconds:
-        """Of gathering the weights of so many bytes of gradients."""
+        """Return the function bytes of gradients → seconds of gathering their weights."""
         layout, priced, by = self._layout, self._seconds, self._layout.reduced_by
         share = layout.element_bytes / layout.gradient_bytes
         return lambda size: priced("all_gather", size * share, group, by)
 
     def _average_seconds(self, groups: Groups, seconds: Seconds) -> float:
-        """Seconds per element and step of averaging the replicas at the end of a round: nothing hides it."""
+        """Return the seconds per element and step of averaging replicas at the end of a round, which nothing hides."""
         layout, wire = self._layout, seconds("all_reduce", self._bucket, groups.replicate) / self._bucket
         shards = groups.shard.size if layout.shards_states else 1
         per_byte = layout.average_seconds(layout.wide_bytes, wire, self._device.memory_bytes_per_second)
         return per_byte / shards
 
     def sizes(self, load: RankLoad) -> tuple[float, float]:
-        """Bytes of gradients that a rank has in buckets: dense ones and those of experts."""
+        """Return the bytes of gradients that a rank has in buckets: dense ones, and those of experts."""
         element = self._layout.gradient_bytes
         if self._silent:
             return 0.0, 0.0
         return load.dense * element / self._parts, load.experts * element / self._expert_parts
 
     def average(self, load: RankLoad) -> float:
-        """Exposed seconds of averaging replicas, in the mean over a round's steps."""
+        """Return the exposed seconds of averaging replicas, per step in the mean over a round."""
         return (load.dense + load.experts) * self._average
 
     def reduce(self, load: RankLoad) -> float:
-        """Exposed seconds of all reductions of a step."""
+        """Return the exposed seconds of all reductions of a step."""
         layout, calibration, framework = self._layout, self._device.calibration, self._device.framework
         sizes = self.sizes(load)
         sent = together(self.dense.sent(sizes[0]), self.experts.sent(sizes[1]))
@@ -83,15 +83,17 @@ class Reductions:
         times = self._times
         if not framework.overlap_gradients:
             return sent.whole * times
+        # The last bucket is full only when backward ends, so nothing hides it, in any framework.
         last = min(sent.last, sent.whole / layout.chunks)
         window = calibration.overlap_share * load.backward
         idle = idle_seconds(sent, sum(sizes), window)
         exposed, hidden = beside(layout, sent.whole - last, window - idle)
+        # Hidden communication takes memory bandwidth and multiprocessors from the computation beside it.
         slowed = (calibration.overlap_slowdown - 1.0) * hidden
         return times * (exposed + slowed) + last
 
     def gather_seconds(self, load: RankLoad) -> float:
-        """Exposed seconds of gathering the weights that the optimizer shards have renewed."""
+        """Return the exposed seconds of gathering the updated weights."""
         layout, calibration = self._layout, self._device.calibration
         if not layout.gathers_after_step:
             return 0.0
@@ -106,7 +108,10 @@ class Reductions:
         return first + exposed + (calibration.overlap_slowdown - 1.0) * hidden
 
     def flows(self, load: RankLoad) -> list[Flow]:
-        """What the size of a bucket decides, chunks taken for one: reductions, and gathers where there are any."""
+        """Return the streams whose time depends on the bucket's size: reductions, and gathers if there are any.
+
+        Chunks of a pipeline are taken for one.
+        """
         calibration, framework = self._device.calibration, self._device.framework
         # Experts that nobody shares travel nowhere, however many they are: buckets are for what does.
         every = ((self.dense, self.gathered_dense), (self.experts, self.gathered_experts))

@@ -116,7 +116,7 @@ class Flow:
     slowdown: float = 1.0
     """σ: a second of communication that hides costs the computation beside it σ − 1."""
     times: int = 1
-    """How often in a step; all but the last have more to hide their last bucket beside."""
+    """Number of such passes in a step; only the last one has nothing to hide its last bucket behind."""
 
     def exposed(self, bucket: float, first: float) -> float:
         """Return E(b): seconds that are waited for."""
@@ -148,7 +148,7 @@ class _Curve(NamedTuple):
         return _Curve(p, q, c)
 
     def roots(self) -> tuple[float, ...]:
-        """Where it is 0: p·b² + c·b + q = 0."""
+        """Return the bucket sizes at which the curve is 0: p·b² + c·b + q = 0."""
         if self.p == 0.0:
             return (-self.q / self.c,) if self.c else ()
         inside = self.c * self.c - 4.0 * self.p * self.q
@@ -251,10 +251,13 @@ def best_bucket(
     def cost(size: float) -> float:
         return sum(flow.cost(size, first) for flow in flows)
 
+    # E(b) is a maximum of curves p·b + q/b + c with other constants on each range: below the first bucket's size, above
+    # it, and where all gradients are one bucket.
     ranges = _ranges(low, high, first, max(flow.size for flow in flows))
     tried: dict[float, float] = {}
     at = min(max(low, high / 16.0), high)
     for _ in range(_ROUNDS):
+        # No collective is one line at all sizes: α and β are the tangent's at the last best size, until it stays.
         lines = [_Line.near(flow.seconds, at) for flow in flows]
         at = min(_best_on_lines(flows, lines, span) for span in ranges)[1]
         near = next((size for size in tried if abs(size - at) < _SAME * at), None)

@@ -43,8 +43,7 @@ class LossTotals:
         return cls(loss_sum, count)
 
     def addend(self, mesh: Mesh) -> Tensor:
-        """Return sum and count, (2,), as this rank adds them to a sum over the world: nothing where another rank brings
-        the same."""
+        """Return this rank's addend, (2,), to the world's sum and count; zeros if another rank adds the same ones."""
         both = torch.stack([self.sum, self.count])
         return both if mesh.loss_replicas.index == 0 else torch.zeros_like(both)
 
@@ -54,21 +53,21 @@ class LossTotals:
 
 
 class StepObserver(Protocol):
-    """What a runner tells the owner of the gradients (`ReducerSet`)."""
+    """The owner of the gradients (`ReducerSet`), as a runner calls it."""
 
     def on_microbatch(self, remaining: int) -> None:
-        """The backward of a microbatch comes next, with `remaining` more after it.  Only without a pipeline."""
+        """Hear that a microbatch's backward comes next, with `remaining` more after it.  Only without a pipeline."""
         ...
 
     def on_backward(self, part: int, remaining: int) -> None:
-        """A backward of this part comes next that completes its gradients, with `remaining` more after it.
+        """Hear that a backward comes next which completes this part's gradients, with `remaining` more after it.
 
-        Not of schedules that split the backward, except for the last one of `fully_shard` parts.
+        Schedules that split the backward do not call it, except for the last one of `fully_shard` parts.
         """
         ...
 
     def on_last_forward(self, part: int) -> None:
-        """The next backward of this part is its last in this step: a gradient whose hook fires in it is final.
+        """Hear that the next backward of this part is its last in this step: gradients whose hooks fire are final.
 
         Schedules that split the backward do not call it (weight gradients come in passes of their own), except for
         `fully_shard` parts, whose last backward is a full one.
@@ -76,7 +75,7 @@ class StepObserver(Protocol):
         ...
 
     def on_last_backward(self, part: int) -> None:
-        """Every weight gradient of this part is complete.
+        """Hear that every weight gradient of this part is complete.
 
         Parts are told in falling order on every rank, so that a parameter which several parts of a rank share is
         complete with the lowest of them.
@@ -100,7 +99,7 @@ class Runner(Protocol):
 
 
 def microbatch_state(batch: Batch, seed: int, step: int, tokens: LocalTokens | None = None) -> MicrobatchState:
-    """The keys of randomness of one microbatch (on the device already), of whose samples this rank has `tokens`."""
+    """Return the keys of randomness of a microbatch on the device; `tokens`: this rank's, where samples are shared."""
     field = batch.get("tokens")
     return MicrobatchState(
         seed=seed,
@@ -114,7 +113,7 @@ def microbatch_state(batch: Batch, seed: int, step: int, tokens: LocalTokens | N
 def take_microbatch(
     batch: Batch, context: StepContext, device: torch.device, seed: int, step: int
 ) -> tuple[Batch, MicrobatchState]:
-    """Return what this rank computes of a microbatch, on the device, and its keys."""
+    """Return this rank's fields of a microbatch, on the device, and its keys of randomness."""
     moved, tokens = move_batch(batch, device), None
     if context.sequence_shard is not None:
         moved, tokens = context.sequence_shard.cut_batch(moved)
@@ -124,15 +123,17 @@ def take_microbatch(
 def move_batch(batch: Batch, device: torch.device) -> Batch:
     """Move all fields to the device without waiting for the copies.
 
-    None is a view: a model may return what it is given, as the tensor by which a loss differentiates, and `fully_shard`
-    takes no views from a module.
+    No field is a view: a model may return its input, for a loss that differentiates by it, and `fully_shard` warns of
+    a module that returns a view.
     """
     return {name: no_view(tensor.to(device, non_blocking=True)) for name, tensor in batch.items()}
 
 
 def model_inputs(blueprint: Blueprint, batch: Batch, dtype: torch.dtype | None) -> dict[str, Any]:
-    """Keywords of the model's forward; fields that the batch lacks are left out, and where `blueprint.casts_inputs`,
-    floating ones are cast to `dtype`."""
+    """Return the keywords of the model's forward, without fields that the batch lacks.
+
+    With `blueprint.casts_inputs`, floating-point fields are cast to `dtype`.
+    """
     keywords = blueprint.keywords(batch)
     if dtype is None or not blueprint.casts_inputs:
         return keywords
@@ -144,13 +145,13 @@ def model_inputs(blueprint: Blueprint, batch: Batch, dtype: torch.dtype | None) 
 
 
 def compute_dtype_of(module: nn.Module) -> torch.dtype | None:
-    """Dtype of the first floating-point parameter; None when there is none."""
+    """Return the dtype of the first floating-point parameter; None: there is none."""
     return next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), None)
 
 
 @contextmanager
 def evaluating(modules: Sequence[nn.Module]) -> Generator[None]:
-    """Evaluation mode without gradients; afterwards every submodule is in the mode it was in before."""
+    """Enter evaluation mode without gradients, and restore the mode of every submodule afterwards."""
     training = [inner for module in modules for inner in module.modules() if inner.training]
     for module in modules:
         module.eval()

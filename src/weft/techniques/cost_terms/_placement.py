@@ -191,7 +191,7 @@ class Network:
     # ── ranks to slots ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _scale(self, world: int) -> tuple[int, int]:
-        """Slots per rank, and ranks per slot.  Ranks on cores spread over all of them, and may outnumber them."""
+        """Return slots per rank and ranks per slot.  Ranks on cores spread over all cores, and may outnumber them."""
         devices = self.cluster.num_devices
         if self.cluster.has_accelerators:
             return 1, 1
@@ -210,6 +210,8 @@ class Network:
         if key not in self._placed:
             levels = self._levels_at(density)
             size = math.prod(size for size, _ in lattice)
+            # From the inside out: how many blocks of each level a group touches, and how many members it has in each.
+            # A formula where groups lie regularly, and a look at a sample of them where they do not.
             spans = [(size, 1)]
             for level in levels[:-1]:
                 span = _even_span([(n, stride * spacing) for n, stride in lattice], level.slots) if regular else None
@@ -221,8 +223,10 @@ class Network:
         return self._placed[key]
 
     def _group_of(self, size: int, legs: tuple[Leg, ...], siblings: int) -> AxisGroup:
-        """One object for all groups that cost the same, so that what is priced for one is known for the others.
-        Siblings count where links were measured with several groups at work."""
+        """Return one object for all groups that cost the same, so that a price of one is known for the others.
+
+        Siblings count where links were measured with several groups at work.
+        """
         counts = any(leg.level.measured for leg in legs)
         key = (size, tuple(leg.place for leg in legs), siblings if counts else 1)
         if key not in self._alike:
@@ -236,7 +240,7 @@ class Network:
         return slots[min(rank * spacing, len(slots) - 1)]
 
     def _examine(self, lattice: Lattice, world: int, spacing: int, block: int) -> tuple[int, int]:
-        """Look at groups one by one, and return blocks that the widest touches and members of the thinnest in one."""
+        """Look at groups one by one; return the most blocks that a group touches, and the fewest members in a block."""
         offsets = [0]
         for size, stride in lattice:
             offsets = [offset + index * stride for index in range(size) for offset in offsets]
@@ -259,7 +263,7 @@ class Network:
         return min(pairs, key=lambda pair: pair.legs[-1].pair if pair.legs else math.inf)
 
     def _pair(self, layout: Layout, stage: int, distance: int, stride: int) -> AxisGroup:
-        """Two ranks `distance` apart, of which `stride` neighbours in a row send at once."""
+        """Return a pair of ranks `distance` apart, of whose kind `stride` neighbours in a row send at once."""
         world = layout.world_size
         spacing, density = self._scale(world)
         period = stride * layout.pipeline
@@ -276,6 +280,8 @@ class Network:
         return self._placed[key]
 
     def _farthest(self, starts: Iterable[int], distance: int, row: int, spacing: int, density: int) -> AxisGroup:
+        # The pair that crosses the outermost level decides: all pairs of a boundary send at once, and a step waits for
+        # the slowest.  Levels are nested, so the first one whose block holds both ranks is the outermost crossed.
         crossed = -1
         levels = self._levels_at(density)
         for start in starts:
@@ -290,13 +296,14 @@ class Network:
         senders = min(row * spacing, level.unit) if level.unit > 1 else 1
         share = min(level.alone, level.bandwidth * level.unit / senders) if level.unit > 1 else level.bandwidth
         leg = _leg(level, share, units=2, members=1, stride=apart)
+        # On rails a sender at another place of its unit first hands the message to the device of the receiver's rail.
         inside = [_leg(inner, inner.bandwidth, units=2, members=1, stride=1) for inner in levels[:crossed][-1:]]
         legs = (*inside, leg) if level.is_rails and abs(distance) * spacing % level.unit else (leg,)
         return AxisGroup(2, legs, row, self._per_copied_byte, self._algorithms)
 
 
 def _axes(layout: Layout) -> list[tuple[Axis, int, int]]:
-    """Axes with size and stride, innermost first."""
+    """Return (axis, size, stride in ranks), innermost first."""
     axes: list[tuple[Axis, int, int]] = []
     stride = 1
     for axis in reversed(layout.order):
@@ -310,7 +317,7 @@ def _axes(layout: Layout) -> list[tuple[Axis, int, int]]:
 def _borrowed(
     layout: Layout, axes: Sequence[tuple[Axis, int, int]]
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """What the expert axis takes of other axes and what it leaves, as (size, stride).
+    """Return the parts of other axes that the expert axis takes, and those that it leaves, as (size, stride).
 
     It borrows from the plan's lenders just outside of it in the order first, then from those inside; from tensor only
     where they do not suffice, as other systems allow.  What it leaves are ranks with the same experts: those of tensor
@@ -329,7 +336,7 @@ def _borrowed(
     taken: list[tuple[int, int]] = []
     for axis in lenders:
         size, stride = sizes[axis]
-        part = math.gcd(size, remaining)
+        part = math.gcd(size, remaining)  # as much of a lender as divides both
         taken.append((part, stride))
         left.append((size // part, stride * part))
         remaining //= part
@@ -338,7 +345,7 @@ def _borrowed(
 
 
 def _merge(dimensions: Sequence[tuple[int, int]]) -> Lattice:
-    """Leave out sizes of one, and join neighbours that follow one another without a gap."""
+    """Leave out sizes of 1, and join dimensions that follow one another without a gap."""
     merged: list[tuple[int, int]] = []
     for size, stride in dimensions:
         if size == 1:
@@ -351,7 +358,8 @@ def _merge(dimensions: Sequence[tuple[int, int]]) -> Lattice:
 
 
 def _even_span(lattice: Sequence[tuple[int, int]], block: int) -> tuple[int, int] | None:
-    """Blocks that each group touches and its members in each, or None where groups lie differently."""
+    """Return the blocks that each group touches and its members in each; None: groups lie differently."""
+    # A dimension lies inside of a block, across blocks, or is cut by their borders; each is even only if it divides.
     total, inside = 1, 1
     for size, stride in lattice:
         total *= size
@@ -370,7 +378,8 @@ def _even_span(lattice: Sequence[tuple[int, int]], block: int) -> tuple[int, int
 
 
 def _uneven_span(size: int, stride: int, world: int, block: int) -> tuple[int, int]:
-    """The same of one dimension that does not fit blocks, for the worst of its groups."""
+    """Return the same for one dimension that does not fit blocks, of the worst of its groups."""
+    # Groups repeat in blocks after lcm(period, block) ranks, so block / gcd of them show every alignment.
     period = size * stride
     length = (size - 1) * stride
     widest, thinnest = 1, size
@@ -392,7 +401,7 @@ def _uneven_span(size: int, stride: int, world: int, block: int) -> tuple[int, i
 
 
 def _bases(lattice: Lattice, world: int) -> Sequence[int]:
-    """First ranks of groups: all, or a sample where there are many."""
+    """Return the first ranks of groups: all, or a sample where there are many."""
     bases: Sequence[int] = range(1)
     filled = 1
     for size, stride in (*lattice, (1, world)):
@@ -403,7 +412,7 @@ def _bases(lattice: Lattice, world: int) -> Sequence[int]:
 
 
 def _sample(items: Sequence[int], most: int) -> Sequence[int]:
-    """At most `most` of them: neighbours from the first on, which see every alignment, and others up to the last."""
+    """Return at most `most` items: neighbours from the first on, which see every alignment, and others to the last."""
     if len(items) <= most:
         return items
     head = most // 2
@@ -424,7 +433,7 @@ def _legs(levels: Sequence[Level], spans: Sequence[tuple[int, int]], lattice: La
 
 
 def _leg(level: Level, bandwidth: float, *, units: int, members: int, stride: int) -> Leg:
-    """Share a level's links among the groups that use them."""
+    """Return a level's leg of a group: the level's links are shared among the groups that use them."""
     circle = max(level.circle, units)
     if level.topology == "fully_connected":
         pair = bandwidth / (circle - 1)

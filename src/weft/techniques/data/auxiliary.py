@@ -61,6 +61,8 @@ class AuxiliaryRunner(SequentialRunner):
         self, microbatches: Sequence[Batch], *, step: int, seed: int, scale: float | Tensor, observer: StepObserver
     ) -> LossTotals:
         """See `Runner`."""
+        # S and N must be known before the first backward.  With one microbatch its own forward gives them; with several
+        # an extra forward of each does, without gradients, because keeping all graphs would keep all activations.
         moved = [move_batch(batch, self._device) for batch in microbatches]
         states = [microbatch_state(batch, seed, step) for batch in moved]
         if len(moved) == 1:
@@ -83,7 +85,7 @@ class AuxiliaryRunner(SequentialRunner):
         return totals
 
     def _forward(self, batch: Batch, state: MicrobatchState) -> _Forward:
-        """One forward gives both, so that terms see what the loss sees."""
+        """Return loss and terms of one forward, so that the terms see the same outputs as the loss."""
         sums: dict[str, tuple[Tensor, Tensor]] = {}
 
         def both(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -95,7 +97,7 @@ class AuxiliaryRunner(SequentialRunner):
 
     @torch.no_grad()
     def _rehearsed(self, moved: Sequence[Batch], states: Sequence[MicrobatchState]) -> list[_Forward]:
-        """Forwards of all microbatches without backwards; what they change in buffers is put back."""
+        """Return forwards of all microbatches without gradients; changed buffers are restored."""
         buffers = [(buffer, buffer.clone()) for buffer in self._part.module.buffers()]
         sums = [self._forward(batch, state) for batch, state in zip(moved, states, strict=True)]
         for buffer, before in buffers:
@@ -104,7 +106,8 @@ class AuxiliaryRunner(SequentialRunner):
 
     @torch.no_grad()
     def _add_up(self, forwards: Sequence[_Forward]) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-        """Count of the loss, and sums and count of every term, over the whole batch: 0-d, or as `sums` gives them."""
+        """Return the loss's count, 0-d, and each term's sums and count over the whole batch.  Collective."""
+        # One fp64 vector (1 + Σ (size + 1),) for all of them, so that ranks pay one small all-reduce.
         shapes = {name: sums.shape for name, (sums, _) in forwards[0][2].items()}
         rows = [
             torch.cat([t.detach().to(torch.float64).reshape(-1) for t in (count, *itertools.chain(*terms.values()))])
@@ -117,7 +120,7 @@ class AuxiliaryRunner(SequentialRunner):
         return count[0], {name: (sums.view(shape), own[0]) for (name, shape), sums, own in pairs}
 
     def _slope(self, term: AuxiliaryLoss, sums: Tensor, count: Tensor) -> Tensor:
-        """What the term changes by with every element of the sums."""
+        """Return the derivative of a weighted term by its sums, (shape of the sums)."""
         mean = _mean(sums, count).requires_grad_()
         with torch.enable_grad():
             (slope,) = torch.autograd.grad(term.value(mean) * term.weight, mean)

@@ -45,7 +45,7 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, mean, variance, total, weight = ctx.saved_tensors
         grad = grads[0].to(mean.dtype)
-        centred = x.to(mean.dtype) - _broadcast(mean, x)
+        centred = x.to(mean.dtype) - _broadcast(mean, x)  # (samples, channels, …); statistics are (channels,)
         inverse = (variance + ctx.epsilon).rsqrt()
         by_bias, by_weight = grad.sum(_dims(x)), (centred * grad).sum(_dims(x)) * inverse
         by_x = None
@@ -66,7 +66,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _statistics(x: Tensor, view: GroupView) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance and count per channel over all ranks, the same on all to the last bit.
+    """Return mean, biased variance and count per channel over all ranks, the same bits on each.  Collective.
 
     Deviations are taken from each rank's own mean (Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm
     for computing sample variances", 1979, eq. 2.1): sums of squares alone cancel where |mean| >> deviation.  In passes
@@ -76,6 +76,8 @@ def _statistics(x: Tensor, view: GroupView) -> tuple[Tensor, Tensor, Tensor]:
     mean = x.sum(_dims(x)) / max(1, count)
     squares = (x - _broadcast(mean, x)).square_().sum(_dims(x))
     own = torch.cat([mean, squares, x.new_full((1,), count)])  # filled there: no wait for a copy from the host
+    # Gathered and combined in the order of ranks on each of them, so that all get the same bits; the ranks' counts may
+    # differ, and weigh their means.
     every = all_gather(own, view)
     means, squares, counts = *every[:, :-1].chunk(2, dim=1), every[:, -1:]
     total = counts.sum()
@@ -85,7 +87,7 @@ def _statistics(x: Tensor, view: GroupView) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _dims(x: Tensor) -> list[int]:
-    """All but the channels."""
+    """Return all dims except that of the channels."""
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
@@ -148,6 +150,7 @@ def apply_batch_norm(part: nn.Module, mesh: Mesh, *, is_narrow: bool = False) ->
         return
     for module in part.modules():
         if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+            # By class, not by a new module: names, buffers and the user's references to it stay.
             object.__setattr__(module, "__class__", _synchronised(type(module)))
             object.__setattr__(module, "_weft_view", view)
 

@@ -38,9 +38,9 @@ Site = tuple[CodeType, int]
 """A function's code, and the instruction in it that calls an operator."""
 
 _SAMPLES, _MORE = 5, 7
-"""Numbers of samples that few other sizes are, and neither a multiple of the other."""
+"""Numbers of samples of the two forwards: primes, so that few other sizes of a model equal or divide by them."""
 _COUNTS = frozenset({"arange", "linspace", "randperm"})
-"""Functions that number samples, which a rank would begin at 0."""
+"""Functions that number samples; each rank would begin at 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +225,8 @@ class _Look:
         self._gathers: list[GatheredTensor] = []
 
     def found(self) -> WholeBatch:
+        # A dim that grows between 5 and 7 samples holds samples.  A third forward with the gathers in place shows
+        # whether anything goes back from all samples to one rank's.
         few, more = self._run(_SAMPLES), self._run(_MORE)
         products = _products(few, more)
         whole = self._run(_SAMPLES, products)
@@ -341,7 +343,7 @@ def _count_blocks(module: nn.Module, blueprint: Blueprint, blocks: list[int]) ->
 
 
 def _products(few: _Run, more: _Run) -> dict[Site, Dims]:
-    """Calls whose result grows in two dims, of operands that grow in one."""
+    """Return the calls whose result grows in two dims while their operands grow in one each."""
     _check_alike(few, more)
     products: dict[Site, Dims] = {}
     plain: set[Site] = set()
@@ -393,14 +395,17 @@ def _shown(site: Site) -> str:
 
 
 def _growing(one: tuple[int, ...], two: tuple[int, ...]) -> list[int]:
-    """Dims that differ between two numbers of samples; all of them, where even their number does."""
+    """Return the dims whose sizes differ between two numbers of samples; all dims, if their number differs."""
     if len(one) != len(two):
         return list(range(max(len(one), len(two))))
     return [dim for dim, sizes in enumerate(zip(one, two, strict=True)) if sizes[0] != sizes[1]]
 
 
 def _own_dim(few: tuple[int, ...], more: tuple[int, ...], whole: tuple[int, ...]) -> int | None:
-    """The dim in which an output has this rank's samples alone; None: it has those of all, or none; or `_MIXED`."""
+    """Return the dim in which an output has this rank's samples alone, or `_MIXED`.
+
+    None: the output has the samples of all ranks, or of none.
+    """
     grows, joined = _growing(few, more), _growing(few, whole)
     own = [dim for dim in grows if dim not in joined]
     if not own:

@@ -26,7 +26,7 @@ from weft.techniques.expert.row_counts import rows_of_expert
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where the rows of one call go, and in which order they are once they are there."""
+    """The numbers of rows that one call exchanges, and the order of the rows after the exchange."""
 
     view: GroupView
     sent: list[int]
@@ -36,9 +36,9 @@ class Route:
     counts: Tensor
     """int64, (own experts,): rows for each of this rank's experts."""
     by_expert: Tensor
-    """int64, (rows taken,): which of the rows as they come, by rank, stands where once they are sorted by expert."""
+    """int64, (rows received,): index, in the order of arrival, of each row in the order of experts."""
     by_rank: Tensor
-    """Its inverse."""
+    """int64, (rows received,): the inverse permutation of `by_expert`."""
 
     @property
     def num_taken(self) -> int:
@@ -56,11 +56,14 @@ def find_route(counts: Tensor, num_rows: int, view: GroupView) -> Route:
     own = counts.numel() // view.size
     transport_device = torch.device("cpu") if runs_on_gloo(counts.device, view.group) else counts.device
     arrived = counts.new_empty(counts.numel(), device=transport_device)
+    # Counts first: the exchange of rows is uneven, and every rank must know how many come before it can post buffers.
     dist.all_to_all_single(arrived, counts.contiguous().to(transport_device), group=view.group)
     is_real = type(counts) is Tensor and not counts.is_meta
     to_all = counts.tolist() if is_real else [rows_of_expert(num_rows, counts.numel(), e) for e in range(len(counts))]
     mine = to_all[view.index * own : (view.index + 1) * own]
     from_all = arrived.tolist() if is_real else mine * view.size
+    # Rows arrive rank by rank, and within a rank expert by expert: (ranks, own experts) runs.  A stable sort by expert
+    # keeps the order of ranks within an expert, so sums over rows do not depend on arrival.
     runs = torch.tensor(from_all, device=counts.device)
     expert_of = torch.arange(own, device=counts.device).repeat(view.size)
     by_expert = expert_of.repeat_interleave(runs, output_size=sum(from_all)).argsort(stable=True)
@@ -93,7 +96,7 @@ class RowJourney(Journey):
         buffer = torch.empty_like(arriving, device="cpu") if is_by_way else arriving
         work = dist.all_to_all_single(buffer, sent, receive_counts, send_counts, group=view.group, async_op=True)
 
-        def wait(sent: Tensor = sent) -> Tensor:  # what leaves must stay until it has left
+        def wait(sent: Tensor = sent) -> Tensor:  # the default keeps the sent rows alive until they have left
             if work is not None:
                 work.wait()
             return arriving.copy_(buffer) if is_by_way else arriving
@@ -130,6 +133,7 @@ class AllToAllDispatcher:
         route = find_route(counts, chosen.numel(), self._view)
         self._note(route.num_taken)
         outward, back = RowJourney(route, is_outward=True), RowJourney(route, is_outward=False)
+        # (tokens, hidden) → (tokens · top_k, hidden), sorted by expert; the shared expert computes while they travel.
         leaving = leave(spread(tokens, order, places), outward)
         beside = meanwhile()
         made = compute(arrive(leaving, outward), route.counts)

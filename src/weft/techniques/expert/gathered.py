@@ -102,6 +102,7 @@ def own_copies(chosen: Tensor, first: int, own: int, assumed: int) -> OwnCopies:
     """
     top_k, local = chosen.shape[1], chosen.long() - first
     here = (local >= 0) & (local < own)
+    # Choices of other ranks' experts sort behind the own ones, and are cut off.
     by_expert = torch.where(here, local, own).view(-1)
     by_choice = torch.where(here, torch.arange(top_k, device=chosen.device), top_k).view(-1)
     counts = torch.zeros(own + 1, dtype=torch.int64, device=chosen.device)
@@ -121,7 +122,7 @@ def own_copies(chosen: Tensor, first: int, own: int, assumed: int) -> OwnCopies:
 
 
 def _per_choice(here: Tensor, assumed: int) -> list[int]:
-    """Copies by choice: the one time that the host waits for the device."""
+    """Return the number of copies by choice.  Here alone the host waits for the device."""
     if type(here) is Tensor and not here.is_meta:
         return here.sum(0).tolist()
     fewest, more = divmod(assumed, here.shape[1])
@@ -129,7 +130,11 @@ def _per_choice(here: Tensor, assumed: int) -> list[int]:
 
 
 class _SpreadOwn(torch.autograd.Function):
-    """Rows of tokens (n, hidden).  No token stands twice in one choice, so that sums have an order of their own."""
+    """Tokens (n, hidden) → rows (rows, hidden), sorted by expert.
+
+    The backward sums rows choice by choice.  No token stands twice in one choice, so every sum has a fixed order, where
+    `index_add_` with repeated indices would not have one on an accelerator.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, copies: OwnCopies) -> Tensor:
@@ -148,7 +153,7 @@ class _SpreadOwn(torch.autograd.Function):
 
 
 class _CombineOwn(torch.autograd.Function):
-    """Sums of what became of copies, each times its weight of (n, top_k), choice by choice."""
+    """Expert outputs (rows, hidden) and weights (n, top_k) → weighted sums (n, hidden), choice by choice."""
 
     @staticmethod
     def forward(ctx: Any, made: Tensor, weights: Tensor, copies: OwnCopies) -> Tensor:
@@ -192,6 +197,7 @@ class AllGatherDispatcher:
         """See `Dispatcher`."""
         view, num_tokens = self._view, tokens.shape[0]
         most = self._most(num_tokens, tokens.device)
+        # Ranks fill up to the longest share, as a gather wants equal parts; a filled-up token chooses no expert.
         every_choice = all_gather(_filled_up(chosen.to(torch.int32), most, _NOBODY), view).flatten(0, 1)
         outward, back = TokenJourney(view, is_outward=True), TokenJourney(view, is_outward=False)
         leaving = leave(_filled_up(tokens, most), outward)
@@ -205,12 +211,12 @@ class AllGatherDispatcher:
         return arrive(leave(sums.to(tokens.dtype), back), back)[:num_tokens], beside
 
     def _gather_weights(self, weights: Tensor) -> Tensor:
-        """In fp32 or wider: their gradients are parts of sums."""
+        """Return the weights of all ranks, gathered in fp32 or wider, because their gradients are summed over ranks."""
         wide = torch.promote_types(weights.dtype, torch.float32)
         return gather_samples(weights.to(wide), self._view, 0).to(weights.dtype)
 
     def _most(self, num_tokens: int, device: torch.device) -> int:
-        """Tell the group how many tokens there are; return how many the rank with the most has.  Collective."""
+        """Return the largest number of tokens on any rank.  Collective."""
         counts = all_gather(torch.tensor([num_tokens], device=device), self._view)
         if type(counts) is Tensor and not counts.is_meta:
             return int(counts.max())

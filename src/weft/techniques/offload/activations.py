@@ -134,6 +134,7 @@ class ActivationKeeper:
     @contextmanager
     def within(self, microbatch: object, own: Iterable[Tensor]) -> Generator[None]:
         """Let what is saved here wait elsewhere.  `own` tensors belong to the block and stay."""
+        # Bounds what has not left yet: a block computes while the block before it is written, and no more wait.
         while len(self._behind) > _BEHIND:
             _wait_call(self._behind.popleft())
         before = None if self._last is None or self._last[0] is not microbatch else weakref.ref(self._last[1])
@@ -162,6 +163,7 @@ class ActivationKeeper:
         if identity in self._own:
             return None
         watch, is_fake = self.watch(tensor), isinstance(tensor, FakeTensor)
+        # Several saved tensors may view one storage: it is written once, unless it was changed in between.
         memory = self._known.get(identity)
         if memory is None or not memory.is_unchanged(version):
             memory = _Memory(storage.nbytes(), storage, StorageWeakRef(storage), watch, version)
@@ -207,7 +209,7 @@ class ActivationKeeper:
     def _write(self, waiting: weakref.ref[_Memory], computed: torch.Event | None) -> None:
         memory = waiting()
         if memory is None or memory.is_wanted:
-            return  # backward was there first
+            return  # backward has come before the write: the storage stays, and nothing is lost
         if computed is not None:
             computed.synchronize()
         assert self._depot is not None
@@ -215,7 +217,7 @@ class ActivationKeeper:
         place = self._depot.put(_bytes_of(memory.storage, self._device))
         with self._lock:
             self.moved_bytes += memory.size
-            if not memory.is_wanted:
+            if not memory.is_wanted:  # looked at again: backward may have asked while the bytes were on their way
                 memory.place, memory.storage = place, None
 
     def _recall(self, memory: _Memory) -> None:
@@ -254,6 +256,7 @@ class ActivationKeeper:
             raise _written_to(saved.shape, saved.watch._version, saved.version)
         if saved.here is not None:
             return saved.here
+        # A block's backward starts the reads of the block before it, so that they travel while this one computes.
         self._bring(saved.call)
         memory = saved.memory
         self._recall(memory)
@@ -279,7 +282,7 @@ class ActivationKeeper:
         call.is_recalled = True
 
     def _next_unread(self) -> _Call | None:
-        """The last block of the microbatch that has waited longest, whose backward schedules run next."""
+        """Return the last block of the microbatch that has waited longest: schedules run its backward next."""
         while self._unread:
             call = self._unread[0]()
             if call is not None and not call.is_recalled:
@@ -321,7 +324,7 @@ def _bytes_of(storage: UntypedStorage, device: torch.device) -> Tensor:
 
 
 def _moment(device: torch.device) -> torch.Event | None:
-    """What a device has been told so far, for others to wait for; cores have done what they were told."""
+    """Return an event after the device's work so far; None on a CPU, which has done its work already."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
 
 

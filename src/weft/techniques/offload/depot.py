@@ -18,23 +18,25 @@ _GROWTH_BYTES = 8 << 20
 
 
 class Depot(Protocol):
-    """Keeps bytes under places that it gives out.  `put` and `get` run on threads of their own, one of each."""
+    """Keeps bytes, and hands out places for them.  `put` and `get` each run on one thread of their own."""
 
     def put(self, source: Tensor) -> Any:
-        """Keep a flat tensor of bytes, and return its place once `source` may be changed.  The place is given back
-        when nobody holds it any more."""
+        """Store a flat uint8 tensor, and return its place once `source` may be changed.
+
+        The place is free again when nobody holds the returned object.
+        """
         ...
 
     def room(self, num_bytes: int) -> Tensor:
-        """Return a flat tensor of bytes on the device to get so many into."""
+        """Return a flat uint8 tensor on the device, of `num_bytes` or more, to read into."""
         ...
 
     def get(self, place: Any, into: Tensor) -> None:
-        """Fill what `room` returned with what was put, and return when it is there."""
+        """Read a place into a tensor from `room`; return when the bytes are there."""
         ...
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Free files and memory."""
         ...
 
 
@@ -55,6 +57,7 @@ class Runs:
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         with self._lock:
             self._collect()
+            # First fit: sizes of a model's activations repeat from block to block, so freed runs mostly fit exactly.
             for index, (start, length) in enumerate(self._free):
                 if length >= size:
                     self._free[index : index + 1] = [(start + size, length - size)] if length > size else []

@@ -25,8 +25,8 @@ from weft.techniques.core import Shard
 from weft.techniques.offload.storage import ALIGNMENT, Storage, new_buffer
 
 _GROUP_BYTES, _GROUPS = 32 << 20, 8
-"""Shards are gathered into groups of so much, enough that a transfer's start does not count; on a rank that keeps
-little into as many groups, so that the buffers are small beside what they stand for."""
+"""Least bytes of a group of shards, so that a transfer's start does not count; and the least number of groups, so that
+the buffers of a rank that keeps little are small beside its states."""
 _BUFFERS = 3
 _TENSOR_ALIGNMENT = 64
 
@@ -131,7 +131,7 @@ class StateKeeper:
             self._buffers = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(count)]
         else:
             self._storage = create(total)
-            # One thread moves everything in the order in which it is told, so what is read into a buffer was written.
+            # One thread runs all moves in their order, so a buffer is written out before it is read into again.
             self._mover = ThreadPoolExecutor(1, "weft-offload")
             self._buffers = [new_buffer(largest, self._device) for _ in range(count)]
         for group in self._groups:
@@ -170,7 +170,7 @@ class StateKeeper:
         return _Group(list(shards), masters, states)
 
     def _write_first(self, group: _Group) -> None:
-        """Let masters leave for the first time; states are zeros, as the storage is."""
+        """Write masters to the storage for the first time; states are zeros, as the storage is."""
         region = self._buffers[0][: group.masters.size]
         for item in group.masters.items:
             region[item.offset : item.offset + item.size].view(item.dtype).copy_(item.tensor)
@@ -190,6 +190,8 @@ class StateKeeper:
             _rest(resident)
         visited = {id(shard) for shard in shards}
         groups = [group for group in self._groups if any(id(shard) in visited for shard in group.shards)]
+        # The read of the next group starts before this one is worked on, and the write of the last one may still run:
+        # one buffer is read into, one is worked on, one is written from.
         reads = [self._fetch(group, number, states) for number, group in enumerate(groups[:1])]
         for number, group in enumerate(groups):
             reads[number].result()
@@ -199,11 +201,11 @@ class StateKeeper:
             _attach(regions, buffer)
             try:
                 yield [shard for shard in group.shards if id(shard) in visited]
-            finally:
+            finally:  # also if the optimizer raises: buffers must not stay attached
                 self._leave(group, regions, buffer, writes)
 
     def _fetch(self, group: _Group, number: int, states: bool) -> Future[None]:
-        """Begin to read the group that is visited as the `number`th into its buffer."""
+        """Start to read a group, the `number`th of this visit, into its buffer."""
         regions, buffer = _regions(group, states), self._buffers[number % len(self._buffers)]
         return self._moved(self._read, regions[0].start, buffer[: _size(regions)])
 
@@ -211,8 +213,8 @@ class StateKeeper:
         if writes:
             for shard in group.shards:
                 shard.write_weights()
-        # The thread that moves does not wait for the device: not before it writes the buffer, nor, where nothing is
-        # written, before it reads the next group into it.
+        # The moving thread does not wait for the device, so this one does: before the buffer is written out, or the
+        # next group is read into it.
         synchronize(self._device)
         for region in regions:
             for item in region.items:
@@ -258,7 +260,7 @@ class StateKeeper:
             self._storage.let_go()
 
     def refresh(self, shards: Sequence[Shard]) -> None:
-        """Publish masters that were changed where they lie."""
+        """Write weights from masters that were changed in the storage (by a loaded checkpoint)."""
         for _ in self.visit(shards, states=False, writes=True):
             pass
 

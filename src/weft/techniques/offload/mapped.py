@@ -37,7 +37,7 @@ Span = tuple[int, int]
 
 
 class _Place(NamedTuple):
-    """Where a shard and its gradient lie."""
+    """The places of a shard and of its gradient in the file."""
 
     weights: Span
     gradients: Span | None
@@ -47,7 +47,7 @@ class _Place(NamedTuple):
 
 @final
 class MappedFile:
-    """Tensors in a file without a name, whose pages can be told to come and to go."""
+    """Tensors in a file without a name, whose pages can be read ahead and dropped."""
 
     def __init__(self, storage: FileStorage, num_bytes: int) -> None:
         storage.grow(num_bytes)
@@ -63,16 +63,16 @@ class MappedFile:
         return whole.view(like.shape), span
 
     def expect(self, span: Span) -> None:
-        """Begin to read pages."""
+        """Start to read pages."""
         os.posix_fadvise(self._storage.descriptor, *span, os.POSIX_FADV_WILLNEED)
 
     def let_go(self, span: Span) -> None:
-        """Let pages go: what was written to them stays, and is read again by whoever looks."""
+        """Drop pages from memory: their content stays in the file, and the next access reads it again."""
         self._map.madvise(mmap.MADV_DONTNEED, *span)
         os.posix_fadvise(self._storage.descriptor, *span, os.POSIX_FADV_DONTNEED)
 
     def write_out(self) -> None:
-        """Wait until the disk has everything, and let all pages go."""
+        """Wait until the disk has everything, and drop all pages."""
         os.fdatasync(self._storage.descriptor)
         os.posix_fadvise(self._storage.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -82,7 +82,7 @@ class MappedFile:
 
 @dataclass(frozen=True, slots=True)
 class _Landing:
-    """Lets a gradient land.  Weak: autograd hides its hooks from the garbage collector."""
+    """Moves a new gradient into the file.  Weak: the garbage collector does not see autograd's hooks."""
 
     parameters: weakref.ref[OffloadedParameters]
 
@@ -157,7 +157,7 @@ class OffloadedParameters(TechniqueRuntime):
         return on_host(there, tensor)
 
     def _rest(self) -> None:
-        """Let go of all pages."""
+        """Drop all pages."""
         for place in self._places.values():
             self._let_go(place)
 
@@ -217,7 +217,7 @@ class OffloadedParameters(TechniqueRuntime):
             units[index].register_forward_pre_hook(partial(self._gathered, spans[index], []))
 
     def _spans_of(self, unit: nn.Module) -> list[Span]:
-        """Where the shards lie that are gathered with a unit."""
+        """Return the file spans of the shards that are gathered with a unit."""
         others = {id(parameter) for inner in _units_within(unit) for parameter in inner.parameters()}
         own = [weight for weight in unit.parameters() if isinstance(weight, DTensor) and id(weight) not in others]
         places = [self._places.get(weight.to_local().data_ptr()) for weight in own]
@@ -231,14 +231,14 @@ class OffloadedParameters(TechniqueRuntime):
                 self._file.expect(span)
 
     def _watch(self, read: Sequence[Span], coming: Sequence[Span], unit: nn.Module, args: Any, output: Any) -> None:
-        """Do so again in backward, whose gathers are hooked to what the unit returns."""
+        """Do the same in backward, whose gathers are hooked to the unit's outputs."""
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(partial(self._gathered, read, coming))
                 return
 
     def end_step(self, step: int, counts: Sequence[float] | None) -> bool:
-        """The disk writes behind the next forward what the step has changed."""
+        """Start to write the step's changes to the disk, behind the next forward."""
         self._wait_write()
         if self._writer is not None and self._file is not None:
             self._written = self._writer.submit(self._file.write_out)
@@ -272,7 +272,7 @@ def _units_within(unit: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_even(parameter: DTensor) -> bool:
-    """Whether a shard is as long as those of all ranks, so that `fully_shard` gathers it as it lies."""
+    """Return whether all ranks' shards are equally long, so that `fully_shard` gathers the file's memory directly."""
     chunks = 1
     for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
         chunks *= size if placement.is_shard(0) else 1
@@ -285,7 +285,7 @@ def on_host(local: Tensor, like: DTensor) -> DTensor:
 
 
 def identity_of(tensor: DTensor) -> int:
-    """The same for all tensors of one memory, also for fake ones."""
+    """Return a number that is the same for all tensors of one storage, fake ones included."""
     return _local(tensor).untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 

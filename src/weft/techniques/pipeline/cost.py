@@ -34,7 +34,7 @@ class StageTimes:
 
 
 class PipelineTimes(NamedTuple):
-    """When a step's pipeline ends."""
+    """The length of a step's pipeline, and the ranks' idle time at its end."""
 
     seconds: float
     slack: Sequence[float]
@@ -116,7 +116,11 @@ def least_share(shares: ScheduleShares, balance: Column, pipeline: Column, micro
 
 
 def _slowest_window(work: Sequence[float], hop: float) -> float:
-    """The largest mean of neighbours' work and of the transfers (there and back) between them."""
+    """Return the largest mean over runs of neighbouring stages of their work and the transfers between them.
+
+    Under 1F1B neighbours wait for one another's activations and gradients, so a slow stage with slow neighbours sets
+    the period, and not always the slowest stage alone.
+    """
     mean = sum(work) / len(work) + hop * (len(work) - 1) / len(work)
     slowest = max(work)
     if hop == 0.0 or mean >= slowest + hop * (len(work) - 1) / len(work):
@@ -167,7 +171,7 @@ def busy_seconds(schedule: PricedSchedule, pipeline: int, chunks: int, microbatc
 
 
 def busiest(schedule: PricedSchedule, pipeline: int, chunks: int, times: StageTimes) -> float:
-    """Seconds that one microbatch takes of the rank that works longest on it."""
+    """Return the seconds that the busiest rank computes for one microbatch."""
     busy = [0.0] * pipeline
     rows = zip(stage_ranks(schedule, pipeline, chunks), times.forward, times.input, times.weight, strict=True)
     for rank, forward, inputs, weight in rows:
@@ -176,7 +180,7 @@ def busiest(schedule: PricedSchedule, pipeline: int, chunks: int, times: StageTi
 
 
 def _slacks(pipeline: int, both: Sequence[float], hop: float) -> list[float]:
-    """Later ranks end earlier, by the backwards that follow theirs."""
+    """Return the seconds by which each rank ends early: the backwards of the ranks before it follow its own."""
     slack, before = [0.0], 0.0
     for rank in range(pipeline - 1):
         before += both[rank] + hop
@@ -277,7 +281,7 @@ def flights(
 
 
 def _waiting_passes(schedule: PricedSchedule, pipeline: Column, chunks: Column, rank: Column) -> Column:
-    """Forwards that a rank has done, all of its chunks together, when its first backward begins."""
+    """Return the forwards that a rank has done, over all its chunks, when its first backward begins."""
     ahead = pipeline - 1 - rank
     if schedule == "interleaved_zero_bubble":
         # Weight passes that are put off keep their activations: as many as the rank's number.
@@ -288,5 +292,5 @@ def _waiting_passes(schedule: PricedSchedule, pipeline: Column, chunks: Column, 
 
 
 def _folded(schedule: PricedSchedule, pipeline: Column, microbatches: Column, rank: Column) -> tuple[Column, Column]:
-    """On the way down and on the way up."""
+    """Return the microbatches in flight in the first chunk (down) and in the second one (up) of a folded schedule."""
     return smaller(2 * pipeline - rank - (schedule == "zbv"), microbatches), smaller(rank + 1, microbatches)

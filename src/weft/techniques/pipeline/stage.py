@@ -29,12 +29,14 @@ class _InFlight:
     received: Tensor | None
     """The activation from the previous stage, a leaf that collects its gradient; None on the first stage."""
     root: GradientEdge | None
-    """Where backward starts: the loss or the output, without its data.  An edge also because `backward` from a tensor
-    would leave the mode of `deferring`, which blocks that recompute in it need."""
+    """The edge of the graph at which backward starts (loss or output), without the data.
+
+    It is an edge also because `backward` from a tensor would leave the mode of `deferring`, which recomputing blocks
+    need."""
     start: Tensor | None
     """The gradient to start with: a one for the loss; None where it comes from the next stage."""
     queue: WeightPass | None
-    """Weight gradients still to compute; None: the backward is a whole one."""
+    """Weight gradients still to compute; None: the backward is a full one."""
 
 
 class Stage:
@@ -79,6 +81,7 @@ class Stage:
             else:
                 output = self._activation(outputs)
         if training:
+            # The output itself is not kept: the next stage has it, and this graph needs only its edge.
             root = get_gradient_edge(output) if output.requires_grad else None
             start = torch.ones_like(output) if self.part.is_last else None
             self._in_flight[microbatch] = _InFlight(state, received, root, start, queue)

@@ -20,9 +20,9 @@ class _Program(NamedTuple):
     """Position of each action's seconds: its kind's place in `_COSTS` times the stages, plus its stage."""
     ranks: list[int]
     befores: list[int]
-    """The row that it waits for, or -1."""
+    """Row of the action that it waits for, or -1."""
     remote: list[bool]
-    """Whether that lies on another rank."""
+    """Whether that action is on another rank."""
     microbatches: list[int]
 
     def actions(self, num_stages: int) -> Iterator[Action]:
@@ -119,6 +119,7 @@ def _run(program: _Program, pipeline: int, times: StageTimes) -> tuple[list[floa
     free = [0.0] * pipeline
     done: list[float] = []
     append = done.append
+    # One pass without a queue: rows stand in an order in which everything follows what it needs.
     for cost, rank, before, remote in zip(program.costs, program.ranks, program.befores, program.remote, strict=True):
         start = free[rank]
         if before >= 0:

@@ -90,11 +90,13 @@ class StageTransport:
         return self._source(message) == self._ranks[message.stage]
 
     def send(self, message: StageMessage, tensor: Tensor) -> None:
-        """Start to send; the tensor must not change until the peer has proved to have it."""
+        """Start to send; the tensor must not change until a later message of the peer proves that it has arrived."""
         target = self._ranks[message.stage]
         tensor = tensor.detach().to(self._transport_device).contiguous()
         works = self._leaving.setdefault(message, [])
         key = (message.boundary, self._signatures[message.microbatch])
+        # The first activation of a shape is announced by a header; the receiver must know the shape before it can post
+        # a buffer.  A gradient has the shape of the activation that went the other way.
         if message.kind == "activation" and key not in self._shapes:
             self._shapes[key] = (tuple(tensor.shape), tensor.dtype)
             works.append(self._start(message, "send", _header(tensor).to(self._transport_device), target))
@@ -114,6 +116,7 @@ class StageTransport:
         self._post(message, may_wait=True)
         arriving = self._arriving.pop(message)
         self._wait(message, arriving.work)
+        # A gradient proves that the peer had the activation, so the sent tensor is freed without a wait of its own.
         for arrived in self._routes.proves[message]:
             self._let_go(arrived)
         return arriving.buffer.to(self._device)
@@ -134,6 +137,7 @@ class StageTransport:
             following = channel[self._posted[source]]
             key = (following.boundary, self._signatures[following.microbatch])
             if key not in self._shapes:
+                # A prefetch must not wait for a header: its sender may in turn wait for this rank.
                 if not may_wait:
                     return
                 self._shapes[key] = self._receive_header(following, source)
@@ -202,7 +206,7 @@ class StageTransport:
 
 
 def signature_of(batch: Batch, inputs: Mapping[str, str]) -> Signature:
-    """The shapes of the fields that the model reads: what decides the shapes of its activations."""
+    """Return the shapes of the fields that the model reads, which decide the shapes of its activations."""
     return tuple((name, tuple(batch[name].shape)) for name in sorted(set(inputs.values())) if name in batch)
 
 

@@ -27,7 +27,7 @@ from weft.model.derivatives import once
 
 
 class WeightPass:
-    """What is left to do of one microbatch's backward through one stage."""
+    """The postponed weight gradients of one microbatch's backward through one stage."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, tuple[Tensor, list[Callable[[], Tensor]]]] = {}
@@ -40,10 +40,11 @@ class WeightPass:
         """Add all queued gradients to their parameters, once per parameter, and free what they were computed from."""
         while self._waiting:
             _, (parameter, terms) = self._waiting.popitem()
+            # Terms of one parameter are summed first: its hook must fire once, as a bucket counts on it.
             total = terms.pop()()
             while terms:
                 total = total + terms.pop()()
-            torch.autograd.backward([parameter], [total])
+            torch.autograd.backward([parameter], [total])  # through its accumulation node, so that hooks fire
 
 
 @dataclass(slots=True)
@@ -101,7 +102,10 @@ class deferring(TorchFunctionMode):  # noqa: N801 - reads as a verb: `with defer
 
 
 def _can_wait(source: Tensor, call: _Affine) -> bool:
-    """Plain tensors only, with somewhere to send the gradient now and trained leaves to add to later."""
+    """Return whether the call's weight gradient can be postponed.
+
+    Its input must need a gradient now, its parameters must be trained leaves, and all must be plain tensors.
+    """
     leaves = [call.weight] if call.bias is None else [call.weight, call.bias]
     return (
         source.requires_grad

@@ -308,8 +308,6 @@ def _create_reducers(
     if shards_weights:
         from weft.techniques.zero import sharded_weights as zero3  # loaded where weights are cut
 
-        # Left to the buckets: sparse tables, weights tied between stages (`fully_shard` and the V-shaped schedules give
-        # silently wrong gradients there), parameters without rows, and those in another dtype than the masters'.
         kept_out = tables.keys() | {
             key
             for key, parameter in members.items()

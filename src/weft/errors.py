@@ -50,7 +50,8 @@ class WeftError(Exception):
         self.status = status
 
     def lines_of_user(self) -> list[str]:
-        """Where the user's own code led to this error: file, line and its text; empty where it did not."""
+        """Return the lines of the user's own code that led to this error: file, line and its text; empty where none
+        did."""
         others = ("<frozen", "<string>", os.path.dirname(os.__file__), os.path.dirname(__file__))
         for frame in reversed(traceback.extract_tb(self.__traceback__)):
             if not frame.filename.startswith(others) and "site-packages" not in frame.filename:
@@ -58,7 +59,8 @@ class WeftError(Exception):
         return []
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython prints in a notebook: what every other place prints, without Weft's own calls."""
+        """Return the text that IPython prints in a notebook: the one that every other place prints, without Weft's own
+        calls."""
         return [f"{type(self).__name__}: {self}", *self.lines_of_user()]
 
 

@@ -1,4 +1,5 @@
-"""What the system says of processes on this machine, and how they end together.
+"""Facts of processes on this machine, and how processes end together. Where the system has none (no /proc), nothing is
+known, and Weft goes by its timeouts.
 
 Where it says nothing (no /proc), nothing is known, and Weft goes by its timeouts.
 """

@@ -1,4 +1,4 @@
-"""What all groups of an Accelerator's methods stand on."""
+"""The base of all groups of an Accelerator's methods."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ class AcceleratorCore(Places):
 
     @property
     def project_dir(self) -> str | None:
-        """Where the script saves."""
+        """The folder of the script's saves."""
         return self.project_configuration.project_dir
 
     @property
     def logging_dir(self) -> str | None:
-        """Where trackers write."""
+        """The folder of trackers."""
         return self.project_configuration.logging_dir
 
     @property

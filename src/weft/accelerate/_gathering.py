@@ -1,4 +1,4 @@
-"""What processes tell one another."""
+"""Gather and reduce values over processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ProcessGathers(Accumulating):
         return operations.gather_in(self._job, input_data, cut)
 
     def _own_samples(self) -> Callable[[Tensor], Tensor]:
-        """What counts of this process's rows."""
+        """Return this process's rows without fillers."""
         batch, loader = self._job.inside.batch, self.gradient_state.active_dataloader
         plain = operations.own_rows(self._job)
         if batch is None or loader is None:

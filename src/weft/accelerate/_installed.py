@@ -1,4 +1,4 @@
-"""What is installed."""
+"""Functions that say which libraries are installed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OTHERS = (
     *("4bit_bnb", "8bit_bnb", "bnb", "fp8", "habana_gaudi1", "hpu", "lomo", "megatron_lm", "mlu", "mps", "msamp"),
     *("musa", "neuron", "npu", "pippy", "sagemaker", "sdaa", "torch_xla", "transformer_engine", "xccl", "xpu"),
 )
-"""What Weft does not run on or with, installed or not."""
+"""Libraries and devices that Weft does not run on or with, installed or not."""
 
 
 def is_installed(library: str, *_: Any, **__: Any) -> bool:

@@ -18,7 +18,7 @@ _JOB: ContextVar[SharedJob | None] = ContextVar("_JOB", default=None)
 
 @final
 class GradientState:
-    """Where the loop is between two optimizer steps, and in which loaders.  A script's are all one object."""
+    """The place of the loop between two optimizer steps, and its loaders. All of a script's are one object."""
 
     def __new__(cls, gradient_accumulation_plugin: Any = None) -> GradientState:
         job = open_job()
@@ -92,7 +92,7 @@ class SharedJob:
 
     @property
     def inside(self) -> SessionInternals:
-        """What the session does for this face, and no loop need call."""
+        """The session's methods for this package, which no loop need call."""
         return SessionInternals(self.session)
 
     @property
@@ -164,8 +164,8 @@ def forget_job() -> None:
 
 @contextmanager
 def opening(**settings: Any) -> Generator[None]:
-    """Within it, Accelerators open their session with these arguments of `weft.session`, where they do not say
-    otherwise: a plan for a script that names none."""
+    """Open the session of Accelerators within with these arguments of `weft.session`, where they do not say otherwise:
+    a plan for a script that names none."""
     before = _OPENING.set(settings)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Which process this is, and what only some of them do."""
+"""The rank of this process, and work that only some processes do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from weft.accelerate.utils.dataclasses import DistributedType
 
 
 class Places:
-    """What Accelerators and states say of processes.
+    """Ranks and counts of processes, for Accelerators and states. `num_processes` counts those that see different
+    samples: under a plan that splits the model, the ranks that share it are one.
 
     `num_processes` counts those that see different samples: under a plan that splits the model, the ranks that share
     it are one.

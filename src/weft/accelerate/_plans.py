@@ -1,4 +1,4 @@
-"""From an Accelerator's plugins to a plan: each is read as the peer's own configuration file is, key by key."""
+"""Make a plan from an Accelerator's plugins: each is read as the peer's own configuration file is, key by key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weft.run.launch import RankInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRequest:
-    """What an Accelerator asks of its session."""
+    """The session that an Accelerator asks for."""
 
     session: Mapping[str, Any]
     """Arguments of `weft.session`."""
@@ -38,7 +38,7 @@ class SessionRequest:
     accumulates: int = 0
     """Batches to a step, where a configuration says it."""
     optimizer: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What a configuration says of the optimizer and its schedule, as settings of a recipe."""
+    """Settings of the optimizer and its schedule in a configuration, as settings of a recipe."""
 
 
 def asked_of(arguments: Mapping[str, Any], precision: str, handlers: Mapping[type, Any]) -> SessionRequest:

@@ -1,4 +1,4 @@
-"""What a loop's things become."""
+"""Prepare a loop's models, optimizers, loaders and schedulers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Preparing(AcceleratorCore):
         return own
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> Callable[[], None] | None:
-        """What an optimizer does before a step."""
+        """Return a function that runs before each step of an optimizer; None: nothing does."""
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """See `prepare`.  It steps once for each optimizer step."""

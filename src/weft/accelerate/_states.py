@@ -1,4 +1,4 @@
-"""All that a script needs to go on."""
+"""Save and load the state of a script: models, optimizers, schedulers, loaders, counters."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class SavedStates(AcceleratorSaves):
 
 
 class _Counters:
-    """Where an Accelerator is, for a save."""
+    """Counters of an Accelerator, for a save."""
 
     def __init__(self, of: SavedStates) -> None:
         self._of = of

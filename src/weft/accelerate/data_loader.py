@@ -89,7 +89,7 @@ class DataLoaderShard:
                 tell(epoch)
 
     def skipping(self, batches: int) -> DataLoaderShard:
-        """The same loader without its first batches."""
+        """Return the same loader without its first batches."""
         return DataLoaderShard(self.base_dataloader, self._gradients, self._skips + batches)
 
 
@@ -116,7 +116,7 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, int]:
-        """What orders follow from, for a save."""
+        """Return the state that later orders follow from, for a save."""
         return {"epoch": self.epoch, "seed": self.initial_seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

@@ -24,7 +24,7 @@ _OWN = "weft.accelerate"
 
 
 def stand_in() -> None:
-    """From now on let `import accelerate`, and its modules, find this package.
+    """Let `import accelerate`, and its modules, find this package from now on.
 
     Raises:
         RuntimeError: Accelerate was imported before.
@@ -83,7 +83,7 @@ class _Loader(Loader):
 
 @final
 class _Distribution(importlib.metadata.Distribution):
-    """What `importlib.metadata` says of the peer."""
+    """Metadata of the peer for `importlib.metadata`."""
 
     def read_text(self, filename: str) -> str | None:
         texts = {

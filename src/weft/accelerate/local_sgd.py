@@ -10,7 +10,8 @@ from weft.errors import RecipeError
 
 @final
 class LocalSGD:
-    """Within it, processes step by themselves and average their weights after every so many steps.
+    """Let processes step by themselves within, and average their weights after every so many steps. That is other
+    mathematics than one process's. On one process nothing happens.
 
     That is other mathematics than one process's.  On one process nothing happens.
     """

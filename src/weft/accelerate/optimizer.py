@@ -62,9 +62,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.step_was_skipped = job is not None and job.skipped
 
     def train(self) -> None:
-        """Let an optimizer that keeps an average of the weights train them."""
+        """Put an optimizer that averages weights into training: the weights are those that train."""
         getattr(self.optimizer, "train", lambda: None)()
 
     def eval(self) -> None:
-        """Let an optimizer that keeps an average of the weights show it."""
+        """Put an optimizer that averages weights into evaluation: the weights are the averages."""
         getattr(self.optimizer, "eval", lambda: None)()

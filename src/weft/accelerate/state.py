@@ -1,4 +1,4 @@
-"""What a script may ask of its job without an Accelerator."""
+"""Facts of a job that a script may ask for without an Accelerator."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PartialState(Places):
         self._job.session.close()
 
     def __reduce__(self) -> Any:
-        """What is pickled or copied with a state in it finds the job of its process again."""
+        """A copy, or a pickle, of a state finds the job of its process again."""
         return type(self), ()
 
     @staticmethod

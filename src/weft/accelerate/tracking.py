@@ -1,4 +1,4 @@
-"""Where a script's numbers go."""
+"""Write a script's numbers to trackers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the peer has and this has not, and what to do instead.  Each says so when it is used."""
+"""Names of the peer that this package has not, and what to do instead. Each says so when it is used."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ NAMES: Mapping[str, str] = {
 
 
 def name_of(module: str, name: str) -> Any:
-    """What `__getattr__` of a module of the peer's layout returns."""
+    """Return the `__getattr__` of a module in the peer's layout."""
     if (asks := asking_for(name)) is not None:
         return asks
     if name in NAMES:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from weft.analysis.trace._events import Event, Trace
 
 _COUNTING = frozenset({"ne", "cumsum", "add", "mul", "_to_copy"})
-"""What such a forward does that is not given its places."""
+"""Operators of a forward that counts positions itself, where it is not given any."""
 _NEEDED = ("ne", "cumsum", "mul")
 
 
@@ -38,7 +38,7 @@ def counts_alone(alone: Trace, placed: Trace) -> bool:
 
 
 def _from_tokens(trace: Trace) -> Iterator[Event]:
-    """What depends on which tokens there are: masks that one process makes of nothing do not."""
+    """Return the storages that depend on which tokens there are: masks that one process makes of nothing do not."""
     known = {trace.inputs["tokens"].storage}
     for event in trace.events:
         if any(value.storage in known for value in event.inputs):

@@ -44,7 +44,7 @@ def proven_stacks(blueprint: Blueprint) -> Mapping[str, ExpertStack]:
 
 
 def stand_in_for_experts(module: nn.Module, stacks: Mapping[str, ExpertStack]) -> None:
-    """Let the experts of a copy of the model be one event each, where they are called as it was shown."""
+    """Record each call of proven experts, in a copy of the model, as one event."""
     for name, stack in stacks.items():
         each: Any = module.get_submodule(name)
         each.forward = partial(_called, each.forward, stack)

@@ -1,4 +1,4 @@
-"""What of a model is trained, and what it holds as codes of a byte or less."""
+"""Find the share of a model's weights that is trained, and the share held as codes of a byte or less."""
 
 from __future__ import annotations
 

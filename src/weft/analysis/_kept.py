@@ -1,4 +1,5 @@
-"""What waits for backward: which storage, how large, wanted by whom, and whether a fused kernel would keep it."""
+"""Find the storages that wait for backward: their size, the module that wants them, and whether a fused kernel would
+keep them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the events of one part of a model to its operators, in sizes per token."""
+"""Turn the events of one part of a model into its operators, in sizes per token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NORM = re.compile(r"norm", re.IGNORECASE)
 
 @dataclass(slots=True)
 class _KeptAmount:
-    """What is kept of the traced batch: elements in the precision that is described, and bytes of other dtypes."""
+    """Size that is kept of the traced batch: elements in the precision that is described, and bytes of other dtypes."""
 
     elements: float = 0.0
     size_bytes: float = 0.0
@@ -48,11 +48,11 @@ class Draft:
     """Elements of what it reads whose gradient is a sum over tensor ranks."""
     kept: _KeptAmount = field(default_factory=_KeptAmount)
     unfused: _KeptAmount = field(default_factory=_KeptAmount)
-    """What is kept beyond or, where negative, below what fused kernels keep."""
+    """Size that is kept beyond or, where negative, below the size that fused kernels keep."""
 
 
 def draft_key(root: nn.Module, prefix: str, graph: Graph, event: Event) -> tuple[str, OperatorKind]:
-    """What events of one operator have in common: products by weight, the rest by module and kind."""
+    """Return the key that events of one operator share: products by weight, the rest by module and kind."""
     kind = kind_of(event)
     if event.module == LOSS:
         return LOSS, kind
@@ -104,7 +104,7 @@ def _matrix_of(graph: Graph, event: Event) -> str:
 def count_kept(
     draft: Draft, graph: Graph, keeps: Iterable[KeptStorage], elsewhere: Collection[int], dtype: torch.dtype
 ) -> None:
-    """Let storages count with the operator that keeps them; `elsewhere` are all that fused kernels keep.
+    """Add the bytes of storages to the operator that keeps them; `elsewhere` are all that fused kernels keep.
 
     A norm written out in several kernels keeps its input and a statistic per row once it is fused, and nothing inside.
     """
@@ -142,8 +142,9 @@ def _entering_norm(draft: Draft, graph: Graph, made: Collection[int]) -> Value |
 
 
 def separate_norm_bytes(event: Event, dtype: torch.dtype) -> float:
-    """What `nn.RMSNorm` keeps besides where it has no kernel of its own (torch on the CPU): in fp32 the quotient; in 16
-    bits its fp32 input and quotient in place of its input.  Both statistics are one number per row."""
+    """Return the bytes that `nn.RMSNorm` keeps besides where it has no kernel of its own (torch on the CPU): in fp32
+    the quotient; in 16 bits its fp32 input and quotient in place of its input. Both statistics are one number per row.
+    """
     if event.name != "rms_norm":
         return 0.0
     elements = event.inputs[0].numel

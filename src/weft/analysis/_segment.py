@@ -1,4 +1,4 @@
-"""Which part of a model an operator belongs to: stem, one of the blocks, or tail."""
+"""Assign each operator to a part of the model: stem, one of the blocks, or tail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Segments:
         return len(self.blocks)
 
     def prefix(self, part: int) -> str:
-        """What a module's name begins with inside a block."""
+        """Return the prefix of module names inside a block."""
         return self.blocks[part] + "." if 0 <= part < self.tail else ""
 
     def of_name(self, name: str) -> int:

@@ -1,4 +1,4 @@
-"""From a model to its profile."""
+"""Make a model's profile from one traced forward."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ForwardDescription:
     kept_bytes_per_sample: float
     """All that the forward and the loss keep, scores and logits included, with a kernel for every call."""
     notes: tuple[str, ...]
-    """What was assumed where shapes or choices depend on values."""
+    """Assumptions where shapes or choices depend on values."""
 
 
 def describe(blueprint: Blueprint, *, dtype: torch.dtype = torch.bfloat16) -> Profile:
@@ -90,6 +90,8 @@ class _Builder:
 
     def _gather(self) -> None:
         """Put every event that costs something into a draft of an operator."""
+        # Attention that a model writes out as products and a softmax becomes one operator: all of its events go into
+        # one draft.
         written = {index: attention for attention in self._attentions for index in attention.inside}
         seconds = {attention.second.index: attention for attention in self._attentions}
         for event in self._trace.events:
@@ -126,6 +128,7 @@ class _Builder:
     def _share_out_parameters(self) -> None:
         """Each parameter counts at its first use; unused ones in a draft of their own."""
         sizes = {name: p.numel() for name, p in self._blueprint.module.named_parameters()}
+        # Tied parameters are listed once, under their first name.
         firsts = {names[0]: sizes[names[0]] for names in self._trace.parameters.values() if names[0] in sizes}
         for event in self._trace.events:
             draft = self._draft_of.get(event.index)
@@ -160,6 +163,7 @@ class _Builder:
         drafts = [draft for draft in candidates if draft is not None]
         if not drafts:
             return None
+        # A storage may be wanted by an operator of the next block; it is kept by the block that made it.
         home = {id(draft): draft for draft in self._drafts.get(self._part_of(kept), {}).values()}
         drafts = [draft for draft in drafts if id(draft) in home] or drafts
         is_divided = kept.storage in self._kinds.divided
@@ -202,6 +206,7 @@ class _Builder:
         blocks: list[Block] = []
         for part, name in enumerate(self._segments.blocks):
             block = self._part(part, type(self._blueprint.module.get_submodule(name)).__name__)
+            # One object for all alike blocks: caches of the cost model are keyed by identity.
             blocks.append(made.setdefault(block.operators, block))
         return tuple(blocks)
 
@@ -263,6 +268,7 @@ def _expert_modules(root: nn.Module, graph: Graph, segments: Segments) -> tuple[
                 names[name.rpartition(".")[0]] = None
             container, element = _list_of(root, name, segments.prefix(part))
             if container:
+                # Rows of this product over rows that enter the block: below 1 for an expert, which gets some tokens.
                 share = event.outputs[0].numel / event.outputs[0].shape[-1] / max(entering.get(part, 1.0), 1.0)
                 counted = rows.setdefault(container, {})
                 counted[element] = max(counted.get(element, 0.0), share)

@@ -115,9 +115,11 @@ class _CutFinder:
         self._check_blocks()
         self.graph = Graph.of(self.trace)
         every = _units(self.root, self.trace, self.blocks)
+        # Tensors that are read outside their module, and modules that the model has twice, cannot belong to one stage.
         apart = _read_elsewhere(self.root, self.trace, self.graph, self.blocks) | _held_twice(self.root, every)
         mine = [name for name in every if name not in apart | self.on_all]
         self.unused = tuple(name for name in mine if name not in self.trace.num_runs)
+        # A unit that runs twice would need its stage twice in one forward.
         once = [name for name in mine if self.trace.num_runs.get(name) == 1]
         self.units = tuple(sorted(once, key=lambda name: (self.trace.exits[name], once.index(name))))
         self.place = self._places()
@@ -146,7 +148,7 @@ class _CutFinder:
         return places
 
     def cut(self) -> FoundCut:
-        """Say what crosses each border of the forward that has been followed."""
+        """Return the cut of the forward that has been followed: its blocks, and the values that cross each border."""
         first, last = self.units.index(self.blocks[0]), self.units.index(self.blocks[-1])
         inside = {name: self.place[name] for name in self.units[first:last] if name not in self.blocks}
         return FoundCut(
@@ -169,6 +171,7 @@ class _CutFinder:
                 number = order[unit]
                 at = 0 if number < first else -1 if number > last else 1 + self.place[unit]
                 spent[at] += _operations(event)
+        # Relative to the first block: cuts are balanced by shares.
         unit_cost = spent[1] or 1.0
         return tuple(cost / unit_cost for cost in spent)
 
@@ -182,6 +185,7 @@ class _CutFinder:
 
     def follow(self) -> None:
         """Walk through the forward, and note which results are read where."""
+        # Units end in the order of their exits: their results are known from there on.
         ends = sorted(self.units, key=lambda name: self.trace.exits[name])
         done = 0
         for event in self.trace.events:
@@ -195,9 +199,10 @@ class _CutFinder:
             self._read(value, None, len(self.blocks) - 1)
 
     def _leave(self, unit: str) -> None:
-        """Its results are known to others from now on; what it only passes on stays what it was, too."""
+        """Note a unit's results as known from now on. A value that the unit only passes on keeps its sources, too."""
         for leaf, value in enumerate(self.trace.results[unit]):
             if value is not None:
+                # What a unit computed inside is no longer apart from what it returns.
                 before = self._sources.get(value.storage, frozenset())
                 kept = frozenset(source for source in before if source != (unit, _INNER))
                 self._sources[value.storage] = kept | {(unit, leaf)}
@@ -208,11 +213,14 @@ class _CutFinder:
         for value in event.inputs:
             if unit is not None:
                 self._read(value, unit, self.place[unit])
+        # A result that is changed in place behind its unit cannot be sent: the sender would keep the old value.
         if event.mutates and event.inputs:
             for source in self._held.get(event.inputs[0].storage, ()):
                 if source[0] != unit:
                     self._changed[source] = event.module or "the forward"
         read = [self._sources.get(value.storage, frozenset[_Source]()) for value in event.inputs]
+        # Operators between units run again on every stage that needs them, so their inputs' sources pass through;
+        # inside a unit all results are the unit's.
         made = frozenset[_Source]().union(*read) if unit is None else frozenset({(unit, _INNER)})
         inputs = {value.storage for value in event.inputs}
         for value in event.outputs:
@@ -224,6 +232,7 @@ class _CutFinder:
     def _read(self, value: Value, unit: str | None, place: int) -> None:
         for source in self._sources.get(value.storage, ()):
             if source[0] != unit:
+                # The last reader decides up to which border a result travels.
                 self.needed[source] = max(self.needed.get(source, 0), place)
                 if unit is not None:
                     self._reading.add(unit)
@@ -240,6 +249,7 @@ class _CutFinder:
                     # What a module only passes on is the same tensor, and travels once.
                     by_value[value] = crossing if first is None else replace(first, also=(*first.also, source))
         crossings = tuple(by_value.values())
+        # One message per border, of one dtype.
         dtypes = {value.dtype for value in by_value}
         if len(dtypes) > 1:
             raise _NoCutError(
@@ -271,6 +281,7 @@ class _CutFinder:
         assert value is not None, "it is a tensor"
         if not value.dtype.is_floating_point:
             raise _NoCutError(f"a result of {unit}, which later blocks read, holds {value.dtype} and no activation")
+        # Dim 0 grows with the samples, so that a microbatch of another size has another shape.
         grows = value.storage in self.trace.per_sample and bool(value.shape) and value.shape[0] % SAMPLES == 0
         return Crossing(module=unit, leaf=leaf, shape=value.shape, is_per_sample=grows)
 

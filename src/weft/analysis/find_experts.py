@@ -36,7 +36,7 @@ class _ExpertsCall:
 
 
 def _unlike(inputs: list[Tensor]) -> str:
-    """What is wrong with tokens, and choices and weights in any order."""
+    """Return the problem with tokens, and with choices and weights in any order; empty: none."""
     tokens, *others = inputs
     kinds = sorted(other.is_floating_point() for other in others)
     if not tokens.is_floating_point() or kinds != [False, True]:
@@ -47,7 +47,9 @@ def _unlike(inputs: list[Tensor]) -> str:
 
 
 def look_at_experts(blueprint: Blueprint) -> None:
-    """Where nothing says which experts of a model of `transformers` ranks can share out, see whether its forward does.
+    """Find the experts of a model of `transformers` that ranks can share out, where nothing names them. Writes into the
+    blueprint how they compute (`Blueprint.stacks`), or why ranks cannot share them out. A module of one's own may do
+    with its parameters what no forward shows, so its experts stay whole.
 
     Enters into the blueprint how they compute (`Blueprint.stacks`), or why ranks cannot share them out.  A module of
     one's own may do with its parameters what no forward shows, so it is made of `weft.model.reference.mixture.Mixture`.

@@ -35,7 +35,7 @@ def look(blueprint: Blueprint) -> None:
 
 
 def _leave_unsplit(blueprint: Blueprint, reason: str) -> None:
-    """What no rule covers stays whole; that is all of a model without rules that divide anything."""
+    """Leave modules that no rule covers unsplit; of a model without rules that divide anything, that is all."""
     if not blueprint.splits:
         blueprint.limit("tensor", reason)
 
@@ -50,5 +50,5 @@ def why_unsplit(proposal: Proposal) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    """Without the change to make, which is about describing the model and not about the plan."""
+    """Return a message without the change to make, which is about describing the model and not about the plan."""
     return text.splitlines()[0].split(". ")[0].rstrip(".")

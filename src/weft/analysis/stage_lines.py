@@ -1,4 +1,4 @@
-"""What looking at a model shows of pipeline stages, as text."""
+"""Describe a model's pipeline stages as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from weft.techniques.pipeline.stages import stage_of
 
 
 def stage_lines(blueprint: Blueprint) -> list[str]:
-    """Say where a model may be cut, what crosses there and what every stage holds; or why it cannot be cut."""
+    """Return lines about a model's stages: where it may be cut, the values that cross there and the contents of every
+    stage; or why it cannot be cut."""
     cut = blueprint.cut
     if cut is None:
         return [f"# Pipeline stages: none: {blueprint.why_not('blocks')}."]

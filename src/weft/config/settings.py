@@ -16,7 +16,7 @@ class Knob:
     """Facts of a setting that search, questions and explanations need beside its type and its meaning."""
 
     layout: str = ""
-    """Its name in a flat layout (`weft.techniques.cost_terms.Layout`), where that is another."""
+    """The setting's field in a flat layout (`weft.techniques.cost_terms.Layout`), where that has another name."""
     space: str = ""
     """The values of a space (`weft.planning.search.Space`) that it is chosen from; empty: the search does not choose
     it."""
@@ -46,7 +46,7 @@ class DeclaredSetting:
     section: str
     name: str
     hint: Any
-    """Its type, evaluated."""
+    """The setting's type, evaluated."""
     default: Any
     knob: Knob
 

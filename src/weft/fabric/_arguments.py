@@ -1,4 +1,4 @@
-"""What `Fabric(…)` is given, key by key: obeyed, or refused by name."""
+"""Read the arguments of `Fabric(…)`, key by key: obeyed, or refused by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DEVICES: Mapping[str, Literal["auto", "cpu", "cuda"]] = {"auto": "auto", "cpu":
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What a Fabric was made with."""
+    """The arguments of a Fabric."""
 
     device: Literal["auto", "cpu", "cuda"]
     processes: int | None

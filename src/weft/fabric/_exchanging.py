@@ -1,4 +1,4 @@
-"""What ranks tell one another."""
+"""Gather, reduce and broadcast values over ranks."""
 
 from __future__ import annotations
 

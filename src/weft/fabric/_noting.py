@@ -13,7 +13,7 @@ from weft.fabric._place import FabricPlace
 
 
 class ScriptNotes(FabricPlace):
-    """What a script says of itself."""
+    """Loggers and callbacks of a script."""
 
     @property
     def loggers(self) -> list[Any]:

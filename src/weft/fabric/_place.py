@@ -18,11 +18,11 @@ from weft.fabric.strategies import Strategy
 from weft.run.launch import RankInfo
 
 _LONGER = 2**32
-"""What torch's own seeds are above, of a script that has set none."""
+"""Bound above torch's own seeds of a script that has set none."""
 
 
 class FabricPlace:
-    """What of a Fabric does not depend on models.  The ranks are joined when they are first asked for."""
+    """The parts of a Fabric that do not depend on models. The ranks are joined when they are first asked for."""
 
     def __init__(self, arguments: Arguments, callbacks: Sequence[Any], loggers: Sequence[Any]) -> None:
         self._arguments, self._callbacks, self._loggers = arguments, [*callbacks], [*loggers]
@@ -114,7 +114,7 @@ class FabricPlace:
             self._session.close()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """What a class of the script's own overrides."""
+        """The method that a class of the script's own overrides."""
 
     def _start(self, ranks: int) -> None:
         main = sys.modules["__main__"]

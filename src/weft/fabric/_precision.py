@@ -1,4 +1,4 @@
-"""What `Fabric(precision=…)` asks for, as a plan's precision and what is done around a model's forward."""
+"""Read `Fabric(precision=…)`: a plan's precision, and the casts around a model's forward."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from weft.errors import RecipeError
 
 @dataclass(frozen=True, slots=True)
 class FabricPrecision:
-    """In what numbers a model computes."""
+    """Dtypes in which a model computes."""
 
     name: str
     plan: Precision = "fp32"
     """Precision of the plan."""
     weights: torch.dtype | None = None
-    """What models are converted to, and made as; None: they stay as they are."""
+    """Dtype that models are converted to, and made as; None: they stay as they are."""
     inputs: torch.dtype | None = None
-    """What real inputs of a forward become; outputs become torch's default then."""
+    """Dtype that real inputs of a forward become; outputs become torch's default then."""
     autocast: torch.dtype | None = None
     said: str = ""
     """How that differs from Fabric's own."""
 
     def context(self, device: torch.device) -> AbstractContextManager[Any]:
-        """What forwards go on in."""
+        """Return the context in which forwards go on."""
         return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
 
     def given(self, values: Any) -> Any:
-        """What a forward is called with."""
+        """Return the inputs of a forward in its dtype."""
         return values if self.inputs is None else _cast(values, self.inputs)
 
     def returned(self, values: Any) -> Any:
-        """What a forward returns to the loop."""
+        """Return the outputs of a forward in the loop's dtype."""
         return values if self.inputs is None else _cast(values, torch.get_default_dtype())
 
     @contextmanager

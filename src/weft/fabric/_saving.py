@@ -18,7 +18,8 @@ _NAME = "state"
 
 
 class FabricSaves(FabricPlace):
-    """What was set up is saved whole, with what else a state has; a checkpoint is a folder that any plan loads."""
+    """Saves of models and optimizers that were set up, whole, with the other entries of a state; a checkpoint is a
+    folder that any plan loads."""
 
     def save(self, path: str | Path, state: Mapping[str, Any], filter: Any = None) -> None:
         """Save all that was set up, and the values and objects of a state."""
@@ -68,7 +69,7 @@ class FabricSaves(FabricPlace):
 
 @final
 class _Beside:
-    """What of a state the session does not save by itself: values, and objects that have a state."""
+    """Entries of a state that the session does not save by itself: values, and objects that have a state."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         others = {name: value for name, value in state.items() if not is_wrapped(value)}

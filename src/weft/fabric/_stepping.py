@@ -17,7 +17,7 @@ from weft.fabric.wrappers import closed_step, is_wrapped, module_of
 
 
 class FabricSteps(FabricPlace):
-    """What a loop calls between a forward and `optimizer.step()`."""
+    """Calls of a loop between a forward and `optimizer.step()`."""
 
     _is_last: bool | None = None
     """Whether the loop says that a backward is the last of its step; None: it does not say."""

@@ -16,7 +16,7 @@ from weft.fabric.utilities.rank_zero import rank_zero_only
 
 
 class Logger:
-    """What a logger of a script's own is made from: it has `log_metrics`, and what else it can."""
+    """Base of a script's own logger: it has `log_metrics`, and any further method of its own."""
 
     name: Any = None
     version: Any = None
@@ -75,7 +75,7 @@ class CSVLogger(InFolder):
 
     @cached_property
     def experiment(self) -> _CsvRows:
-        """What holds the rows."""
+        """The object that holds the rows."""
         return _CsvRows(Path(self.log_dir, "metrics.csv"))
 
     @rank_zero_only

@@ -27,11 +27,13 @@ _LEVELS = (
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634),
     *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
+"""The 16 levels of NormalFloat4 (Dettmers et al. 2023, QLoRA, arXiv 2305.14314): quantiles of a normal distribution."""
 
 
 def block_of(in_features: int) -> int:
     """Inputs of a row that have a scale of their own in `nf4`; 0: there can be none, for there is an odd number."""
     size = _BLOCK
+    # Halved until the row has whole blocks, and enough of them to be shared out.
     while size > 1 and (in_features % size or in_features // size < _LEAST_BLOCKS):
         size //= 2
     return size if size > 1 else 2 * (in_features % 2 == 0)
@@ -56,6 +58,7 @@ class QuantisedLinear(nn.Linear):
             codes = torch.empty(rows, width, dtype=torch.int8, device=device)
         else:
             codes = torch.empty(rows, width // 2, dtype=torch.uint8, device=device)
+        # int8: one scale per row, the largest absolute weight over 127. nf4: one per block of inputs.
         scales = 1 if kind == "int8" else width // block_of(width)
         self.codes = nn.Parameter(codes, requires_grad=False)
         bits = torch.empty(rows, scales, dtype=torch.int32, device=device)
@@ -103,6 +106,8 @@ class _QuantisedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         codes, scale_bits = ctx.saved_tensors
+        # (…, out) · (out, in): the weights are made from the codes once more, which is cheaper to keep than the
+        # weights.
         return grads[0] @ dequantised(codes, scale_bits, grads[0].dtype), None, None
 
 
@@ -111,6 +116,7 @@ def dequantised(codes: Tensor, scale_bits: Tensor, dtype: torch.dtype) -> Tensor
     scales = scale_bits.view(torch.float32)
     if codes.dtype == torch.int8:
         return (codes.float() * scales).to(dtype)
+    # A byte has the codes of two neighbouring inputs, the first in its upper half.
     pairs = [(_LEVELS[byte >> 4], _LEVELS[byte & 15]) for byte in range(256)]
     values = torch.tensor(pairs, device=codes.device)[codes.int()].flatten(1)
     blocks = values.unflatten(1, (scales.shape[1], -1)) * scales[..., None]
@@ -126,6 +132,7 @@ def _nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
     blocks = weight.unflatten(1, (-1, block_of(weight.shape[1])))
     scales = _not_zero(blocks.abs().amax(2))
     levels = torch.tensor(_LEVELS, device=weight.device)
+    # The nearest level: borders lie half way between levels.
     nearest = torch.bucketize(blocks / scales[..., None], (levels[1:] + levels[:-1]) / 2).to(torch.uint8).flatten(1)
     return nearest[:, ::2] << 4 | nearest[:, 1::2], scales
 

@@ -101,6 +101,7 @@ def prove_stacks(modules: Mapping[str, tuple[nn.Module, bool]]) -> dict[str, Exp
     proven: dict[Any, ExpertStack | None] = {}
     stacks: dict[str, ExpertStack | None] = {}
     for name, (module, choices_first) in modules.items():
+        # Experts of all layers look the same: one proof is enough for each kind.
         key = (choices_first, *_looks_of(module))  # layers are alike
         if key not in proven:
             proven[key] = _prove(module, choices_first)
@@ -136,6 +137,8 @@ def _forms(module: nn.Module, choices_first: bool) -> Iterator[ExpertStack]:
     biases = [name for name, shape in own.items() if len(shape) == 2]
     if len(matrices) != 2 or len(biases) not in (0, 2) or len(own) != 2 + len(biases):
         return
+    # Shapes alone leave several readings open: which matrix is the first, and whether it is (in, out) or (out, in).
+    # Each is tried.
     for inner in (name for name in _INNER if callable(getattr(module, name, None))):
         for up, down in (matrices, matrices[::-1]):
             for up_bias, down_bias in (biases, biases[::-1]) if biases else (("", ""),):
@@ -161,6 +164,7 @@ def _small_copy(module: nn.Module) -> nn.Module | None:
     shapes = {name: tuple(tensor.shape) for name, tensor in module.named_parameters(recurse=False)}
     if any(True for child in module.children() for _ in child.parameters()) or any(True for _ in module.buffers()):
         return None  # what all experts share has not been put together with ranks that have some of them
+    # A gated expert's first matrix is twice as wide as its second: narrow widths keep that.
     narrow = _narrow({width for shape in shapes.values() for width in shape[1:]})
     small = {name: (shape[0], *(narrow[width] for width in shape[1:])) for name, shape in shapes.items()}
     if sum(map(math.prod, small.values())) > _MOST_ELEMENTS:
@@ -192,7 +196,9 @@ def _is_proven(form: ExpertStack, small: nn.Module) -> bool:
     choose among all experts, most among half of them, and all the same ones."""
     generator = torch.Generator().manual_seed(11)
     drawn = torch.rand(_TOKENS, form.num_experts, generator=generator)
+    # Uneven choices: a form that drops or pads tokens of full experts would differ.
     drawn[: _TOKENS // 2, form.num_experts // 2 :] = 0.0
+    # All tokens at the same experts; the others get none.
     alike = drawn[-1:].expand_as(drawn)
     top_k = min(_CHOICES, form.num_experts)
     tried = [(trains, scores, 1.0) for trains in (True, False) for scores in (drawn, alike)]
@@ -218,6 +224,7 @@ def _is_equal(form: ExpertStack, small: nn.Module, chosen: Tensor, generator: to
         return False
     if not isinstance(expected, Tensor) or expected.shape != mixed.shape or expected.dtype != mixed.dtype:
         return False
+    # Gradients, too: a forward may detach what it returns, or scale its backward.
     cotangent = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     try:
         theirs, ours = (torch.autograd.grad(tensor, leaves, cotangent) for tensor in (expected, mixed))

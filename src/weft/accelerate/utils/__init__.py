@@ -1,4 +1,4 @@
-"""What scripts import beside the Accelerator."""
+"""Names that scripts import beside the Accelerator."""
 
 from __future__ import annotations
 

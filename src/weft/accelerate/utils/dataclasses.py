@@ -1,4 +1,4 @@
-"""What an Accelerator may be given: words, plugins and arguments of what it opens."""
+"""Arguments of an Accelerator: enumerations, plugins and arguments of what it opens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _TextEnum(StrEnum):
 
     @classmethod
     def list(cls) -> Sequence[str]:
-        """All of them."""
+        """Return the values of all members."""
         return [str(member.value) for member in cls]
 
 
@@ -83,11 +83,11 @@ class KwargsHandler:
     """Arguments of something that an Accelerator opens."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All of them by name."""
+        """Return all arguments by name."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Those that are not as they are by default."""
+        """Return the arguments that differ from their defaults."""
         plain = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if plain.get(name) != value}
 
@@ -189,7 +189,7 @@ class DataLoaderConfiguration:
 
 @dataclass
 class ProjectConfiguration:
-    """Where a script saves, and how its saves are named."""
+    """The folder of a script's saves, and how its saves are named."""
 
     project_dir: str | None = None
     logging_dir: str | None = None

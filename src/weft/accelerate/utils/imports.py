@@ -1,4 +1,4 @@
-"""What is installed: `is_wandb_available` and its like."""
+"""Functions such as `is_wandb_available`, which say whether a library is installed."""
 
 from weft.accelerate.unsupported import name_of
 

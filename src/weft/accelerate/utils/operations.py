@@ -1,4 +1,4 @@
-"""What processes tell one another of tensors, and of nested structures of them."""
+"""Gather and reduce tensors, and nested structures of them, over processes."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def gather_in(job: SharedJob, tensor: Any, cut: Callable[[Tensor], Tensor]) -> A
 
 
 def own_rows(job: SharedJob) -> Callable[[Tensor], Tensor]:
-    """What counts of this process's rows: all, but where it was handed a sample that stands in for none."""
+    """Return this process's rows without a sample that stands in for none."""
     none = job.is_filled_in
 
     def cut(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""From a recipe to a blueprint with its tables: the model's own, or what looking at it shows."""
+"""Build a blueprint from a recipe with its tables: the model's own, or those that looking at it shows."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def _needs_blocks(plan: Plan) -> bool:
 
 
 def look_for_blocks(blueprint: Blueprint, plan: Plan | None = None) -> None:
-    """Where nothing says what the blocks of a model are and a plan needs to know, see whether its forward does.
+    """Find the blocks of a model in its forward, where nothing names them and a plan needs them. Writes into the
+    blueprint where the model may be cut into stages and the cost of its parts, or why it cannot be cut.
 
     Enters into the blueprint where the model may be cut into stages and what its parts cost, or why it cannot be cut.
     """

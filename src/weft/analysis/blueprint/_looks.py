@@ -1,4 +1,4 @@
-"""What looking at a recipe's model shows of its split, or what was kept of an earlier look."""
+"""Look at a recipe's model for its split, or read what was kept of an earlier look."""
 
 from __future__ import annotations
 

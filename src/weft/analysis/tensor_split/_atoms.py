@@ -30,6 +30,7 @@ class Atoms:
 
     def find(self, atom: int) -> int:
         """The one that stands for all atoms that are divided alike."""
+        # Union-find with path halving (Tarjan and van Leeuwen 1984).
         while self._above[atom] != atom:
             self._above[atom] = self._above[self._above[atom]]
             atom = self._above[atom]
@@ -39,7 +40,8 @@ class Atoms:
         return self._sizes[self.find(atom)]
 
     def leaves(self, dim: Sequence[int]) -> list[int]:
-        """What the atoms of a dim have been refined into, outer first; each as the one that stands for all like it."""
+        """Return the atoms that a dim has been refined into, outer first; each as the representative of all that equal
+        it."""
         roots = [self.find(atom) for atom in dim]
         return [
             leaf for root in roots for leaf in (self.leaves(self._inside[root]) if root in self._inside else (root,))
@@ -55,6 +57,7 @@ class Atoms:
 
     def _join(self, group: Sequence[int], leaf: int) -> bool:
         if len(group) > 1:
+            # Several atoms against one: the one is refined into factors of their sizes, and these join pairwise.
             refined = self.aligned((leaf,), [self.size(atom) for atom in group])
             if refined is None:
                 return False
@@ -62,13 +65,15 @@ class Atoms:
         one, other = self.find(group[0]), self.find(leaf)
         if one != other:
             self._above[one] = other
+            # A reason to stay whole holds for all atoms that are divided alike.
             reason = self._reasons.pop(one, None)
             if reason is not None:
                 self._reasons.setdefault(other, reason)
         return True
 
     def unify_dims(self, a: Dim, b: Dim) -> bool:
-        """Say that two dims of one size are divided alike.  False when their sizes cannot be matched."""
+        """Join two dims of one size, which are divided alike from now on. Return False where their sizes cannot be
+        matched."""
         leaves = self.leaves(b)
         mine = self.aligned(a, [self.size(leaf) for leaf in leaves])
         return mine is not None and all(self._join(group, leaf) for group, leaf in zip(mine, leaves, strict=True))
@@ -88,6 +93,8 @@ class Atoms:
         for size in sizes:
             group: list[Factor] = []
             left = size
+            # Both sides are products read from the outside in, as `view` reads them. A factor that is larger than what
+            # is left is split in two; one that neither divides nor is divided would be cut across.
             while left > 1:
                 if not rest:
                     return None
@@ -107,6 +114,7 @@ class Atoms:
 
     def _refined(self, size: int, atom: int | None, outer: int) -> tuple[Factor, Factor]:
         if atom is None:
+            # Not followed: a size without an atom.
             return (outer, None), (size // outer, None)
         root = self.find(atom)
         made = (self.new(outer), self.new(size // outer))

@@ -42,7 +42,7 @@ class LinearLayer:
 
 @dataclass(slots=True)
 class ChannelWalker(DimsWalker):
-    """Knows layers, and the rules of operators on channels."""
+    """The layers of a forward, and the rules of operators on channels."""
 
     trace: Trace
     root: nn.Module
@@ -148,7 +148,7 @@ class ChannelWalker(DimsWalker):
         return [value for value in event.inputs[1:] if value.storage in self.graph.derived]
 
     def _along_channels(self, event: Event, dim: Dim, weights: Iterable[Value]) -> Dim:
-        """What works channel by channel has its parameters divided as the channels are, along their first dim."""
+        """Divide the parameters of a channelwise layer as its channels are, along their first dim."""
         for weight in weights:
             first, *others = self.dims_of(weight)
             for other in others:

@@ -14,7 +14,7 @@ Dims = list[Dim]
 
 @dataclass(slots=True)
 class DimsWalker:
-    """What is known of the dims of each value; the operators' rules are its methods."""
+    """The dims of each value as far as they are known; the operators' rules are its methods."""
 
     atoms: Atoms = field(default_factory=Atoms, init=False)
     dims: dict[Value, Dims] = field(default_factory=dict[Value, Dims], init=False)
@@ -29,6 +29,7 @@ class DimsWalker:
         factors: list[Factor] = []
         for size, dim in zip(value.shape, self.dims_of(value), strict=True):
             leaves = self.atoms.leaves(dim)
+            # A size without an atom is not followed.
             factors += [(self.atoms.size(leaf), leaf) for leaf in leaves] if leaves else [(size, None)]
         return factors
 
@@ -37,7 +38,7 @@ class DimsWalker:
         self.atoms.keep_unsplit(dim, f"{place_of(event)} {reason}")
 
     def give_up(self, event: Event, reason: str) -> None:
-        """All that enters must be whole."""
+        """Keep all inputs of an operator unsplit."""
         for value in event.inputs:
             for dim in self.dims.get(value, ()):
                 self.keep_unsplit(event, dim, f"{reason}")
@@ -103,6 +104,7 @@ class DimsWalker:
 
     def _piece(self, event: Event, dim: Dim, size: int, part: int) -> Dim:
         equal = part > 0 and size % part == 0 and self._is_equal(event, part)
+        # A dim of `size` as (pieces, part): which piece is taken must be whole, the inside of each may be divided.
         groups = self.atoms.aligned(dim, (size // part, part)) if dim and equal else None
         if groups is None:
             self.keep_unsplit(event, dim, "cuts it into unequal pieces")
@@ -127,6 +129,7 @@ class DimsWalker:
             if stacked:
                 dims.insert(at, ())
             else:
+                # A rank's part of a joined dim would have parts of all operands, in another order than the whole.
                 self.keep_unsplit(event, dims[at], "joins it with others")
                 dims[at] = ()
             joined = dims if joined is None else [self.meet(event, a, b) for a, b in zip(joined, dims, strict=True)]
@@ -176,6 +179,7 @@ class DimsWalker:
         if any(self.dims_of(indices)):
             self.give_up(event, "looks up by it")
             return
+        # (rows, features)[indices] → (…, features).
         rows, features = self.dims_of(table)
         self.keep_unsplit(event, rows, "looks up rows of it")
         self.dims[event.outputs[0]] = [*[()] * len(indices.shape), features]

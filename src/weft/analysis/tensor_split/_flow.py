@@ -35,20 +35,26 @@ class ForwardFlow:
     uses: dict[str, set[int]]
     """Parameter, by its first name → events that combine it with something."""
     notes: list[str]
-    """What the analysis did not understand."""
+    """Operators that the analysis did not understand."""
 
 
 OUTPUT = "it reaches the model's output"
 
 
 def follow(trace: Trace, root: nn.Module, gathering: Mapping[str, Value] | None = None) -> ForwardFlow:
-    """Follow a forward traced without its loss.  `gathering`: modules that get all of what enters, whatever it is
-    divided into, and whose result is divided as it was; and their result."""
+    """Follow the dims of activations through a forward that was traced without its loss.
+
+    `gathering`: module → its result.  Such a module gets its whole input, however that is divided, and its result is
+    divided as the input was.
+    """
+    # One pass in the order of execution. Dims are joined by union-find, so a constraint from a late operator holds for
+    # all earlier values of the same dim: no second pass is needed.
     walker = _Walker(trace, root, gathering or {})
     for event in trace.events:
         walker.step(event)
     for value in trace.outputs:
         for dim in walker.dims.get(value, ()):
+            # The loss, and the user, get whole outputs.
             walker.atoms.keep_unsplit(dim, OUTPUT)
     return ForwardFlow(
         walker.atoms,
@@ -100,6 +106,7 @@ class _Walker(ChannelWalker):
 
     def step(self, event: Event) -> None:
         if any(value.storage in self.trained for value in event.inputs):
+            # Gradients flow back wherever a floating-point result depends on a trained value.
             self.trained.update(value.storage for value in event.outputs if value.dtype.is_floating_point)
         if any(_is_inside(event.module, name) for name in self.gathering):
             self._gather(event)
@@ -108,6 +115,7 @@ class _Walker(ChannelWalker):
             if value.storage in self.graph.derived:
                 self._meet_parameter(event, value)
         rule = self.rules.get(event.name, self._pointwise)
+        # Products with weights start a divided dim; all other operators only pass dims on.
         if rule in (self._product, self.convolution) or any(self.is_tracked(value) for value in event.inputs):
             try:
                 rule(event)
@@ -129,6 +137,7 @@ class _Walker(ChannelWalker):
         """Follow the dims of a parameter that operators meet as it is, and note who combines it with something."""
         names = self.trace.parameters.get(value.storage)
         name = self.graph.derived[value.storage][0]
+        # Views of a parameter alone are no use of it.
         if len({other.storage for other in event.inputs}) > 1:
             self.uses.setdefault(name, set()).add(event.index)
         if names is None or value in self.dims or value.shape != tuple(self.root.get_parameter(names[0]).shape):
@@ -143,6 +152,7 @@ class _Walker(ChannelWalker):
         for dim in dims[-count:]:
             self.keep_unsplit(event, dim, "normalises over it")
         names = [self.graph.derived[v.storage][0] for v in event.inputs[1:] if v.storage in self.graph.derived]
+        # Weights of a norm are the same along all leading dims: where one is divided, their gradient comes in parts.
         self.shared += [(name, dim, event.index) for dim in dims[:-count] if dim for name in names]
         for value in event.inputs[1:]:
             for dim in self.dims_of(value):
@@ -166,6 +176,7 @@ class _Walker(ChannelWalker):
                 else:  # every rank would need the gradient of a key head from all who read it
                     self.keep_unsplit(event, groups[1], "shares a key head among them")
             self.keep_unsplit(event, other[-2], "attends over it")
+        # The head size is summed over in query · keyᵀ, (samples, heads, queries, size) · (samples, heads, size, keys).
         for dim in (query[-1], key[-1]):
             self.keep_unsplit(event, dim, "multiplies over it")
         if any(v.storage in self.trained for v in event.inputs[:2]):  # gradients of the scores sum over it
@@ -193,6 +204,7 @@ class _Walker(ChannelWalker):
             self._weighted(event, left, right)
             return
         a, b = self.dims_of(left), self.dims_of(right)
+        # (batch, m, k) · (batch, k, n): batch dims meet, k is summed over, m and n pass through.
         batch = [self.meet(event, a[0], b[0])] if len(a) == 3 else []
         for dim in (a[-1], b[-2]):
             self.keep_unsplit(event, dim, "multiplies over it")
@@ -227,7 +239,9 @@ class _Walker(ChannelWalker):
             self.unsupported[name] = problem
             self.give_up(event, f"multiplies it with {name}, which cannot be split: {problem}")
             return
+        # x (…, in) · Wᵀ (in, out): the last dim enters the layer, `made` leaves it.
         *others, entering = self.dims_of(left)
+        # The weight's gradient is a sum over all rows of x; with rows divided each rank would have a part of it.
         if self.trained.intersection(value.storage for value in event.inputs if value != left):
             for dim in others:
                 self.keep_unsplit(event, dim, SHARED_WEIGHT)
@@ -247,6 +261,7 @@ class _Walker(ChannelWalker):
             return
         dims: Dims = [()] * len(shape)
         for at in range(-1, -len(shape) - 1, -1):
+            # Broadcasting aligns dims from the last; operands of size 1 there say nothing about how it is divided.
             wide = [v for v in event.inputs if len(v.shape) >= -at and v.shape[at] == shape[at] and shape[at] > 1]
             aligned = [self.dims_of(value)[at] for value in wide]
             if any(aligned):
@@ -259,7 +274,8 @@ class _Walker(ChannelWalker):
                 self.dims[result] = dims
 
     def _unless_shared(self, event: Event, dim: Dim, at: int) -> Dim:
-        """What is the same along a divided dim and has a gradient gets only a part of it on each rank."""
+        """Return `dim`, or nothing where an activation is shared along it and trained: each rank would have a part of
+        its gradient.  A parameter that is shared along it is noted in `shared`: its parts are summed over ranks."""
         for value in event.inputs:
             if value.storage not in self.trained or (len(value.shape) >= -at and value.shape[at] > 1):
                 continue

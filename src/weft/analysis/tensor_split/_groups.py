@@ -90,6 +90,8 @@ def choose(
     groups.sort(key=lambda group: group.first)
     taken = frozenset(ruled)
     chosen: list[LayerGroup] = []
+    # Groups inside one block come first: sums within a block are the usual tensor parallelism, and a group across
+    # blocks would take their layers.
     for is_local in (True, False):
         open_ones = [g for g in groups if _is_local(g, places) == is_local and not g.names & taken]
         chosen += _heaviest(open_ones)
@@ -109,6 +111,8 @@ def _heaviest(groups: Sequence[LayerGroup]) -> list[LayerGroup]:
 
     Goes through them in order and keeps the best choice for every set of layers that is taken and met again later.
     """
+    # Only layers that a later group also wants decide what can still be chosen, so states with the same such layers are
+    # one: the better of them is kept.
     met_later = [frozenset[str]().union(*(group.names for group in groups[at + 1 :])) for at in range(len(groups))]
     states: dict[frozenset[str], tuple[int, ...]] = {frozenset(): ()}
 
@@ -119,6 +123,7 @@ def _heaviest(groups: Sequence[LayerGroup]) -> list[LayerGroup]:
         options = [*states.items()]
         options += [(taken | group.names, (*choice, at)) for taken, choice in states.items() if not taken & group.names]
         states = {}
+        # Best first, so that `setdefault` keeps the best of equal states, and the limit drops the worst.
         for taken, choice in sorted(options, key=lambda option: worth(option[1]), reverse=True):
             if len(states) < _STATES:
                 states.setdefault(taken & met_later[at], choice)
@@ -138,10 +143,12 @@ def _groups(flow: ForwardFlow, refused: set[int]) -> list[LayerGroup]:
     parts, channelwise = _parts(flow), _channelwise(flow)
     groups: list[LayerGroup] = []
     for atom, members in columns.items():
+        # A group needs an atom that may be divided, columns that make it and rows that end it.
         if atoms.reason(atom) is not None or atom in refused or atoms.size(atom) < 2:
             continue
         rows = entering.get(atom, [])
         names = [member.layer.name for member in (*members, *rows)]
+        # A layer that is column and row of the same atom would need its input and its output in parts.
         if not rows or len(names) != len(set(names)):
             continue
         local = channelwise.get(atom, {})
@@ -213,3 +220,13 @@ def _why(flow: ForwardFlow, layer: LinearLayer) -> str:
     if reasons[0] is not None and None not in reasons:
         return "; ".join(dict.fromkeys(reason for reason in reasons if reason is not None))
     return "no layer takes its result in parts, or that layer is split with others already"
+
+
+def common_prime(groups: Sequence[LayerGroup]) -> int:
+    """Return the prime that divides the sizes of the groups with most parameters."""
+
+    def weight(prime: int) -> int:
+        members = [m for g in groups if g.size % prime == 0 for m in (*g.columns, *g.rows)]
+        return sum(member.layer.parameters for member in members)
+
+    return max((2, 3, 5, 7, 11, 13), key=lambda prime: (weight(prime), -prime))

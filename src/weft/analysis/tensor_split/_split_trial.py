@@ -67,11 +67,14 @@ Progress = tuple[int, int]
 
 
 class _Mismatch(Exception):
-    """What a forward on a part does otherwise; how many operators were right until then."""
+    """The first difference of a forward on a part, and how many operators were right until then."""
 
 
 @dataclass(slots=True)
 class SplitTrial:
+    """Runs the model's own forward on meta with one rank's weights, and compares it with the whole model's operator by
+    operator: modules that count heads or groups must then count the rank's, or the trial says why it fails."""
+
     blueprint: Blueprint
     reference: Trace
     flow: ForwardFlow
@@ -79,7 +82,7 @@ class SplitTrial:
     parts: int
     gathering: Mapping[str, Value] = field(default_factory=dict[str, Value])
     useless: set[tuple[str | None, CountAttribute, tuple[CountAttribute, ...]]] = field(default_factory=lambda: set())
-    """Problems, attributes that did not help there, and those that were divided before: rehearsals share it."""
+    """Problems, attributes that did not help there, and those that were divided before: trials share it."""
     modes: Sequence[Mode] = ("as it is",)
     """How the forward ran for `reference`."""
     wanted: list[Event] = field(init=False)
@@ -101,6 +104,7 @@ class SplitTrial:
         """Divide attributes one after another, as long as each lets the forward come further."""
         attributes: list[CountAttribute] = []
         done, problem = self._attempt(attributes)
+        # Ends: every round divides one attribute more and must come further; there are at most `_ATTEMPTS` rounds.
         for _ in range(_ATTEMPTS):
             if problem is None:
                 return SplitTrialResult(attributes=tuple(attributes))
@@ -126,10 +130,15 @@ class SplitTrial:
         self, attributes: Sequence[CountAttribute], done: Progress, before: str | None
     ) -> tuple[CountAttribute, Progress, str | None] | None:
         best: tuple[CountAttribute, Progress, str | None] | None = None
+        # Greedy: the attribute with which the forward comes furthest. Candidates are those near the failing operator,
+        # so that few forwards are run.
         for attribute in self._candidates(done):
+            # An attribute that did not help with this problem once need not run again in the next trial.
             known = (before, attribute, tuple(attributes))
             if attribute in attributes or known in self.useless:
                 continue
+            # Progress is (right operators, last operator): an attribute may repair a reshape without a further right
+            # operator.
             reached, problem = self._attempt([*attributes, attribute])
             if reached <= done and problem is not None:
                 self.useless.add(known)
@@ -151,6 +160,7 @@ class SplitTrial:
                 if divided.name in RESHAPES:
                     reshaped.append((divided.inputs[0].shape, divided.outputs[0].shape))
                 return
+            # Operators are compared in order: a rank must compute the same things on smaller shapes.
             if done >= len(self.wanted):
                 raise _Mismatch("it goes on where the whole model ends")
             wrong = self._difference(self.wanted[done], divided) or misshaped(self.reshaped[done], reshaped)
@@ -174,12 +184,14 @@ class SplitTrial:
             return f"it computes {divided.name} where the whole model computes {full.name}"
         if is_elementwise(full.name) or full.name in FUSED_NAMES:
             mine, theirs = list(_numbers(full)), list(_numbers(divided))
+            # A factor such as 1 / num_heads or sqrt(width) must be the whole model's, for no shape would show it.
             if mine != theirs:
                 return f"its {full.name} takes the number {theirs or 'none'} instead of {mine or 'none'}"
         count = 1 if full.name in FUSED_NAMES else len(full.outputs)
         pairs = [("takes", *pair) for pair in zip(full.inputs, divided.inputs, strict=False)]
         pairs += [("makes", *pair) for pair in zip(full.outputs[:count], divided.outputs, strict=False)]
         for what, mine, theirs in pairs:
+            # Only activations have the shapes that are divided; constants may be as the forward makes them.
             if mine.storage not in self.reference.per_sample:
                 continue
             shape = self._local_shape(mine)
@@ -220,6 +232,7 @@ class SplitTrial:
         while True:
             sizes = self._sizes_inside(name)
             for attribute, value in numbers_of(root.get_submodule(name)):
+                # A number in the model's config may be read by modules elsewhere; token ids only look like sizes.
                 of_model = "." in attribute and (levels > 1 or attribute.endswith("_id"))
                 if value in sizes and attribute not in _SIZES_OF_WEIGHTS and value % self.parts == 0 and not of_model:
                     candidates.append(CountAttribute(name, attribute))
@@ -264,6 +277,7 @@ class SplitTrial:
         whole = getattr(self.blueprint.module.get_submodule(owner), leaf)
         shape = list(whole.shape)
         shape[dim] //= self.parts
+        # On meta: shapes decide, and no memory is taken.
         made = torch.empty(shape, dtype=DTYPE, device="meta")
         return nn.Parameter(made, requires_grad=whole.requires_grad) if isinstance(whole, nn.Parameter) else made
 
@@ -279,7 +293,7 @@ class SplitTrial:
 
 
 def misshaped(expected: Iterable[tuple[Shape, Shape]], shapes: Iterable[tuple[Shape, Shape]]) -> str | None:
-    """What is reshaped in another way than it must be.  A shape at the end does not tell: a rank that has one of two
+    """Return a reshape that differs from the expected one. A shape at the end does not tell: a rank that has one of two
     groups of channels, and takes its channels for two groups, changes their places and has as many as before."""
     rest = iter(shapes)
     for before, after in expected:
@@ -322,7 +336,7 @@ def _divided(
 
 @contextmanager
 def _gathered(root: nn.Module, names: Iterable[str], parts: int) -> Generator[None]:
-    """Let modules get all of what a part of enters, and return a part of what they return."""
+    """Give these modules the whole of a divided input within, and cut their results as the input was."""
 
     def gather(module: nn.Module, args: Any) -> Any:
         return (torch.cat([args[0]] * parts, -1), *args[1:])

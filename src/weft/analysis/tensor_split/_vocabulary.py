@@ -21,7 +21,7 @@ _LOOKUPS = ("embedding", "_embedding_bag")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularySplit:
-    """What of a model splits by its vocabulary."""
+    """Modules of a model that split by its vocabulary."""
 
     head: str | None
     """The linear layer that makes the logits, if it is cut."""

@@ -1,4 +1,4 @@
-"""What a graph analysis proposes: how a module splits over the tensor axis, and why."""
+"""The proposal of a graph analysis: how each module splits over the tensor axis, and why."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _extras(rule: SplitRule) -> str:
 
 
 def _beyond(proposal: Proposal) -> list[str]:
-    """What the table in a recipe cannot say."""
+    """Return the settings that a recipe's table cannot express."""
     lines = [f"# the tensor axis must divide {name} = {size}" for name, size in proposal.divisible.items()]
     lines += [f"# {entry.match or 'the model'}: {entry.attribute} is divided too" for entry in proposal.localise]
     if proposal.vocabulary_head is not None:

@@ -11,7 +11,7 @@ from torch import nn
 from weft.analysis._segment import find_blocks
 from weft.analysis.tensor_split._dropped import has_parts_in_front, is_dropout, kind_on, why_dropped_otherwise
 from weft.analysis.tensor_split._flow import ForwardFlow, follow
-from weft.analysis.tensor_split._groups import GroupMember, LayerGroup, Sides, SplitChoice, choose
+from weft.analysis.tensor_split._groups import GroupMember, LayerGroup, Sides, SplitChoice, choose, common_prime
 from weft.analysis.tensor_split._split_trial import DTYPE, CountAttribute, SplitTrial, cut_dim
 from weft.analysis.tensor_split._vocabulary import VocabularyAnalysis, VocabularySplit
 from weft.analysis.tensor_split.proposal import Confidence, Proposal, ProposedRule
@@ -72,7 +72,7 @@ class _Decision:
 
     @property
     def how(self) -> tuple[object, ...]:
-        """What a rule says, besides the name."""
+        """The rule's settings, without the name."""
         return self.kind, self.blocks, self.dim, self.gather_output
 
 
@@ -92,7 +92,7 @@ class _Proposer:
     places: dict[int, list[tuple[Event, int]]] = field(init=False)
     useless: set[tuple[str | None, CountAttribute, tuple[CountAttribute, ...]]] = field(default_factory=lambda: set())
     refusals: dict[str, str] = field(default_factory=dict[str, str])
-    """Layer → why a rehearsal left it whole."""
+    """Layer → why a trial left it whole."""
 
     def __post_init__(self) -> None:
         self.graph = Graph.of(self.trace)
@@ -127,25 +127,33 @@ class _Proposer:
         refused: set[int] = set()
         ruled = [name for name in self.flow.layers if not self._own(name)]
         while True:
+            # Optimistic first: all groups that the flow of dims allows. What clashes, or fails on a trial, is refused
+            # and the choice made again, because another group may take the layers of a refused one.
             choice = choose(self.flow, self.blocks, refused, ruled, self.only)
             groups = choice.groups
             clashing = [group for group in groups if self._clash(group, groups, refused)]
-            parts = _common_prime(groups)
+            # One number of ranks for the whole trial: the prime that divides the groups with most weights. Groups that
+            # it does not divide stay whole.
+            parts = common_prime(groups)
             indivisible = [group for group in groups if group.size % parts and group not in clashing]
             self._refuse(indivisible, refused, f"{parts} does not divide its size, as it does those of most others")
+            # Checks without a forward come first; a trial runs the whole model.
             if indivisible or clashing:
                 continue
             gathers = self._gathers(groups)
-            rehearsal = SplitTrial(
+            trial = SplitTrial(
                 self.blueprint, self.trace, self.flow, groups, parts, gathers, self.useless, modes=self.modes
             )
-            outcome = rehearsal.run() if groups else None
+            outcome = trial.run() if groups else None
             if outcome is None or outcome.problem is None:
                 return choice, () if outcome is None else outcome.attributes, parts
             reason = (
                 f"{outcome.module or 'the forward'} cannot work on a part of it: {outcome.problem}. Let it take sizes"
                 " from what its projections return, or from whole-number attributes of the module"
             )
+            # Refuse the groups whose parts are at hand where the forward fails, and their like in other blocks, which
+            # would fail one by one. Every round refuses at least one group (without a culprit `atoms` names all), so
+            # the loop ends.
             hit = [group for group in groups if group.atom in outcome.atoms]
             places = {glob_of(m.layer.name) for group in hit for m in group.columns}
             alike = [g for g in groups if any(glob_of(m.layer.name) in places for m in g.columns)]
@@ -163,6 +171,8 @@ class _Proposer:
             return False
         leaves = self.flow.atoms.leaves
         for name in self._met([group]):
+            # A parameter that is whole on every rank and meets divided activations gets a part of its gradient on each,
+            # to be summed; a use elsewhere would get the whole gradient and be counted once per rank.
             known = {at for other, dim, at in self.flow.shared if other == name and group.atom in leaves(dim)}
             if self.flow.uses.get(name, set()) - known:
                 self._refuse([group], refused, f"its parts meet {name}, which the model uses elsewhere, too")
@@ -184,6 +194,7 @@ class _Proposer:
         leaves = self.flow.atoms.leaves
         for name, result in self.gathering.items():
             along = leaves((self.flow.dims.get(result) or [()])[-1])
+            # Gathering puts ranks' parts behind one another, so a part must be one run of the dim.
             if not reason and has_parts_in_front(self.flow, along, group.atom):
                 reason = f"{name} would get parts of it that do not lie behind one another"
         return reason
@@ -225,6 +236,7 @@ class _Proposer:
     def _layers(self, groups: Sequence[LayerGroup]) -> list[_Decision]:
         decisions: list[_Decision] = []
         for group in groups:
+            # Notes are operators that the analysis did not understand; draws are not compared by a trial.
             confidence: Confidence = "medium" if self.trace.notes or self._draws(group) else "high"
             columns, rows = _leaves(group.columns), _leaves(group.rows)
             unit = f"{group.size} {self._unit(group)}"
@@ -240,7 +252,7 @@ class _Proposer:
         return decisions
 
     def _channelwise(self, groups: Sequence[LayerGroup]) -> list[_Decision]:
-        """What works channel by channel on each rank's channels."""
+        """Return decisions for modules that work channel by channel on each rank's channels."""
         reason = "it works on each rank's channels"
         return [
             _Decision(module.name, "channels", reason, blocks=module.blocks)
@@ -268,6 +280,7 @@ class _Proposer:
                 if cut is None:
                     continue
                 dim, blocks = cut
+                # Tied weights: one tensor under several names is cut once, wherever it is used.
                 others = [other for other in names if other not in made and other.rpartition(".")[0] not in made]
                 reason = f"it is {name} by another name"
                 aliases += [_Decision(other, "part", reason, blocks=blocks, dim=dim) for other in others]
@@ -482,13 +495,3 @@ def _leaf(name: str) -> str:
 
 def _without_numbers(text: str) -> str:
     return " ".join(glob_of(word) if "." in word else word for word in text.split(" "))
-
-
-def _common_prime(groups: Sequence[LayerGroup]) -> int:
-    """The prime that divides the sizes of the groups with most parameters."""
-
-    def weight(prime: int) -> int:
-        members = [m for g in groups if g.size % prime == 0 for m in (*g.columns, *g.rows)]
-        return sum(member.layer.parameters for member in members)
-
-    return max((2, 3, 5, 7, 11, 13), key=lambda prime: (weight(prime), -prime))

@@ -26,7 +26,7 @@ _CONSTANTS = ("zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "zer
 _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided")
 _OF_SOME_SIZE = ("nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive")
 _ZEROS = "token_type_ids"
-"""What models of transformers call a buffer of zeros: every token is of the first kind."""
+"""Name that models of transformers give a buffer of zeros: every token is of the first kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class TokenFlow:
-    """What one forward shows."""
+    """The way of tokens through one forward."""
 
     of_tokens: tuple[AttentionCall, ...]
-    """Those in which the tokens of a sample see one another."""
+    """Attention calls in which the tokens of a sample see one another."""
     calls: tuple[AttentionCall, ...]
     """All calls of attention, whatever they are about."""
     problem: str
@@ -100,6 +100,8 @@ def live_events(trace: Trace) -> frozenset[int]:
     views = set(trace.outputs)
     changed = {value.storage for event in trace.events if event.mutates for value in event.inputs}
     live: set[int] = set()
+    # Backwards: an event is live if its result is read by a live event, by the output, or by a buffer that stays. What
+    # nobody reads may do anything with tokens.
     for event in reversed(trace.events):
         asks = not event.outputs and not event.name.startswith("_assert") or _counts(event)
         read = any(value.storage in wanted for value in event.outputs)
@@ -170,6 +172,7 @@ class _TokenWalker(DimsWalker):
         for value in event.inputs:
             if value.storage in self.held and not self.is_tracked(value):
                 self.keep_unsplit(event, (0,), "reads in another form what they were written into")
+        # Without tokens among its operands an operator cannot let them meet.
         if not any(self.is_tracked(value) for value in event.inputs):
             if event.mutates:  # something else lies in it from now on
                 self.bases.pop(event.inputs[0].storage, None)
@@ -186,6 +189,7 @@ class _TokenWalker(DimsWalker):
             return
         for value in event.inputs if event.name != "attention" else ():
             known = self.is_tracked(value) or value.storage in self.constant or value in self.repeated
+            # A value computed from the number of tokens would differ on a rank that has a part of them.
             if value.storage in self.counting and not known:
                 self.keep_unsplit(
                     event,
@@ -205,11 +209,13 @@ class _TokenWalker(DimsWalker):
 
     def keep_unsplit(self, event: Event, dim: Dim, reason: str) -> None:
         """Tokens meet in this event, if anything comes of it."""
+        # Otherwise the result is thrown away.
         if event.index in self.live:
             self.atoms.keep_unsplit(dim, f"{place_of(event)} {reason}")
 
     def meet(self, event: Event, a: Dim, b: Dim) -> Dim:
         """Two dims of one size in one operator: both of the same tokens."""
+        # Two token dims of one size are the same tokens, or the shapes could not match for other lengths.
         if a and b and self.atoms.unify_dims(a, b):
             return a
         if a or b:
@@ -217,7 +223,7 @@ class _TokenWalker(DimsWalker):
         return ()
 
     def join(self, event: Event) -> None:
-        """Of parts that may be the same for every token."""
+        """Join dims of parts, some of which may be the same for every token."""
         values, output = list(event.arguments[0]), event.outputs[0]
         at = int(argument(event, 1, "dim", 0)) % len(output.shape)
         if event.name == "stack" or not any(self._is_repeated(value, 0) for value in values):
@@ -258,10 +264,12 @@ class _TokenWalker(DimsWalker):
         self.dims[base] = self.dims[event.outputs[0]] = written
 
     def _note_constants(self, event: Event) -> None:
-        """What is filled with one number stays so through whatever works entry by entry."""
+        """Follow values that are filled with one number through operators that work entry by entry."""
+        # A view shares its storage, and with it whatever is known of it.
         fresh = {value.storage for value in event.outputs} - {value.storage for value in event.inputs}
         if event.mutates:
             changed = event.inputs[0].storage if event.inputs else None
+            # Written to: the storage may hold several numbers now.
             self.constant.discard(changed or 0)
             self.repeated = {value: dims for value, dims in self.repeated.items() if value.storage != changed}
         if event.name in (*_CONSTANTS, *_EMPTY):
@@ -319,12 +327,15 @@ class _TokenWalker(DimsWalker):
 
     def _is_repeated(self, value: Value, at: int) -> bool:
         """Whether it is the same along dim `at`."""
+        # `expand` repeats a value without copying: stride 0.
         if value.shape[at] > 1 and value.stride[at] == 0:
             return True
         return value.storage in self.constant or at % len(value.shape) < self.repeated.get(value, 0)
 
     def _attention(self, event: Event) -> None:
         query, key, value = (list(self.dims_of(input_)) for input_ in event.inputs[:3])
+        # Attention over all of a sample's tokens is the one place where they may meet: context ranks exchange keys
+        # there.
         tokens = self.atoms.leaves(query[-2])
         if tokens and tokens == self.atoms.leaves(key[-2]) == self.atoms.leaves(value[-2]) == self._every_token():
             self.of_tokens.append(self.calls[-1])
@@ -349,7 +360,8 @@ class _TokenWalker(DimsWalker):
         self.dims[event.outputs[0]] = [self._alike(event, event.inputs, 0), ()]
 
     def _attention_call(self, event: Event) -> AttentionCall:
-        """One number for all, as scores that are added or a mask, says nothing: a softmax does not see it."""
+        """Return the call's settings. A mask, or scores to add, of one number throughout do not count: a softmax does
+        not see them."""
         causal, dropped = (bool(event.keywords.get(name)) for name in ("causal", "dropout"))
         masks = [value for value in event.arguments[3:] if value is not None]
         masked = any(mask.storage not in self.constant or not mask.dtype.is_floating_point for mask in masks)
@@ -357,7 +369,7 @@ class _TokenWalker(DimsWalker):
         return AttentionCall(event.module, causal, masked, dropped, modified)
 
     def _every_token(self) -> list[int]:
-        """All of a sample's tokens: what is seeded first."""
+        """Return the atoms of all tokens of a sample: the first that were made."""
         return self.atoms.leaves((0,))
 
     def _index(self, event: Event) -> None:
@@ -402,6 +414,7 @@ class _TokenWalker(DimsWalker):
         at = int(argument(event, 1, "dim", 0)) % len(values[0].shape)
         dims: Dims = []
         for place in range(len(values[0].shape)):
+            # Along the indexed dim, or where operands differ in size, entries move to other places.
             whole = place == at or len({value.shape[place] for value in values}) > 1
             for value in values if whole else ():
                 self.keep_unsplit(event, self.dims_of(value)[place], "writes entries of it by number")

@@ -57,10 +57,10 @@ class _NoSequenceError(Exception):
 
 
 def look_at_tokens(blueprint: Blueprint, ranks: int = 1) -> None:
-    """Where nothing says how the tokens of a model of `transformers` see one another, see whether its forward does,
-    also of as many tokens as each of `ranks` ranks would have.
+    """Find in a model's forward how its tokens see one another, where nothing says it: in a model of `transformers`,
+    also with as many tokens as each of `ranks` ranks would have.
 
-    Enters into the blueprint how ranks may share its sequence, or why they cannot.  A module of one's own may do in its
+    Writes into the blueprint how ranks may share its sequence, or why they cannot.  A module of one's own may do in its
     backward what no forward shows, so it must say it itself (`Blueprint.attention`).
     """
     length, known = blueprint.sequence_length, blueprint.attention is not None or "context" in blueprint.limits
@@ -132,6 +132,7 @@ def _found(blueprint: Blueprint, lengths: Iterable[int]) -> SharedSequence:
         from weft.analysis._expert_calls import proven_stacks  # loaded where there may be any
 
         blueprint = replace(blueprint, stacks=proven_stacks(blueprint))
+    # Several other lengths: a forward that branches on its length, or caches something of it, differs in one of them.
     lengths = {length - 1, max(2, length // 2), max(2, length // 4), *lengths} - {length}
     placed = blueprint
     if _POSITIONS in inspect.signature(blueprint.module.forward).parameters:
@@ -141,6 +142,7 @@ def _found(blueprint: Blueprint, lengths: Iterable[int]) -> SharedSequence:
     if placed is not blueprint and (padding_token := token_beside(alone)) is not None:
         look = look.beside(padding_token)
         alone = look.alone("as it is")
+    # Ranks run the forward without masks: each mask would be made of the rank's own tokens.
     whole, evaluated = (look.without_masks(mode) for mode in BOTH)
     flow = look.in_mode(alone, whole, lengths, "as it is")
     where = first_difference(blueprint.module, whole, evaluated)
@@ -164,7 +166,7 @@ _Found = tuple[AttentionKind, tuple[str, ...], bool]
 
 @dataclass(frozen=True, slots=True)
 class _ForwardTrials:
-    """Forwards of a model."""
+    """Traced forwards of a model, with and without the places of its tokens given."""
 
     blueprint: Blueprint
     placed: Blueprint
@@ -200,6 +202,7 @@ class _ForwardTrials:
         calls: tuple[AttentionCall, ...] = ()
         for tokens in sorted(shorter):
             part = self.trace(self.placed, tokens, mode, without_masks=True)
+            # The same operators with the same numbers: only sizes may depend on the number of tokens.
             if [_step(event) for event in whole.events] != [_step(event) for event in part.events]:
                 raise _NoSequenceError("what it computes depends on how many tokens it is given")
             calls, others = (_checked(follow_tokens(one, fields, two)) for one, two in ((whole, part), (part, whole)))
@@ -260,7 +263,7 @@ def _replaced_buffers(module: nn.Module) -> list[str]:
 
 
 def _warn_of_nothing(module: nn.Module) -> None:
-    """Let models of transformers not look for padding to warn of, of which nothing else comes."""
+    """Switch off the padding warning of transformers' models: it reads tokens, and nothing else follows from it."""
     for inner in module.modules():
         if hasattr(inner, _WARNS):
             setattr(inner, _WARNS, _nothing)
@@ -311,7 +314,7 @@ def _computed(forward: Trace) -> Counter[tuple[object, ...]]:
 
 
 def _step(event: Event) -> tuple[object, ...]:
-    """What an operator does, whatever the sizes: layouts are told by their names alone."""
+    """Return an operator's description that does not depend on sizes: layouts appear by their names alone."""
     per_token = event.name not in LAYOUT and bool(event.inputs)
     return (event.name, event.module, *(_numbers(event) if per_token else ()))
 

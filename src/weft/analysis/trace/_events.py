@@ -1,4 +1,4 @@
-"""What a forward did: its operators in order, on values known by where they lie."""
+"""A trace of a forward: its operators in order, on values that are known by their storage."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Event:
     """Number of the user-level call (`F.linear`, `x * y`) that it belongs to."""
     mutates: bool
     reads: tuple[tuple[bool, str, int], ...] = ()
-    """Where it was asked for, of each operand that has values: whether it has one, dtype and a hash of them, equal rows
-    of several samples taken once."""
+    """Values of each operand that has any, where they were asked for: whether it has one value, its dtype and a hash,
+    with equal rows of several samples taken once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +90,12 @@ class Trace:
     inputs: Mapping[str, Value]
     """Fields of the batch."""
     outputs_of: tuple[tuple[Value, ...], ...]
-    """What the model returns, by forward."""
+    """Values that the model returns, by forward."""
     loss_event: int
     """Index of the first event of the loss."""
     notes: tuple[str, ...]
 
     @property
     def outputs(self) -> tuple[Value, ...]:
-        """What the model returns in any forward."""
+        """Values that the model returns in any forward."""
         return tuple(value for outputs in self.outputs_of for value in outputs)

@@ -154,8 +154,8 @@ def _in_one(
     mask: Tensor | None = None,
     dropout: nn.Module | None = None,
 ) -> FusedCall | None:
-    """The same as one call, where it matters who sees whom.  A mask that says nothing more than the window goes without
-    saying."""
+    """Return attention as one call, where it matters which tokens see one another. A mask that says no more than the
+    window is left out."""
     if mask is not None and pattern.window is not None:
         from weft.model.hf import window_of  # whose masks these are
 
@@ -184,6 +184,6 @@ FUSED: Fused = {
     attend: _in_parts,
 }
 WHOLE_ATTENTION: Fused = {**FUSED, attend: lambda args, kwargs: _in_one(*args, **kwargs)}
-"""The same, with every attention as one call."""
+"""The same functions, with every attention as one call."""
 FUSED_NAMES = ("attention", "rms_norm", "dropout")
 """Names of their events, whose first output is the result; the others are what the kernel keeps."""

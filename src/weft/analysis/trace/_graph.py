@@ -1,4 +1,4 @@
-"""Who makes and who reads what in a trace, and which calls are which kind of operator."""
+"""The graph of a trace: makers and readers of values, and the kind of operator of each call."""
 
 from __future__ import annotations
 
@@ -158,7 +158,8 @@ class WrittenAttention:
         return left.shape[0] * left.shape[1]
 
     def shapes(self, samples: int) -> AttentionShapes:
-        """Of query, key and value, as (samples, heads, length, size); the products have samples · heads in one dim."""
+        """Shapes of query, key and value, as (samples, heads, length, size); the products have samples · heads in one
+        dim."""
         left, right = self._operands
         heads = left.shape[0] // samples if left.shape[0] % samples == 0 else 1
         value = self.second.inputs[1]

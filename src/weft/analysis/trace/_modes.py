@@ -21,7 +21,7 @@ from weft.errors import RecipeError
 from weft.model.blueprint import Blueprint
 
 _Step = tuple[Any, ...]
-"""What an operator does, on values named by who made them first."""
+"""An operator on values that are named by the operator that made them first."""
 
 
 def trace_both(blueprint: Blueprint, dtype: torch.dtype) -> tuple[Trace, tuple[Mode, ...]]:

@@ -1,4 +1,4 @@
-"""Which operators work entry by entry, and which only lay memory out."""
+"""Classify operators: those that work entry by entry, and those that only lay memory out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ENTRYWISE = frozenset(
         *("dropout", "masked_fill_", "isnan", "isinf", "floor_divide", "_assert_tensor_metadata", "_prelu_kernel"),
     }
 )
-"""Those that torch does not mark as pointwise."""
+"""Entry-wise operators that torch does not mark as pointwise."""
 LAYOUT = frozenset(
     {
         *("view", "_unsafe_view", "reshape", "_reshape_alias", "clone", "alias", "detach", "lift_fresh", "contiguous"),

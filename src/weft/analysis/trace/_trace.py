@@ -1,4 +1,5 @@
-"""One forward and loss of a model on the meta device: its operators and what it keeps for backward, written down."""
+"""Trace one forward and loss of a model on the meta device: its operators, and the tensors that it keeps for
+backward."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ class FailedForward(RecipeError):
 
 
 class _SavedTensorHandle:
-    """What autograd keeps in place of a saved tensor; alive as long as its node is."""
+    """Object that autograd keeps in place of a saved tensor; alive as long as its node is."""
 
     __slots__ = ("__weakref__",)
 
@@ -279,7 +280,7 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def _hooked(self, module: nn.Module) -> Generator[None]:
-        """Know which module is running."""
+        """Hook all modules within, so that each event knows which module is running."""
         with ExitStack() as stack:
             for name, child in module.named_modules():
                 if name:
@@ -329,7 +330,7 @@ class _Recorder(TorchDispatchMode):
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Generator[None]:
-    """As the engine evaluates (`weft.techniques.core.evaluating`)."""
+    """Run the forward as the engine evaluates (`weft.techniques.core.evaluating`)."""
     training = [inner for inner in module.modules() if inner.training]
     module.eval()
     try:

@@ -52,7 +52,7 @@ class _SampleList:
 
 @dataclass(frozen=True, slots=True)
 class _BatchWide:
-    """What belongs to the batch as a whole."""
+    """An entry that belongs to the batch as a whole."""
 
     value: Any
 
@@ -139,6 +139,8 @@ def taken_apart(batch: Any) -> tuple[dict[str, Tensor], BatchShape]:
     shape = BatchShape(root)
     beside = [leaf for leaf in _leaves(root) if not isinstance(leaf, _SampleTensor)]
     if beside:
+        # Entries that are no tensors cannot be cut as tensors are: each row gets its number, and a digest of what
+        # stands in it, for comparing ranks.
         fields[ROWS] = _numbered(beside, size)
     return fields, shape
 
@@ -168,8 +170,10 @@ def _looked_at(value: Any, name: str, size: int, fields: dict[str, Tensor]) -> A
 
 
 def _list_of(value: Sequence[Any], name: str, size: int) -> Any:
-    """What an inner list is: an entry for each sample, a whole; None: a container."""
+    """Return an inner list as a list with an entry for each sample, or as batch-wide; None: it is a container."""
     tensors = [tensor for tensor in tensors_of(value) if tensor.ndim]
+    # A list as long as the batch may have an entry per sample, or happen to have as many parts: rows of its tensors
+    # decide.
     stacked = bool(tensors) and all(tensor.shape[0] == size for tensor in tensors)
     if len(value) != size or not len(value):
         return None if tensors else _BatchWide(value)
@@ -199,6 +203,7 @@ def samples_in(batch: Any) -> int:
         return len(batch)
     sizes = dict(_sizes(batch, "", outside=True))
     if not sizes:
+        # No tensor says it: lists of texts do.
         sizes = dict(_lengths(batch, ""))
     if not sizes:
         raise DataError(f"the batch is empty, or has nothing in it with an entry for each sample. {_GIVE}")
@@ -239,6 +244,7 @@ def _is_list_of_samples(batch: Any) -> bool:
     keys = {tuple(entry) if isinstance(entry, Mapping) else None for entry in entries}
     if len(keys) != 1 or None in keys:
         return False
+    # Samples have tensors of their own sizes; parts of one batch all have as many rows as it has samples.
     rows = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors_of(entries)}
     return len(rows) != 1 or rows == {0}
 
@@ -351,12 +357,13 @@ def _numbered(beside: Sequence[Any], size: int) -> Tensor:
         digest = whole.copy()
         for entries in lists:
             add_to_digest(digest, entries.values[row])
+        # 52 bits: the number stays positive in an int64, and exact in a float64.
         numbers.append([row, digest.intdigest() >> 12])
     return torch.tensor(numbers, dtype=torch.int64).reshape(size, 2)
 
 
 def add_to_digest(digest: Any, value: Any) -> None:
-    """Let a digest of xxhash depend on a value: tensors, arrays, texts, numbers, and containers of them."""
+    """Add a value to a digest of xxhash: tensors, arrays, texts, numbers, and containers of them."""
     if isinstance(value, Tensor):
         digest.update(f"{tuple(value.shape)} {value.dtype}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

@@ -55,7 +55,7 @@ class _Taken:
     digest: str = ""
     """Digest of the whole batch; empty: not known."""
     tensors: list[ReferenceType[Tensor]] = field(default_factory=list[ReferenceType[Tensor]])
-    """What the loop was handed."""
+    """The tensors that the loop was handed."""
 
 
 class BatchShares:
@@ -86,6 +86,8 @@ class BatchShares:
         sizes = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
         if self._gathers and len(set(sizes)) > 1:
             raise DataError(unequal(size, len(sizes)))
+        # As many microbatches on every rank, for they run collectives together; a rank with fewer samples has smaller
+        # ones.
         number = -(-max(sizes) // micro)
         if self._plan.mesh.pipeline > 1:  # whose schedule may ask for a multiple of the plan's number
             number = max(counts) * -(-number // max(counts))
@@ -185,7 +187,8 @@ class BatchShares:
 
 
 def bounds_of(size: int, counts: Sequence[int]) -> list[int]:
-    """Where the shares of ranks begin in a batch, and its end: in the proportions of `counts`, the first larger."""
+    """Return the row at which each rank's share of a batch begins, and the batch's end: in the proportions of `counts`,
+    the first ranks' larger."""
     total = sum(counts)
     return [-(-size * sum(counts[:rank]) // total) for rank in range(len(counts) + 1)]
 

@@ -139,6 +139,7 @@ def _generators(held: Any, depth: int, seen: set[int]) -> Iterator[Any]:
     """Generators among the attributes of an object and of theirs."""
     if id(held) in seen:
         return
+    # Objects refer to each other in circles: each is looked at once, to a limited depth.
     seen.add(id(held))
     if isinstance(held, torch.Generator | random.Random | np.random.Generator | np.random.RandomState):
         yield held

@@ -77,5 +77,5 @@ class KeyedReader:
 
 
 def _rows(asked: SampleRequest) -> tuple[int, int]:
-    """Those that a rank has; the first sample stands in where it has none."""
+    """Return the samples of one rank; the first sample stands in where it has none."""
     return (asked.start, asked.stop) if asked.start < asked.stop else (0, 1)

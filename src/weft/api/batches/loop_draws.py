@@ -115,10 +115,10 @@ class PlacedDraws:
         self._thread = threading.get_ident()
         self._put_back: list[Callable[[], None]] = []
         self._stood: tuple[bytes, ...] = ()
-        """Where the generators stood behind the last draw that was seen."""
+        """States of the generators behind the last draw that was seen."""
         self._known: dict[tuple[Any, ...], bool] = {}
         self._alike: dict[tuple[Any, ...], tuple[int, ...]] = {}
-        """What lines of the loop draw: whether for its samples, and else of which shape."""
+        """Draws by line of the loop: whether they are for its samples, and else their shape."""
         self.has_drawn = False
         """Whether the loop has drawn since the session began."""
 
@@ -135,20 +135,20 @@ class PlacedDraws:
         self._is_on, self._stood = True, self._states()
 
     def end(self) -> None:
-        """It has none: what draws now are loaders, or the loop for itself."""
+        """Note that the loop has no batch: loaders draw now, or the loop for itself."""
         self._is_on = False
 
     def enter(self, *_: Any) -> None:
-        """A model is called, or trained: its draws are its own."""
+        """Note that a model is called, or trained: its draws are its own."""
         self._aside += 1
 
     def leave(self, *_: Any) -> None:
-        """It has come to its end."""
+        """Note that a model's call has ended."""
         self._aside -= 1
 
     @contextmanager
     def aside(self) -> Generator[None]:
-        """What is drawn within is no draw of the loop's."""
+        """Draws within this block do not count as the loop's."""
         self._aside += 1
         try:
             yield
@@ -161,6 +161,7 @@ class PlacedDraws:
         Raises:
             PlanError: a generator has moved otherwise than by what this module places.
         """
+        # Every draw that is seen is noted in `_stood`: a generator that stands elsewhere was moved by something unseen.
         if self._is_on and self._states() != self._stood:
             raise PlanError(
                 "the loop drew from torch's generator between a batch and session.backward() by what has no row for"
@@ -170,7 +171,7 @@ class PlacedDraws:
             )
 
     def digest(self) -> str:
-        """Where the generators stand; the same on all ranks while all draw alike."""
+        """Return a digest of the generators' states; the same on all ranks while all draw alike."""
         digest = xxhash.xxh3_64()
         for state in self._states():
             digest.update(state)
@@ -198,6 +199,7 @@ class PlacedDraws:
 
         @functools.wraps(plain)
         def placed(*args: Any, **kwargs: Any) -> Any:
+            # A draw in another thread, or from a generator of the loop's own, is not the loop's here.
             seen = self._is_on and not self._aside and threading.get_ident() == self._thread
             if not seen or kwargs.get("generator") is not None:
                 return plain(*args, **kwargs)
@@ -237,14 +239,17 @@ class PlacedDraws:
         if not shape or 0 in shape:
             return False
         rows, place = self._rows, _place_of_call()
+        # A line that drew for samples once draws for them again; only what a shape leaves open is looked up.
         known = self._known.get(place)
         if self._makes and (shape[0] != rows or known is False):
             is_drawn = False  # for a batch that the loop makes
+        # One row per rank: the size 1 says nothing.
         elif rows == 1:
             is_drawn = known if known is None or not known else shape[0] == 1 or None
         elif shape[0] == rows:
             is_drawn = known is None or known is True or self._alike.get(place) != tuple(shape)
         else:
+            # A multiple of the rows may be several numbers for each sample.
             is_drawn = False if shape[0] == 1 or (shape[0] % rows and rows not in shape) else None
         if is_drawn is None:
             raise PlanError(
@@ -257,6 +262,7 @@ class PlacedDraws:
         return is_drawn
 
     def _cut(self, whole: Tensor) -> Tensor:
+        # A rank without samples computes on the first one of all.
         stop = self._stop if self._start < self._stop else 1
         start = self._start if self._start < self._stop else 0
         return whole[start:stop].clone(memory_format=torch.preserve_format)
@@ -317,10 +323,13 @@ class PlacedDraws:
         return draw
 
     def _spread(self, value: Any, ndim: int) -> Any:
-        """Of an argument with a row for each of this rank's samples one for all, in which these are in their places."""
+        """Return, of an argument with a row for each of this rank's samples, one for all samples, with these rows in
+        their places."""
         if not isinstance(value, Tensor) or value.ndim != ndim or value.shape[0] != self._rows:
             return value
         whole = self._like_full_batch(value.detach())
+        # Other ranks' rows are not here; any valid value will do, for their numbers are thrown away, and the generator
+        # moves by the shape alone.
         whole.copy_(value.detach()[:1].expand_as(whole))
         if self._start < self._stop:
             whole[self._start : self._stop] = value.detach()
@@ -328,7 +337,7 @@ class PlacedDraws:
 
 
 def _place_of_call() -> tuple[Any, ...]:
-    """Where in the loop, and in what it calls, a draw stands."""
+    """Return the line of the loop, and those of the functions that it calls, at which a draw stands."""
     place: list[Any] = []
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None and len(place) < _DEEPEST:

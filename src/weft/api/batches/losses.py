@@ -97,7 +97,7 @@ class LossOfUser:
         return (loss_sum * 0.0, torch.zeros_like(count)) if FILLER in batch else (loss_sum, count)
 
     def _totals(self, result: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """What the user's loss has returned, as sum and count."""
+        """Return the result of the user's loss as sum and count."""
         learnt = result[0] if isinstance(result, tuple) and result else result
         if isinstance(learnt, Tensor) and torch.is_grad_enabled() and not learnt.requires_grad:
             raise RecipeError(
@@ -154,7 +154,7 @@ _NO_ROWS = (
 _MOST_NODES = 32
 """Steps of a computation that are looked at: what makes a loss of its terms is short."""
 _SUM = 2
-"""What torch's losses keep of `reduction="sum"`."""
+"""Value with which torch's loss nodes record `reduction="sum"`."""
 _JOINING = ("Add", "Sub", "Neg", "Mul", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Clone")
 _SMALL = 0.1
 """A factor below this may be what divides by the number of samples."""
@@ -180,7 +180,7 @@ def is_sum_over_samples(loss: Tensor) -> bool:
 
 
 def warn_of_sum(loss: Tensor, ranks: int) -> None:
-    """Say what a sum would be taken for, on so many data ranks."""
+    """Warn that a sum would be taken for a mean, on so many data ranks."""
     if is_sum_over_samples(loss):
         warnings.warn(
             "the loss is a sum over samples, and session.backward(loss) takes it for a mean over this rank's: on"

@@ -1,4 +1,4 @@
-"""What a model returns for samples that are spread over ranks, put together in the order of the samples."""
+"""Put together a model's outputs for samples that are spread over ranks, in the order of the samples."""
 
 from __future__ import annotations
 
@@ -93,6 +93,7 @@ class GatheredOutputs:
         holders = {one["place"]: rank for rank, one in reversed(list(enumerate(of_ranks))) if one is not None}
         having = sorted(holders.items())
         whole: list[Fields] = []
+        # Rank by rank in the order of data ranks, which is that of the samples.
         for _, rank in having:
             self._shape = of_ranks[rank]["shape"]
             whole.append(self._sent(own if rank == view.index else None, of_ranks[rank]["fields"], rank))

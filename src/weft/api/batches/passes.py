@@ -1,4 +1,4 @@
-"""Where a run is in its data: passes through a loader, epochs, and whether a save was of the same data."""
+"""The place of a run in its data: passes through a loader, epochs, and whether a save was of the same data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from weft.errors import CheckpointError, DataError, RecipeError
 
 @final
 class LoaderPasses:
-    """Where a training is in such a loader: `number` of passes that are through, batches `taken` of the present one."""
+    """The place of a training in a loader that only iterates: `number` of finished passes, batches `taken` of the
+    present one."""
 
     def __init__(self, stream: BatchStream) -> None:
         self._stream = stream
@@ -21,7 +22,7 @@ class LoaderPasses:
         self._last = ""
         """Digest of the last batch that was handed out: the stream may have looked at one more."""
         self._expected = ""
-        """The same of the save that the run goes on from, until it has gone on."""
+        """The same digest of the save that the run goes on from, until it has gone on."""
 
     def batches(self, steps: int | None) -> Iterator[UserBatch]:
         """Yield the coming batches whole: `steps` of them, through as many passes as that takes, or all to the end of
@@ -65,7 +66,7 @@ class LoaderPasses:
         self.number += 1
 
     def state(self) -> dict[str, Json]:
-        """What `load` takes back."""
+        """Return the state that `load` takes back."""
         return {"in_pass": self.taken, "passes": self.number, "last_batch": self._last}
 
     def load(self, state: Mapping[str, Json]) -> None:
@@ -85,7 +86,7 @@ class Epoch:
     _batches: Callable[[], Iterator[Any]]
     _num_steps: int | None
     _at_end: Callable[[], None]
-    """What happens when all batches have been taken."""
+    """Note that all batches have been taken."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._batches()
@@ -134,7 +135,7 @@ class Epochs:
 
 
 def _nothing() -> None:
-    """Before the last epoch there is nothing to do."""
+    """Do nothing: there is no work before the last epoch."""
 
 
 def refuse_other_data(state: Mapping[str, Json], *, batch_size: int, num_samples: int | None, seed: int) -> None:

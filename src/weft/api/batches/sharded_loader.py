@@ -56,7 +56,7 @@ class HandedBatch:
 
     @property
     def share(self) -> float:
-        """What the mean over this rank's samples counts in the mean over all."""
+        """Weight of the mean over this rank's samples in the mean over all, 0 to 1."""
         return (self.stop - self.start) / self.size
 
 
@@ -73,7 +73,7 @@ class LoaderSharing:
     last: HandedBatch | None = None
     """None: no loader was prepared, or none was gone through yet."""
     draws: PlacedDraws | None = None
-    """What places the loop's own draws, on several data ranks."""
+    """Places the loop's own draws, on several data ranks; None on one."""
     _given: dict[int, tuple[weakref.ref[Tensor], HandedBatch]] = field(default_factory=dict[int, Any])
     """Tensor by its id → the batch that it came with, of the last ones."""
     shared: str = ""
@@ -84,7 +84,7 @@ class LoaderSharing:
     """Batches that forwards which train were given since the last backward, by source."""
 
     def hand_out(self, batch: HandedBatch, *, is_made: bool = False) -> None:
-        """The loop is handed a batch, or its rows of one that it has made itself."""
+        """Note the batch that the loop is handed, or its rows of one that it has made itself."""
         self.last = self._handed[batch.source] = batch
         if self.draws is not None:
             self.draws.begin(batch.size, batch.start, batch.stop, is_made=is_made)
@@ -95,11 +95,13 @@ class LoaderSharing:
             if isinstance(leaf, Tensor):
                 self._given.pop(id(leaf), None)
                 self._given[id(leaf)] = (weakref.ref(leaf), batch)
+        # Dictionaries keep the order of insertion: the oldest go first.
         while len(self._given) > _KNOWN:
             self._given.pop(next(iter(self._given)))
 
     def turn_to(self, leaves: Iterable[Any], *, trains: bool) -> None:
         """A forward, which trains or not, is given these: the batch that they came with is the present one."""
+        # The weak reference guards against an id that another tensor has now.
         batch = next((known[1] for leaf in leaves if (known := self._given.get(id(leaf))) and known[0]() is leaf), None)
         if batch is not None:
             self.last = batch
@@ -123,16 +125,16 @@ class LoaderSharing:
             )
 
     def has_ended(self, source: int) -> None:
-        """A pass through this loader is over."""
+        """Note the end of a pass through this loader."""
         self._handed.pop(source, None)
 
     def take_back(self) -> None:
-        """It asks for the next, or for none: loaders draw now."""
+        """Note that the loop asks for the next batch, or for none: loaders draw now."""
         if self.draws is not None:
             self.draws.end()
 
     def aside(self) -> AbstractContextManager[None]:
-        """What is drawn within is no draw of the loop's."""
+        """Draws within this block do not count as the loop's."""
         return nullcontext() if self.draws is None else self.draws.aside()
 
     def at(self, index: int) -> LoaderSharing:
@@ -141,6 +143,7 @@ class LoaderSharing:
 
     def share_of(self, size: int, first: int, source: int = 0) -> HandedBatch:
         """This rank's share of a batch."""
+        # As even as whole samples allow; the first ranks have one more.
         bounds = bounds_of(size, [1] * self.ranks)
         start, stop = bounds[self.index], bounds[self.index + 1]
         return HandedBatch(size, first, start, stop, has_fillers=size < self.ranks, source=source)
@@ -159,15 +162,16 @@ class LoopLoader:
         refuse_shared_out(loader)
         self._loader, self._sharing, self._number = loader, sharing, number
         self._ahead: deque[HandedBatch] = deque()
-        """What the sampler has given out and the loop has not been handed yet: workers read ahead."""
+        """Batches that the sampler has given out and the loop has not been handed yet: workers read ahead."""
         self._position = self._given = 0
         """Samples of all passes before the present one, and of that."""
         self._taken = self._skipped = 0
         self._passes = self._present = 0
         self._begun = ""
-        """Where the generators stood when the present pass began."""
+        """States of the generators when the present pass began."""
         self._resumes = ""
-        """Where they shall stand when the next pass begins; and how the process's stand behind what it leaves out."""
+        """States of the generators for the beginning of the next pass, and those of the process behind the batches that
+        it leaves out."""
         self._keeps = False
         self._kept: dict[str, Any] | None = None
         self.is_at_end = False
@@ -202,6 +206,7 @@ class LoopLoader:
                 if not handed.size:
                     raise DataError(f"batch {self._taken} of the loader has no samples, so no step can be made of it.")
                 self._taken += 1
+                # Positions count the samples of all passes: they key draws, so two passes draw differently.
                 self._given = max(self._given, handed.first + handed.size - self._position)
                 moved = _moved(batch, self._sharing.device)
                 self._sharing.hand_out(handed)
@@ -216,7 +221,7 @@ class LoopLoader:
                 self._taken = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop is in its passes, for a save; equal on all ranks."""
+        """Return the place of the loop in its passes, for a save; equal on all ranks."""
         return {
             "passes": self._passes,
             "batches": self._taken,
@@ -266,6 +271,8 @@ class LoopLoader:
         sharing, text = self._sharing, self._resumes
         self._kept = process_states(sharing.device) if self._keeps and self._skipped else None
         with sharing.calls.call(f"a pass through loader {self._number}", meets=True):
+            # One broadcast per pass: the samplers of all ranks start from rank 0's generators and draw the same order
+            # by themselves.
             if not text and sharing.world is not None:
                 own = states_of(self._loader, sharing.device) if dist.get_rank() == 0 else ""
                 text = gather_texts(own, sharing.device, sharing.world)[0]
@@ -277,13 +284,13 @@ class LoopLoader:
         self._position, self._given, self._taken = self._position + self._given, 0, self._skipped
 
     def _read(self) -> Iterator[tuple[Any, HandedBatch]]:
-        """Of a map-style data set: this rank's samples alone are read."""
+        """Read a map-style data set: this rank's samples alone."""
         assert self._inner is not None, "asked of loaders that read by index"
         for batch in self._inner:
             yield batch, self._ahead.popleft()
 
     def asked(self) -> Iterator[SampleRequest]:
-        """What this rank reads of the batches of a pass, as the user's own sampler makes them up."""
+        """Yield this rank's samples of the batches of a pass, as the user's own sampler makes them up."""
         sampler = cast(Any, self._loader).batch_sampler
         skipped, self._skipped = self._skipped, 0
         first = self._position
@@ -304,7 +311,7 @@ class LoopLoader:
             self._kept = None
 
     def _global_batches(self) -> Iterator[tuple[Any, HandedBatch]]:
-        """Of anything else that iterates: every rank takes its rows of batches that it has whole."""
+        """Iterate over any other loader: every rank reads whole batches and takes its rows."""
         sharing = self._sharing
         skipped, self._skipped = self._skipped, 0
         first = self._position
@@ -322,6 +329,7 @@ class LoopLoader:
                     with sharing.calls.call(f"a batch of loader {self._number}", meets=True):
                         check_same_batches(digest_of(fields), sharing.device, sharing.world)
                 handed = sharing.share_of(next(iter(fields.values())).shape[0], first, self._number)
+                # A rank without samples computes on the first one, which counts 0: collectives need every rank.
                 rows = slice(handed.start, handed.stop) if handed.start < handed.stop else slice(0, 1)
                 yield shape.restored({name: value[rows] for name, value in fields.items()}), handed
             first += size
@@ -330,7 +338,7 @@ class LoopLoader:
 
 @final
 class _SharedBatchSampler:
-    """In place of a batch sampler."""
+    """A batch sampler that yields this rank's samples of the user's batches."""
 
     def __init__(self, loader: LoopLoader) -> None:
         self._of = loader
@@ -375,7 +383,7 @@ def _moved(batch: Any, device: torch.device) -> Any:
 
 @final
 class SharedRows:
-    """What `session.share` hands out: this rank's rows of batches that the loop makes itself, equally on every rank."""
+    """This rank's rows of batches that the loop makes itself, equally on every rank: the work of `session.share`."""
 
     def __init__(self, sharing: LoaderSharing) -> None:
         self._sharing = sharing

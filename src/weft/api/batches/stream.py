@@ -102,7 +102,8 @@ def needs_labels(model: nn.Module, example: BatchShape) -> bool:
 
 
 def without_labels(model: nn.Module, example: BatchShape, inputs: Mapping[str, str]) -> str:
-    """What is to be said of a loss that a model did not compute, because it was given no labels; empty where it was."""
+    """Return the message for a model that computed no loss because it was given no labels; empty where it was given
+    some."""
     takes = "labels" in inspect.signature(model.forward).parameters and example.has("labels")
     if not takes or "labels" in inputs:
         return ""
@@ -159,12 +160,12 @@ class BatchStream:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """What `len(loader)` says; None for a loader that only iterates."""
+        """Return `len(loader)`; None for a loader that only iterates."""
         return -(-self.num_samples // self.batch_size) if self.num_samples else None
 
     @property
     def epoch_length(self) -> int | None:
-        """What `len(loader)` says, where it is true: of batch samplers, too; None for data that only iterate."""
+        """Return `len(loader)` where it is true, of batch samplers, too; None for data that only iterate."""
         sampler = getattr(self._loader, "batch_sampler", None)
         return self.steps_per_epoch if self._dataset is not None or sampler is None else _length(sampler)
 
@@ -204,7 +205,7 @@ class BatchStream:
         return False
 
     def _indices(self, positions: range) -> list[int]:
-        """Where positions of the whole training lie in the data set."""
+        """Return the indices in the data set of positions of the whole training."""
         assert self.num_samples is not None
         epochs, indices = np.divmod(np.arange(positions.start, positions.stop, dtype=np.int64), self.num_samples)
         sampler = _sampler(cast(DataLoader[Any], self._loader))

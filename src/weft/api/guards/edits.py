@@ -1,5 +1,5 @@
-"""What a loop does to a model between two steps: writes into weights are taken over where the plan trains copies, or
-refused; parameters that are taken out or exchanged are refused."""
+"""Watch what a loop does to a model between two steps. Writes into weights are taken over where the plan trains copies,
+or refused; parameters that are taken out or exchanged are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _WatchedParameter:
     cut_by: Axis | None
     """The axis whose ranks have parts of it, other than those that only share out a step's samples."""
     trained: Tensor
-    """What trains, or its copy to compute with: the storage that the parameter had from the plan."""
+    """The storage that trains, or its copy to compute with: the one that the parameter had from the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class OptimizerTensor:
 
 @dataclass(frozen=True, slots=True)
 class _WriteMarks:
-    """What tells that somebody has written into parameters."""
+    """Marks by which a write into parameters is seen."""
 
     addresses: list[int]
     versions: list[int]
@@ -134,14 +134,15 @@ class ParameterEdits:
     # ── told by parameters ────────────────────────────────────────────────────────────────────────────────────────────
 
     def watch(self, on: bool) -> None:
-        """Let parameters tell who asks for `.data` and values, or not: each operator on one that does takes longer, by
-        2 % of a step of 5 ms in all (a Xeon core, 2026-11)."""
+        """Switch on, or off, that parameters report reads of `.data` and of values: each operator on a reporting one
+        takes longer, by 2 % of a step of 5 ms in all (a Xeon core, 2026-11)."""
         if on is not self._is_watching:
             self._is_watching = on
             self._look_at_buffers(is_first=on)
             if self._spread:
                 refuse_part_of_sum(on)
             kind = self._watched_class if on else nn.Parameter
+            # Weft itself computes with torch's own class, which reports nothing.
             for parameter in self._watched_parameters:
                 parameter.__class__ = kind
             part_class = self._part_class if on else Tensor
@@ -173,7 +174,7 @@ class ParameterEdits:
                 self._lent[id(parameter)] = digests_of(data)
 
     def read(self, parameters: Iterable[Tensor]) -> None:
-        """Somebody has computed something of parameters."""
+        """Note that the loop has computed something of parameters."""
         if not self._is_inside:
             self._reads.read(map(id, parameters))
 
@@ -183,7 +184,7 @@ class ParameterEdits:
             self._reads.read_across(weights)
 
     def rebind(self, parameter: nn.Parameter, old: Tensor, new: Tensor) -> bool:
-        """Somebody gives a parameter other storage.  Take its values over, and return whether that was done.
+        """Copy the values of the storage that the loop gives a parameter, and return whether that was done.
 
         Raises:
             RecipeError: they do not fit into what trains.
@@ -220,6 +221,8 @@ class ParameterEdits:
             edited += [parameter for parameter in lent if id(parameter) not in known]
         if _versions(self._masters) != self._versions:
             self._take_optimizers(edited, has_copies=has_copies)
+        # Comparing all copies with their masters reads every weight: done where a mark has changed, and else rarely,
+        # for writes that leave no mark.
         elif has_copies and (edited or self._touched or is_due(self._looks)):
             for shard in self._shards:
                 shard.take_over()
@@ -249,7 +252,7 @@ class ParameterEdits:
         self._touched = self._is_inside = False
 
     def release(self) -> None:
-        """Let a write reach what trains, and not weights that were gathered to compute with."""
+        """Release gathered weights, so that a write reaches the shards that train."""
         if self._plan.data_parallel.shards_weights:
             self._stores.release()
 
@@ -270,11 +273,12 @@ class ParameterEdits:
         )
 
     def _edited(self) -> list[_WatchedParameter]:
-        """Those that were written to, as far as versions tell, or given storages of their own (`.data = …`, `set_`),
-        whose values are brought to where they are trained."""
+        """Return the parameters that were written to, as far as versions show it, or given storages of their own
+        (`.data = …`, `set_`). Their values are copied to where they are trained."""
         seen, known = self._look(), self._seen
         if seen == known:
             return []
+        # `parameter.data = parameter.data.t()` keeps address, and version, of a square matrix: only strides tell.
         turned = {
             place for place, one, two in zip(self._turnable, seen.strides, known.strides, strict=True) if one != two
         }
@@ -285,6 +289,7 @@ class ParameterEdits:
             if is_other and not isinstance(watched.parameter, DTensor):
                 data = watched.parameter.detach()
                 _check_fits(watched.name, watched.trained, data)
+                # A view of the same storage must be copied before it is written into it.
                 watched.trained.copy_(data.clone() if is_turned else data)
                 watched.parameter.data = watched.trained
             if self._counts_writes and (is_other or seen.versions[place] != known.versions[place]):
@@ -293,7 +298,7 @@ class ParameterEdits:
         return edited
 
     def _written_through_data(self) -> list[_WatchedParameter]:
-        """Those whose `.data` the loop has asked for, and that have other values since."""
+        """Return the parameters whose `.data` the loop has asked for and whose values have changed since."""
         lent = [
             (watched, self._lent[id(watched.parameter)])
             for watched in self._watched
@@ -303,8 +308,8 @@ class ParameterEdits:
         return [each for (each, then), sums in zip(lent, now, strict=True) if not all(map(torch.equal, then, sums))]
 
     def _look(self) -> _WriteMarks:
-        """After a step no parameter is in a processor's cache, so to look takes 0.2 µs for each number (a Xeon core,
-        2026-11)."""
+        """Return the present marks of all parameters.  After a step no parameter is in a processor's cache, so to read
+        one number takes 0.2 µs (a Xeon core, 2026-11)."""
         return _WriteMarks(
             addresses=[parameter.data_ptr() for parameter in self._parameters],
             versions=_versions(self._parameters) if self._counts_writes else [],
@@ -347,6 +352,7 @@ class ParameterEdits:
         self._reads.refuse(edited[0].name)
         self._edits += 1
         mesh = self._plan.mesh
+        # Only data ranks have equal values; digests of them are compared rarely, for they read every weight.
         is_same = mesh.tensor * mesh.pipeline * mesh.context == 1 and is_due(self._edits)
         said = [f"{parameter.name}{_values_of(parameter.parameter) if is_same else ''}" for parameter in edited]
         if mesh.pipeline == 1:
@@ -385,8 +391,8 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _places(watched: Sequence[_WatchedParameter]) -> list[tuple[int, ...]]:
-    """Which storage torch knows each parameter by, and its strides; a DTensor's own storage is empty, and stays the
-    same."""
+    """Return the storage that torch knows each parameter by, and its strides. A DTensor's own storage is empty, and
+    stays the same."""
     return [(entry.parameter.untyped_storage()._cdata, *entry.parameter.stride()) for entry in watched]  # pyright: ignore[reportPrivateUsage]
 
 
@@ -426,7 +432,7 @@ class ModuleStructure:
         self._handle = register_module_module_registration_hook(_RegistrationHook(weakref.ref(self)))
         self._known = _names(parts)
         self._homes: list[Collection[Any]] = []
-        """What the modules hold as parameters, as it is at any time."""
+        """The dictionaries in which modules hold their parameters, as they are at any time."""
         self._parameters: list[Any] = []
         self._children: list[dict[str, Any]] = []
         self._numbers: list[int] = []
@@ -441,7 +447,7 @@ class ModuleStructure:
         self._handle.remove()
 
     def note(self) -> None:
-        """What is there now is as Weft has left it."""
+        """Note that the present values are as Weft has left them."""
         if not self._is_same():
             self._known = _names(self._parts)
             self._look()

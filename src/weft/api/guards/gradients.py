@@ -60,7 +60,7 @@ class WatchedGradients:
         self._seen: list[tuple[Tensor | None, int]] = []
 
     def note(self) -> None:
-        """They are as they should be."""
+        """Note the present gradients as right."""
         grads = [parameter.grad for _, parameter in self._parameters]
         self._seen = [(None, 0) if grad is None else (grad, grad._version) for grad in grads]
 
@@ -105,6 +105,7 @@ class LossParameters:
             for parameter in _reached(loss)
             if id(parameter) not in prepared and not isinstance(parameter, DTensor)
         ]
+        # Ranks with other parts of the model compute other parts of the loss's gradient, which no one sum completes.
         data = plan.mesh.data == plan.mesh.world_size and not plan.data_parallel.replicas_step_alone
         # A loss that is no sum over samples is computed whole by every rank: there is no part of a sum.
         self._is_reduced = plan.mesh.world_size == 1 or (data and getattr(loss, "per_sample", True))
@@ -144,12 +145,16 @@ class LossParameters:
         if not self._held or self._before is None:
             self._before = None
             return
+        # Every rank must reduce the same tensors: a parameter that no rank used keeps the gradient that it had, one
+        # that some used is summed with zeros of the others.
         used = torch.tensor([float(parameter.grad is not None) for parameter in self._held], device=self._mesh.device)
         kinds = dict.fromkeys(parameter.dtype for parameter in self._held)
         flats = [used, *(self._flat(kind) for kind in kinds)]
         if (group := self._mesh["world"].group) is not None and self._is_reduced:
             for flat in flats:
                 dist.all_reduce(flat, group=group)
+        # The backward divided each loss by the nominal count (and multiplied by the loss scale); the step's own count
+        # is known only now.
         factor = self._nominal_count / ((event.count or 1.0) * event.loss_scale)
         sums = {kind: iter(flat.split(self._sizes(kind))) for kind, flat in zip(kinds, flats[1:], strict=True)}
         for parameter, before, users in zip(self._held, self._before, used.tolist(), strict=True):
@@ -218,6 +223,7 @@ def _reached(loss: Any) -> list[Tensor]:
     parameters: dict[int, Tensor] = {}
     seen: set[int] = set()
     level = [loss]
+    # Level by level, each object once: what a loss can reach may have cycles.
     for _ in range(_DEEPEST):
         inside: list[Any] = []
         for value in level:

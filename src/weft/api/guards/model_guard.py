@@ -1,4 +1,4 @@
-"""What a prepared model, its parameters and its optimizer refuse afterwards, where it would do nothing or do harm."""
+"""Refuse the use of a prepared model, its parameters and its optimizer where it would do nothing or do harm."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class GuardMessages:
     """Errors: each says what would be wrong, and the line to write."""
 
     step: str
-    """What the optimizer's own step says."""
+    """Error of the optimizer's own step."""
     backward: str
-    """What a backward says that reaches the model by itself."""
+    """Error of a backward that reaches the model outside a step."""
     forward: str
-    """What a forward says that would lead to one, where weights are gathered for each."""
+    """Error of a forward that would lead to such a backward, where weights are gathered for each."""
     untrained: str
-    """What a step says while gradients are switched off."""
+    """Error of a step while gradients are switched off."""
     optimizer_state: str
     optimizer_load: str
     model_state: str
@@ -105,7 +105,7 @@ class MovedParameter(nn.Parameter):
 
 
 class Guard:
-    """Knows when a model's step is under way, and refuses what only makes sense inside one."""
+    """Tracks whether a model's step is under way, and refuses calls that only make sense inside one."""
 
     def __init__(
         self, model: nn.Module, loss_parameters: LossParameters, messages: GuardMessages, *, watches_edits: bool = True
@@ -129,7 +129,7 @@ class Guard:
 
     @contextmanager
     def inside(self) -> Generator[None]:
-        """What Weft does by itself.  What the loop has written into the weights until then is taken over first."""
+        """Enter Weft's own work. Writes of the loop into the weights until then are taken over first."""
         if not self._depth and self._edits is not None:
             self._edits.settle(gathered=self._is_manual)
         try:
@@ -141,7 +141,7 @@ class Guard:
 
     @contextmanager
     def within(self) -> Generator[None]:
-        """What Weft does by itself where it neither reads nor writes weights that stay: nothing is taken over."""
+        """Enter work of Weft that neither reads nor writes weights that stay: nothing is taken over."""
         self._depth += 1
         try:
             yield
@@ -191,7 +191,7 @@ class Guard:
 
     @property
     def loss_parameters(self) -> LossParameters:
-        """What looks after parameters that the loss holds."""
+        """The watch over parameters that the loss holds."""
         return self._loss_parameters
 
     def after_step(self, event: StepEvent) -> None:
@@ -233,7 +233,7 @@ class Guard:
                 self._handles.append(root.register_forward_hook(self._listen_again, always_call=True))
 
     def facts(self) -> dict[str, str]:
-        """What must be equal on all ranks of what the loop has written into the weights since the last step."""
+        """Return facts about the loop's writes into the weights since the last step that must be equal on all ranks."""
         return {} if self._edits is None else self._edits.take_facts()
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -285,24 +285,24 @@ class Guard:
             raise RecipeError(self._messages.backward)
 
     def _refuse_forward(self, root: nn.Module, *_: Any) -> None:
-        """Before anything is gathered: a backward that is given up half way would leave its gathers behind."""
+        """Refuse before anything is gathered: a backward that is given up half way would leave its gathers behind."""
         if self.is_inside or self._is_manual:
             return
         if torch.is_grad_enabled() and any(p.requires_grad for p in root.parameters()):
             raise RecipeError(self._messages.forward)
 
     def _drop_gathered(self, *_: Any) -> None:
-        """After a forward of the loop's own: what is written into weights that were gathered for it would be lost."""
+        """Drop gathered weights after a forward of the loop's own: writes into them would be lost."""
         if not self.is_inside and not self._is_manual and not torch.is_grad_enabled() and self._edits is not None:
             self._edits.release()
 
     def _hush(self, *_: Any) -> None:
-        """What Weft or the model itself does with parameters is not told."""
+        """Stop watching while Weft or the model itself works with parameters."""
         if self._edits is not None:
             self._edits.watch(False)
 
     def _listen_again(self, *_: Any) -> None:
-        """After a forward of the loop's own, which reads weights as a step does."""
+        """Watch again after a forward of the loop's own, which reads weights as a step does."""
         if not self.is_inside and not self._is_manual and self._edits is not None:
             self._edits.watch(True)
 
@@ -392,7 +392,7 @@ def frozen(plan: Plan, modules: Iterable[nn.Module]) -> Generator[None]:
 
 
 def retire(before: Mapping[str, nn.Parameter], *parts: nn.Module) -> None:
-    """Let parameters that the model has no more say so to whoever still holds them."""
+    """Make parameters that the model has no more raise an error where somebody still uses them."""
     kept = {id(parameter) for part in parts for parameter in part.parameters()}
     for parameter in before.values():
         if id(parameter) not in kept and type(parameter) is nn.Parameter:

@@ -1,4 +1,5 @@
-"""What of a model must stay as it was at `prepare`, or be equal on all ranks: modes, batch norms, copies of state."""
+"""Check the parts of a model that must stay as they were at `prepare`, or be equal on all ranks: modes, batch norms,
+copies of state."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class FixedNorms:
 
 
 class ModuleModes:
-    """What of a model a loop may switch, and must on all ranks alike; stages have other parts of it.
+    """Modes of a model that a loop may switch, and must switch on all ranks alike; stages have other parts of it.
+    Modules and parameters are those that were there at `prepare`: to walk through them took 4 % of a step of 5 ms.
 
     Modules and parameters are those that were there at `prepare`: to walk through them took 4 % of a step of 5 ms.
     """
@@ -78,8 +80,8 @@ class ModuleModes:
 
 
 class CopiedState:
-    """What ranks must agree on in a step of their models: modes, and after steps 1, 2, 4, 8, … the buffers and frozen
-    parameters that a forward or the loop has changed since they were prepared."""
+    """State that ranks must agree on in a step of their models: modes, and after steps 1, 2, 4, 8, … the buffers and
+    frozen parameters that a forward or the loop has changed since they were prepared."""
 
     def __init__(self, model: ParallelModel) -> None:
         self._model = model
@@ -105,7 +107,7 @@ class CopiedState:
 
 
 def _state(value: Tensor) -> tuple[int, int]:
-    """What differs once it was written to."""
+    """Return a mark of a tensor that differs once it was written to."""
     return value.data_ptr(), value._version  # pyright: ignore[reportPrivateUsage]  # what autograd goes by
 
 

@@ -15,7 +15,7 @@ from weft.errors import RecipeError
 
 
 class ParameterListener(Protocol):
-    """Who is told."""
+    """Receiver of a watched parameter's reports."""
 
     @property
     def listens(self) -> bool:
@@ -23,14 +23,14 @@ class ParameterListener(Protocol):
         ...
 
     def touch(self, parameter: Tensor, data: Tensor) -> None:
-        """Somebody has asked for the `.data` of a parameter, or for another tensor of the same storage."""
+        """Note a read of a parameter's `.data`, or of another tensor of the same storage."""
 
     def rebind(self, parameter: nn.Parameter, old: Tensor, new: Tensor) -> bool:
-        """Somebody gives a parameter other storage; return whether the listener has taken its values over."""
+        """Note that a parameter is given other storage; return whether the listener has copied its values."""
         ...
 
     def read(self, parameters: Iterable[Tensor]) -> None:
-        """Somebody has computed something of parameters."""
+        """Note that the loop has computed something of parameters."""
 
     def read_across(self, weights: Iterable[int]) -> None:
         """Somebody has computed of weights, given by their identities, what is not computed element by element: a norm,

@@ -16,13 +16,14 @@ from weft.api.batches.batch_shape import CountedBatch, taken_apart, tensors_of
 from weft.errors import DataError, RecipeError
 
 _CALL = "_call_impl"
-"""What torch calls first of a module, before hooks: hooks that are set within a call come too late for it."""
+"""The method that torch calls first of a module, before hooks: hooks that are set within a call come too late for
+it."""
 
 
 @final
 class FirstCall:
-    """In place of a module's call.  `begin(args, kwargs)` is asked at every call until it has brought the model under
-    its plan, which it says."""
+    """Replaces a module's call until its plan is chosen. `begin(args, kwargs)` is asked at every call until it returns
+    that it has brought the model under its plan."""
 
     def __init__(self, model: nn.Module, begin: Callable[[Any, Any], bool]) -> None:
         self._model, self.begin = model, begin
@@ -35,7 +36,7 @@ class FirstCall:
         return getattr(type(self._model), _CALL)(self._model, *args, **kwargs)
 
     def restore(self) -> None:
-        """Let the model be called as ever."""
+        """Give the model its own call back."""
         if vars(self._model).get(_CALL) is self:
             del vars(self._model)[_CALL]
 
@@ -46,7 +47,8 @@ class FirstCall:
 
 @final
 class NamedArgumentsCall:
-    """In place of a module's call, while it is looked at: what has no name of its own in the forward has one here.
+    """Replaces a module's call while it is looked at: arguments without a name in the forward have one here. A model
+    that takes its arguments by `*args` or by position alone could not be called by name otherwise.
 
     Where a model takes what it is given by `*args` or by position alone, what looks at it could not call it otherwise.
     """
@@ -65,12 +67,12 @@ class NamedArgumentsCall:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """What a forward was given by the names of its arguments."""
+    """The arguments of a forward by their names."""
 
     example: CountedBatch
     """A batch, whose samples lie along dim 0."""
     places: Sequence[str]
-    """Those that are given by position alone."""
+    """Names of arguments that are given by position alone."""
 
     @contextmanager
     def by_name(self, model: nn.Module) -> Generator[None]:

@@ -74,7 +74,7 @@ class OpenModel(PreparedModel):
             ]
         self._watched = WatchedGradients(part.module, *_CHANGED) if self._mesh["world"].size > 1 else None
         self._batch: HandedBatch | None = None
-        """What forwards are keyed by."""
+        """The batch that keys the draws of forwards."""
         self._offset = 0
         """Samples that the step took before those."""
         self._rows: int | None = None
@@ -102,6 +102,7 @@ class OpenModel(PreparedModel):
             self._open()
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
         rows = leaves[0].shape[0] if leaves else 0
+        # A loop may take several batches before it trains on the first: tensors tell which one this forward has.
         self._sharing.turn_to(leaves, trains=module.training and torch.is_grad_enabled())
         batch = self._sharing.last
         if batch is None and rows != self._rows:
@@ -109,6 +110,7 @@ class OpenModel(PreparedModel):
             start = self._mesh.data_index * rows
             self._key(torch.arange(start, start + rows))
         elif batch is not None and batch is not self._batch:
+            # Samples of several batches in one step have ids of their own, so that dropout differs between them.
             self._offset += 0 if self._batch is None else self._batch.size
             self._batch = batch
             own = torch.arange(batch.start, batch.stop) + self._offset
@@ -156,7 +158,7 @@ class OpenModel(PreparedModel):
 
     @property
     def scale(self) -> float:
-        """What losses are multiplied by, against underflow in fp16."""
+        """Factor of losses against underflow in fp16."""
         return self._scale
 
     @property
@@ -208,6 +210,7 @@ class OpenModel(PreparedModel):
 
     def _take(self, addend: Tensor) -> None:
         """Count a loss whose backward has come here."""
+        # A loss that does not depend on this model is another model's.
         if not self._forwards.reached and not self._is_used():
             return
         self._has_gradients = True
@@ -215,6 +218,7 @@ class OpenModel(PreparedModel):
         batch = self._sharing.last
         if batch is None:
             self._samples += (self._rows or 1) * self.plan.mesh.data
+        # Several losses of one batch count its samples once.
         elif batch is not self._counted:
             self._samples += batch.size
         self._counted = batch
@@ -231,7 +235,7 @@ class OpenModel(PreparedModel):
     # ── the optimizer's methods ───────────────────────────────────────────────────────────────────────────────────────
 
     def step(self) -> None:
-        """What `optimizer.step()` does."""
+        """Take the step of `optimizer.step()`."""
         if self._has_old:
             again = "a second optimizer.step() would" if not self._has_gradients else "this optimizer.step() would"
             raise RecipeError(
@@ -247,6 +251,7 @@ class OpenModel(PreparedModel):
         if not self._has_gradients:
             return  # plain PyTorch leaves parameters without gradients alone
         gathers = self.plan.data_parallel.shards_weights
+        # Under ZeRO-3 gathered weights are released between the reduction and the update: two looks.
         with self._guard.inside() if not gathers else nullcontext():  # one look for both
             reduced = self.reduced("optimizer.step()")
             self._guard.set_manual(False)
@@ -299,7 +304,7 @@ class OpenModel(PreparedModel):
             self._plain_states.take(state)
 
     def zero_grad(self, *, leaves_zeros: bool = False) -> None:
-        """What `zero_grad()` of optimizer and model do."""
+        """Clear gradients for `zero_grad()` of optimizer and model."""
         stores = self._parallel.stores
         self._zeros = self._zeros | (stores.names() - stores.unused()) if leaves_zeros else frozenset[str]()
         self._has_old = False
@@ -369,7 +374,7 @@ class OpenModel(PreparedModel):
 
     @contextmanager
     def loading(self) -> Generator[Saves]:
-        """What fills the model within, from the save of several models."""
+        """Fill the model within, from the save of several models."""
         self._guard.refuse_within_manual(f"{self._name}.load()")
         with self._guard.inside(), self._saves.loading():
             yield self._saves
@@ -429,14 +434,14 @@ class ReplacedMethods:
         self._held: list[tuple[Any, str, Any, Any]] = []
 
     def put(self, owner: Any, **functions: Callable[..., Any]) -> None:
-        """Let functions of an object and its arguments be called in place of its methods of these names."""
+        """Replace methods of an object, by these names, by functions of the object and its arguments."""
         for name, function in functions.items():
             method = MethodType(function, owner)
             self._held.append((owner, name, vars(owner).get(name), method))
             vars(owner)[name] = method
 
     def put_back(self) -> None:
-        """Let the objects have their own methods, but where somebody else has wrapped ours since."""
+        """Give the objects their own methods back, but where somebody else has wrapped the replaced ones since."""
         for owner, name, before, own in self._held:
             if vars(owner).get(name) is not own:
                 continue

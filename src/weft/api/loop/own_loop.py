@@ -1,4 +1,4 @@
-"""What a session was given without a loss: the models, optimizers and loaders of a loop that keeps its own steps."""
+"""A loop that keeps its own steps: its models, optimizers and loaders, which a session was given without a loss."""
 
 from __future__ import annotations
 
@@ -209,7 +209,8 @@ class OwnLoop:
         return optimizers[0] if optimizers else None
 
     def _refuse_unbegun(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Before an optimizer's own step: gradients of a model that no forward has begun are this rank's alone."""
+        """Refuse an optimizer's own step where no forward has begun the model: its gradients would be this rank's
+        alone."""
         if self._planning.world_size == 1 or any(state.optimizer is optimizer for _, state in self._open):
             return
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -223,7 +224,8 @@ class OwnLoop:
                 )
 
     def _keeper_of(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> SharedOptimizer | None:
-        """What keeps an optimizer for several models; None: it has parameters of this one alone."""
+        """Return the shared optimizer that holds an optimizer of several models; None: it has parameters of this one
+        alone."""
         known = next((shared for shared in self._things.shared if shared.optimizer is optimizer), None)
         own = {id(parameter) for parameter in model.parameters()}
         others = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} - own
@@ -274,7 +276,7 @@ class OwnLoop:
             objective.backward(retain_graph=retain_graph)
 
     def _share(self, models: Sequence[OpenModel]) -> float:
-        """What the mean over this rank's samples counts."""
+        """Return the weight of the mean over this rank's samples, 0 to 1."""
         batch = self._sharing.last
         if any(model.plan.data_parallel.replicas_step_alone for model in models):
             return 1.0 if batch is None else self._share_of_replica(models[0])
@@ -287,7 +289,7 @@ class OwnLoop:
         return float(batch is None or batch.start < batch.stop)
 
     def _share_of_replica(self, model: OpenModel) -> float:
-        """What this rank's samples count in the mean of a replica that steps by itself."""
+        """Return the weight of this rank's samples in the mean of a replica that steps by itself, 0 to 1."""
         batch, width = self._sharing.last, model.plan.mesh.shard
         assert batch is not None, "asked of batches that were handed out"
         first = self._sharing.index // width * width
@@ -385,7 +387,7 @@ class OwnLoop:
         return state
 
     def _any_mesh(self) -> Mesh:
-        """One that has all ranks, whatever the models' own."""
+        """Return a mesh that has all ranks, whatever the models' own are."""
         return self._models.mesh(self._planning.plan or Plan(mesh=MeshPlan(replicate=self._planning.world_size)))
 
     def _whose(self, what: Any, call: str) -> list[OpenModel]:
@@ -412,7 +414,7 @@ class OwnLoop:
         return models
 
     def close(self) -> None:
-        """Let go of what has not begun; models end with the session's others."""
+        """Release models that have not begun; the others end with the session."""
         for _, first in self._waiting.values():
             first.restore()
         self._waiting.clear()
@@ -429,7 +431,7 @@ class OwnLoop:
 
 
 def _instead_of_several(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    """What to write in place of several optimizers over one model."""
+    """Return the line to write in place of several optimizers over one model."""
     parts: list[list[str]] = []
     for optimizer in optimizers:
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

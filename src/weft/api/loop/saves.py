@@ -1,4 +1,5 @@
-"""What `session.save` writes of a loop that keeps its own steps, and `session.load` takes back, all in one save."""
+"""Saves of a loop that keeps its own steps: all models, optimizers and states in one save, for `session.save` and
+`session.load`."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ _BESIDE = re.compile(r"(model-\d+|extra|schedulers)/", re.ASCII)
 
 @dataclass(slots=True)
 class LoopObjects:
-    """What `session.prepare` was given without a loss, each in its order."""
+    """The objects that `session.prepare` was given without a loss, each in its order."""
 
     models: list[nn.Module] = field(default_factory=list[nn.Module])
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list[torch.optim.Optimizer])
@@ -50,7 +51,7 @@ class LoopObjects:
         return next((state for begun, state in self.begun if begun is model), None)
 
     def optimizers_of(self, model: nn.Module) -> list[torch.optim.Optimizer]:
-        """Those that hold parameters of the model."""
+        """Return the optimizers that hold parameters of the model."""
         own = {id(parameter) for parameter in model.parameters()}
         return [
             optimizer
@@ -70,7 +71,7 @@ class _PendingLoad(NamedTuple):
 
     stored: StoredCheckpoint
     versions: dict[str, tuple[int, int]]
-    """Its weights as they were loaded."""
+    """Versions of the model's weights as they were loaded."""
 
 
 @final
@@ -126,7 +127,7 @@ class LoopSaves:
         return path
 
     def _beside(self, extra: Mapping[str, Any] | None) -> list[StatefulObjects]:
-        """What is neither model nor optimizer, for one save or load."""
+        """Return the objects that are neither model nor optimizer, for one save or load."""
         schedulers = {str(number): scheduler for number, scheduler in enumerate(self._things.schedulers, 1)}
         saved = (*self._things.models, *self._things.optimizers)
         return [StatefulObjects(SCHEDULERS, schedulers), StatefulObjects(EXTRA, extra, saved)]
@@ -233,7 +234,7 @@ class LoopSaves:
 
 
 def _prefix(number: int) -> str:
-    """What the names of a model's tensors begin with: the first one's are those of any other run's checkpoint."""
+    """Return the prefix of a model's tensor names: the first model's are those of any other run's checkpoint."""
     return "" if number == 1 else f"model-{number}/"
 
 
@@ -244,7 +245,7 @@ def _part_of(stored: StoredCheckpoint, number: int, state: Mapping[str, Json]) -
 
 
 def _wanted(stored: StoredCheckpoint, filler: Saves | PlainSaves) -> tuple[StoredCheckpoint, list[CheckpointShard]]:
-    """What is filled now of a model, and what of its save is looked at for that."""
+    """Return the shards of a model that are filled now, and the save that is looked at for them."""
     shards = filler.to_fill(stored)
     if isinstance(filler, Saves):
         return stored, shards
@@ -264,7 +265,7 @@ def _is_weight(shard: CheckpointShard) -> bool:
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """What differs once a weight was written to."""
+    """Return marks that differ once a weight was written to."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: (value.data_ptr(), value._version) for name, value in tensors.items()}  # pyright: ignore[reportPrivateUsage]
 

@@ -1,4 +1,4 @@
-"""What `weft.session`, `prepare` and a state's methods are given and cannot use: said where it is given."""
+"""Check the arguments of `weft.session`, `prepare` and a state's methods, where they are given."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DEVICES = ("auto", "cpu", "cuda")
 def check_session(
     permit: object, compression: object, settings: object, device: object, track: object, **switches: object
 ) -> None:
-    """Of `weft.session`'s arguments those that nothing else checks."""
+    """Check the arguments of `weft.session` that nothing else checks."""
     for name, value in (("permit", permit), ("compression", compression)):
         if isinstance(value, str):
             raise RecipeError(f"{name} = {value!r} is one text, not a list of them. Write {name}=({value!r},).")
@@ -81,7 +81,7 @@ def run_folder_of(folder: object) -> Path | None:
 def check_prepared(
     model: object, optimizer: object, loss: object, split: object, cut: object, vocabulary_head: object
 ) -> None:
-    """Of `prepare`'s arguments those that nothing else checks."""
+    """Check the arguments of `prepare` that nothing else checks."""
     if not isinstance(model, nn.Module):
         made = f"the class {model.__name__}. Give an instance: " if isinstance(model, type) else f"a {_kind(model)}, "
         raise RecipeError(f"session.prepare was given {made}the model, an nn.Module, comes first.")
@@ -108,7 +108,7 @@ def check_prepared(
 
 
 def refuse_without_loss(arguments: Mapping[str, object]) -> None:
-    """Of `prepare` without a loss: what only means something with one."""
+    """Refuse arguments of `prepare` that only mean something with a loss."""
     for name, value in arguments.items():
         if value is None:
             continue
@@ -164,7 +164,7 @@ def _pair(rule: object) -> tuple[str, object]:
 
 
 def check_inputs(inputs: object, model: nn.Module, shape: BatchShape) -> None:
-    """Of `prepare`'s inputs: which argument of the forward takes which field of the batch."""
+    """Check `prepare`'s inputs: which argument of the forward takes which field of the batch."""
     known, kind = shape.names, _kind(model)
     if not isinstance(inputs, Mapping):
         raise RecipeError(

@@ -1,5 +1,5 @@
-"""What is seen of a model and its loss before training, by a few samples of the first batch on trial: of a session's
-model, and of a recipe's."""
+"""Look at a model and its loss before training, by a few samples of the first batch on trial: of a session's model, and
+of a recipe's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstLooks:
-    """What was found, the same on all ranks."""
+    """Findings about a model and its loss, the same on all ranks."""
 
     changed: ChangedState = field(default_factory=ChangedState)
     coupling: SampleCoupling = field(default_factory=SampleCoupling)
@@ -44,7 +44,7 @@ class FirstLooks:
         return [f"note      {note}" for note in (*others, conditional_blocks_note(self.branches, plan)) if note]
 
     def limits(self, given: PlanSettings, world_size: int) -> PlanSettings:
-        """What `auto` may choose from: one microbatch, where several would differ.
+        """Return the settings that limit `auto`: one microbatch, where several would differ.
 
         Raises:
             PlanError: no plan on so many ranks is right.
@@ -63,7 +63,7 @@ class FirstLooks:
         refuse_coupling(self.coupling, plan)
 
     def facts(self, facts: ModelFacts) -> ModelFacts:
-        """What plans are chosen and checked by, with what was found."""
+        """Return facts for the choice and the checks of plans, with the findings."""
         if not self.coupling.in_loss:
             return facts
         return replace(facts, per_sample_loss=False).limited("gathered_loss", self.coupling.no_gathering)
@@ -112,7 +112,7 @@ def look_first(
 def _found(
     looks: FirstLooks, trials: Trials, nets: SafetyChecks, blocks: Sequence[str] = (), *, is_declared: bool = False
 ) -> FirstLooks:
-    """What this rank finds; what raises keeps what `looks` has."""
+    """Return this rank's findings; a look that raises keeps those of `looks`."""
     if nets.changed_state:
         with suppress(Exception):  # whatever a user's forward raises on a part of a batch
             looks = replace(looks, changed=find_changed_state(trials))
@@ -126,7 +126,8 @@ def _found(
 
 
 def agreed_looks(looks: FirstLooks, device: torch.device) -> FirstLooks:
-    """What any rank has found: the first that has found something, and the branches of all.  Call on every rank."""
+    """Return the findings of all ranks: the first rank's that has found something, and the branches of all. Call on
+    every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return looks
     of_ranks: list[dict[str, Any]] = [json.loads(text) for text in gather_texts(json.dumps(asdict(looks)), device)]

@@ -1,4 +1,4 @@
-"""From what a session was told, and a model that the user has made, to the plan that it is brought under."""
+"""Choose the plan of a session's model from the session's arguments and the model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UserLoss = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planning:
-    """What a session knows of plans; the same on all ranks but for `rank`."""
+    """Arguments and facts from which a session chooses plans; the same on all ranks but for `rank`."""
 
     plan: Plan | None
     """None: `auto`."""
@@ -52,7 +52,7 @@ class Planning:
     """Samples of the batch, where a recipe has to have as many for each data rank; None: as the recipe says."""
 
     def recipe(self, model: nn.Module, batch: int, max_grad_norm: float | None) -> Recipe:
-        """What the session knows, as a recipe: the checks of plans read it."""
+        """Return the session's facts as a recipe: the checks of plans read it."""
         kind = type(model)
         base = Recipe(
             model=ModelRecipe(factory=f"{kind.__module__}:{kind.__qualname__.replace('<locals>', 'locals')}"),

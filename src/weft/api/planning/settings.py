@@ -1,5 +1,5 @@
-"""What a session is told of its plan beside a file or `auto`: single settings, how often a rank accumulates, and how
-many steps it may take by itself."""
+"""Settings of a session's plan beside a file or `auto`: single settings, how often a rank accumulates, and how many
+steps it may take by itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _SETTINGS = "weft.session(settings=…)"
 _NUMBER = "weft.session(microbatches=…)"
 _LOCAL = "weft.session(local_steps=…)"
 _DATA_ONLY = ("mesh.tensor", "mesh.pipeline")
-"""What `auto` leaves alone: a loop may call the model by itself, or several models that must share their batches."""
+"""Settings that `auto` leaves alone: a loop may call the model by itself, or several models that must share their
+batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class PlanSettings:
 
     @property
     def most_local_steps(self) -> int:
-        """What the recipe permits.
+        """Return the most local steps that the recipe permits.
 
         Raises:
             PlanError: it is no number.
@@ -112,7 +113,7 @@ class PlanSettings:
         return size
 
     def beyond(self, plan: Plan) -> Plan:
-        """What search has chosen, with the settings that it does not choose (compile, threads)."""
+        """Return the chosen plan with the settings that search does not choose (compile, threads)."""
         plan = self._laid_over(plan, plan.mesh.world_size)
         if self.microbatches is None:
             return plan
@@ -142,13 +143,13 @@ def session_arguments(plan: Plan | str | Path, seconds: float | None = None) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafetyChecks:
-    """Which nets are spread.  All are, but in tests that ask what another one finds."""
+    """The safety checks that are on. All are, but in tests of what another one finds."""
 
     changed_state: bool = True
     """State that a forward or a loss changes by itself is looked for."""
     coupled_samples: bool = True
     """Samples of a batch that a forward or a loss lets meet are looked for."""
     edits: bool = True
-    """What a loop writes into the weights between steps is looked for."""
+    """Whether writes of a loop into the weights between steps are looked for."""
     data: bool = True
     """Subsets and a few samples of the data are compared over the ranks."""

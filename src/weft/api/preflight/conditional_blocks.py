@@ -62,7 +62,7 @@ def _way(trials: Trials, batch: Batch, blocks: Sequence[str]) -> list[str]:
 
 
 def _apart(ways: Sequence[list[str]]) -> set[str]:
-    """What some ways have more often than others, or at another place."""
+    """Return the modules that some ways have more often than others, or at another place."""
     conditional = {name for way in ways for name in way if len({other.count(name) for other in ways}) > 1}
     kept = [[name for name in way if name not in conditional] for way in ways]
     places = [set(names) for names in zip(*kept, strict=True)]
@@ -70,7 +70,7 @@ def _apart(ways: Sequence[list[str]]) -> set[str]:
 
 
 def conditional_blocks_note(branches: Sequence[str], plan: Plan) -> str:
-    """What a user is told of them; empty: nothing."""
+    """Return a sentence for the user about conditional blocks; empty: there are none."""
     if not branches or not gathers_blocks(plan):
         return ""
     names = ", ".join(branches[:_NAMED])

@@ -33,21 +33,21 @@ from weft.techniques.randomness.draws import is_alone
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Share of a loss that adding in another order may change."""
 _COARSE = 5e-2
-"""The same in bf16 and fp16, and where a loss rounds by itself."""
+"""The same tolerance in bf16 and fp16, and where a loss rounds by itself."""
 
 
 _ROUGHLY = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""The same of outputs that no model has computed."""
+"""The same tolerance of outputs that no model has computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleCoupling:
-    """Where samples meet, and what follows."""
+    """The place where samples meet, and its consequence for plans."""
 
     where: str = ""
     """The loss, or the forward of a module, as the beginning of a sentence; empty: nowhere."""
     figures: str = ""
-    """What was seen: losses together and in parts."""
+    """The losses that were compared: together and in parts."""
     no_gathering: str = ""
     """Why data ranks cannot gather the samples that meet in the loss; empty: they can."""
 
@@ -61,11 +61,14 @@ def find_coupling(trials: Trials, *, is_declared: bool) -> SampleCoupling:
 
     `is_declared`: the loss says by itself that it sees the whole batch, and what is asked is whether it can.
     """
+    # A loss that is a sum over samples adds up: loss(a and b) = loss(a) + loss(b).
     whole, *parts = trials.seen or _tried(trials)
     if not is_declared and not _meet(trials, whole, parts):
         unit, is_kept, more = trials.part, trials.seen is None, _more(trials, whole)
         if more is not None:
             trials, (whole, *parts) = more
+        # A few samples may agree by chance: look at more, then at outputs of extreme losses, before samples count as
+        # apart.
         if more is None or not _meet(trials, whole, parts):
             return _at_extremes(trials, whole, parts, unit, is_kept=is_kept)
     where, reason = _where(trials), _why_no_gathering(trials)
@@ -97,7 +100,7 @@ def _more(trials: Trials, whole: TrialOutputs) -> tuple[Trials, list[TrialOutput
 def _at_extremes(
     trials: Trials, whole: TrialOutputs, parts: Sequence[TrialOutputs], unit: int, *, is_kept: bool
 ) -> SampleCoupling:
-    """What samples of very unlike losses say, beside each other and alone."""
+    """Return the coupling that samples of very unlike losses show, beside each other and alone."""
     limit, coupling = _ROUGHLY.get(trials.dtype, _COARSE), None
     with suppress(Exception), trials.without_draws():  # whatever a loss raises of few samples and made-up outputs
         pairs = extremes_of(trials, whole, parts[0], unit, is_kept=is_kept)
@@ -114,7 +117,7 @@ def _meet(trials: Trials, whole: TrialOutputs, parts: Sequence[TrialOutputs]) ->
 
 
 def _tried(trials: Trials) -> list[TrialOutputs]:
-    """What comes of all samples together, and of the parts."""
+    """Return the results of all samples together, and of the parts."""
     with trials.without_draws():
         return [trials.run(trials.copied(), batch) for batch in (trials.fields, trials.first, trials.second)]
 
@@ -190,7 +193,7 @@ def _widened(fields: Batch) -> Batch:
 
 @dataclass(slots=True)
 class _ModuleCalls:
-    """What every module was given and made, in the order in which they end."""
+    """Inputs and outputs of every module, in the order in which calls end."""
 
     found: list[tuple[str, list[Tensor], list[Tensor]]] = field(
         default_factory=list[tuple[str, list[Tensor], list[Tensor]]]
@@ -217,6 +220,7 @@ def _where(trials: Trials) -> str:
             calls.watch(copied)
             trials.forward(copied, batch)
     kind = type(trials.blueprint.module).__name__
+    # A forward that calls other modules for other samples cannot be compared module by module.
     if len({len(calls.found) for calls in seen}) > 1:
         return f"the forward of {kind}"
     for (name, inputs, made), first, second in zip(*(calls.found for calls in seen), strict=True):
@@ -230,6 +234,7 @@ def _joins(whole: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Te
     if not len(whole) == len(first) == len(second):
         return False
     for together, *parts in zip(whole, first, second, strict=True):
+        # As large for half of the samples: a sum over them, which says nothing here.
         if together.shape == parts[0].shape:
             continue
         if together.dim() != parts[0].dim():
@@ -274,6 +279,7 @@ def _gathers(trials: Trials, whole: WholeBatch) -> bool:
     with Gathering(whole.products, lambda tensor, dim: _kept(tensor, operands)):
         outputs = trials.forward(copied, trials.fields)
     gathered(outputs, whole.outputs, lambda tensor, dim: _kept(tensor, operands))
+    # Each simulated rank gets the other's values as they were recorded, so no process group is needed.
     expected = trials.judged(copied, outputs, trials.fields)
     for start, batch in ((0, trials.first), (trials.part, trials.second)):
         rank = _SimulatedRank(trials, batch, start, list(operands))
@@ -284,13 +290,13 @@ def _gathers(trials: Trials, whole: WholeBatch) -> bool:
 
 @dataclass(slots=True)
 class _SimulatedRank:
-    """One of two ranks, which is given what both gather."""
+    """One of two ranks in this process; it is given the values that both would gather."""
 
     trials: Trials
     batch: Batch
     start: int
     rest: list[Tensor]
-    """What is to be gathered next, of all samples."""
+    """Values to be gathered next, of all samples."""
     differs: bool = False
     """Whether its own part of something was another than of the whole."""
 
@@ -332,6 +338,7 @@ def extremes_of(
     the loss may keep something from call to call.  Raises what the loss raises.
     """
     dims, judge = _rows_of(whole.outputs, part.outputs), _LossComparison(trials, is_kept=is_kept)
+    # Groups of `unit` samples: pairs, for instance, must stay together.
     starts = range(0, 2 * trials.part - unit + 1, unit)
     groups = [_chosen(trials, whole.outputs, dims, range(start, start + unit)) for start in starts]
     seen = [(judge.seen(*group), group) for group in groups]
@@ -360,7 +367,7 @@ class _LossComparison:
         return LossOfUser(kept, self._trials.like)
 
     def seen(self, outputs: Any, batch: Batch) -> TrialOutputs:
-        """What it makes of outputs."""
+        """Return outputs with their loss."""
         loss_sum, count = self.loss()(outputs, batch)
         return TrialOutputs(outputs, float(loss_sum.detach()), float(count.detach()))
 
@@ -379,6 +386,7 @@ def _descending(judge: _LossComparison, outputs: Any, dims: Sequence[int | None]
         square = sum(float(slope.square().sum()) for slope in slopes if slope is not None)
         if not square > 0 or not math.isfinite(square):
             return
+        # Newton's step for a root: loss / |gradient|² along the gradient would reach 0 if the loss were linear.
         length = float((total / count).detach()) / square
         for at, slope in zip(places, slopes, strict=True):
             leaves[at] = (leaves[at] - (0.0 if slope is None else length * slope)).detach().requires_grad_()
@@ -402,7 +410,7 @@ def _rows_of(whole: Any, part: Any) -> list[int | None]:
 
 
 def _chosen(trials: Trials, outputs: Any, dims: Sequence[int | None], rows: range) -> tuple[Any, Batch]:
-    """What the model has returned for some of the samples, and their rows of the batch."""
+    """Return the model's outputs for some of the samples, and their rows of the batch."""
     along = iter(dims)
 
     def narrowed(leaf: Any) -> Any:

@@ -30,16 +30,16 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedState:
-    """What forwards change by themselves, as the beginnings of sentences; empty: nothing that matters."""
+    """State that forwards change by themselves, as the beginnings of sentences; empty: nothing that matters."""
 
     weights: str = ""
     """Weights that train."""
     frozen: str = ""
     """Weights that do not."""
     by_samples: str = ""
-    """Where two ranks with other samples differ."""
+    """State in which two ranks with other samples differ."""
     by_forwards: str = ""
-    """Where two forwards over halves differ from one over the whole."""
+    """State in which two forwards over halves differ from one over the whole."""
 
 
 def find_changed_state(trials: Trials) -> ChangedState:
@@ -106,6 +106,7 @@ def _found(trials: Trials) -> ChangedState:
     parts = [trials.run(halves, batch) for batch in (trials.first, trials.second)]  # some begin with a second forward
     together = trials.run(whole, trials.fields)
     after, after_halves = whole.state(), halves.state()
+    # Most models change nothing: their forwards are kept for the next look.
     touched = _changed(before, after) + _changed(before, after_halves)
     if not touched:
         trials.seen = (together, parts[0], parts[1])
@@ -114,9 +115,12 @@ def _found(trials: Trials) -> ChangedState:
     written = [kept for kept in dict.fromkeys(touched) if kept.kind == "parameter"]
     weights = [kept for kept in written if kept.shown in trained]
     frozen = [kept for kept in written if kept.shown not in trained]
+    # Two forwards each: some state is made in the first and only read from the second on.
     first, *others = [_after(trials, (batch, batch)).state() for batch in (trials.first, trials.second, trials.fields)]
     of_ranks = [kept for other in others for kept in _differing(first, other, before)]
     of_forwards = _differing(after, after_halves, before)
+    # Two histories of as many forwards with other samples stand for two ranks; one forward over all and two over halves
+    # for one process and two microbatches.
     ranks = (trials.first, trials.first), (trials.second, trials.second)
     steps = (trials.fields,), (trials.first, trials.second)
     return ChangedState(
@@ -142,32 +146,35 @@ def _changed(before: Mapping[KeptObject, Any], after: Mapping[KeptObject, Any]) 
 def _differing(
     one: Mapping[KeptObject, Any], other: Mapping[KeptObject, Any], before: Mapping[KeptObject, Any]
 ) -> list[KeptObject]:
-    """What two copies have made differently of what was there before."""
+    """Return the objects that two copies have changed differently."""
     return changed(one, other, lambda kept: is_alike(one[kept], other[kept], before.get(kept)))
 
 
 def _mattering(
     left: Sequence[KeptObject], trials: Trials, ways: tuple[Sequence[Batch], Sequence[Batch]], *, counters: bool = False
 ) -> list[KeptObject]:
-    """What is part of the model's state, or makes later forwards differ between copies that have gone two ways."""
+    """Return the objects that are part of the model's state, or that make later forwards differ between copies that
+    have gone two ways."""
+    # What is saved with the model is part of the result of a training, whether or not a forward reads it.
     saved = [kept for kept in left if kept.is_saved]
     if saved or not left:
         return saved
     one, other = (_later(trials, _after(trials, way)) for way in ways)
+    # Unlike state that no later output shows; only a counter may matter later, when it has come further.
     if not _differ([one, other]):
         return [kept for kept in left if _counts(kept, trials)] if counters else []
     return [kept for kept in left if _differ([one, _exchanged(kept, trials, ways)])] or list(left)
 
 
 def _exchanged(kept: KeptObject, trials: Trials, ways: tuple[Sequence[Batch], Sequence[Batch]]) -> list[torch.Tensor]:
-    """What the copy that went the first way makes later, with one thing as it is after the second."""
+    """Return the later outputs of the copy that went the first way, with one object as it is after the second."""
     mine, theirs = (_after(trials, way) for way in ways)
     mine.set_value(kept, theirs.value_of(kept))
     return _later(trials, mine)
 
 
 def _later(trials: Trials, copied: TrialCopy) -> list[torch.Tensor]:
-    """What a copy makes of the same samples from now on, in training and out of it."""
+    """Return a copy's outputs of the same samples from now on, in training and out of it."""
     seen = [trials.run(copied, trials.first) for _ in range(_AGAIN)]
     copied.model.eval()
     return [number for one in (*seen, trials.run(copied, trials.first)) for number in one.numbers]

@@ -47,7 +47,7 @@ from weft.run.engine.proof import (
 from weft.techniques.registry import exact
 
 BUDGET_SECONDS = 10.0
-"""What a proof may take where nobody asked for it by name."""
+"""Seconds that a proof may take where nobody asked for it by name."""
 
 
 def check_prove(prove: Any) -> ProveMode:
@@ -127,6 +127,7 @@ class SessionProof:
         self._started = time.perf_counter()
         self._seconds = 0.0
         if mesh.rank == 0:
+            # Rank 0 alone computes: it has the user's own objects, as plain PyTorch would use them.
             self._begin()
             self._seconds = time.perf_counter() - self._started
 
@@ -203,6 +204,7 @@ class SessionProof:
             PlanError: on every rank: a tensor differs; the first is named, with what is likely wrong.
         """
         started = time.perf_counter()
+        # All ranks must take the same branch: rank 0 decides.
         known: Mapping[str, Any] = json.loads(text_of_rank_0(self._status, self._mesh))
         if known["kept"] or known["reason"]:
             self._say(known["kept"] or f"proof     not proven: {known['reason']}")
@@ -222,10 +224,11 @@ class SessionProof:
             self._say(line_of(verdict, seconds, kept=kept))
 
     def _planned(self, training: TrainingState, guard: Guard, loss: LossOfUser) -> StepsOfRank:
-        """What this rank sees of the steps under the plan."""
+        """Return this rank's losses and gradients of the steps under the plan."""
         shares: MicrobatchPlan = self._microbatch
         counts, size = shares.shares(self._plan.mesh.data), shares.size
         index = self._mesh.data_index
+        # Rows in the order of data ranks, so that all ranks together have the samples of the plain steps.
         start, stop = size * sum(counts[:index]), size * sum(counts[: index + 1])
         rows, shape = self._rows(start, stop)
         fields = {**rows, "sample_ids": torch.arange(start, stop)}

@@ -61,7 +61,7 @@ def on_trial(weights: Mapping[str, nn.Parameter]) -> Generator[WrittenWeights]:
 
 
 class WrittenWeights:
-    """Which weights were written to; they are kept from before the first write."""
+    """The weights that were written to; their values are kept from before the first write."""
 
     def __init__(self, weights: Mapping[str, nn.Parameter]) -> None:
         self.names: set[str] = set()
@@ -72,6 +72,7 @@ class WrittenWeights:
 
     def about_to_write(self, tensor: Tensor) -> None:
         name = self._storages.get(_storage(tensor))
+        # Before the first write alone: then the values are still those from outside.
         if name is not None and name not in self._kept:
             self._kept[name] = self._data[name].clone()
             self.names.add(name)
@@ -147,7 +148,7 @@ _LEAST = 1e-2
 
 @dataclass(frozen=True, slots=True)
 class TrialOutputs:
-    """What one forward made."""
+    """The outputs of one forward."""
 
     outputs: Any
     loss_sum: float
@@ -174,6 +175,7 @@ def difference(whole: TrialOutputs, parts: Sequence[TrialOutputs]) -> float:
     if not all(map(math.isfinite, (whole.loss_sum, whole.count, *sums, *counts))):
         return 0.0
     least = _LEAST * max(1.0, abs(whole.count))
+    # Relative to the largest sum in question: losses of both signs may cancel in the whole.
     size = max(abs(whole.loss_sum), *map(abs, sums), least)
     by_sum = max(abs(whole.loss_sum - sum(sums)) / size, abs(whole.count - sum(counts)) / (abs(whole.count) or 1.0))
     if not whole.count or not sum(counts):
@@ -199,7 +201,7 @@ class Trials:
     is_wide: bool = False
     """Whether everything is computed in fp64."""
     seen: tuple[TrialOutputs, TrialOutputs, TrialOutputs] | None = None
-    """What came of all samples together, of the first part and of the second, where nothing was left behind."""
+    """Outputs of all samples together, of the first part and of the second, where no state was left behind."""
 
     @property
     def first(self) -> Batch:
@@ -219,8 +221,9 @@ class Trials:
         return empty if self.blueprint.example is None else empty | self.blueprint.example(number)
 
     def grown(self, part: int) -> Trials:
-        """The same of as many samples as the batch has, at most `part` in each part."""
+        """Return the same trials with as many samples as the batch has, at most `part` in each part."""
         number = len(next(iter(self.rest.values()), ()))
+        # A multiple of the old part, so that samples that belong together stay so.
         part = min(part, number // 2) // self.part * self.part
         if part <= self.part:
             return self
@@ -256,12 +259,13 @@ class Trials:
         return made
 
     def run(self, copied: TrialCopy, batch: Batch) -> TrialOutputs:
-        """One forward and its loss."""
+        """Return the outputs of one forward, with its loss."""
         batch = {name: value.clone() for name, value in batch.items()}  # which a forward may write to
         outputs = self.forward(copied, batch)
         return self.judged(copied, outputs, batch)
 
     def forward(self, copied: TrialCopy, batch: Batch) -> Any:
+        # Draws of Python and NumPy are the same in every forward.
         random.seed(0)
         np.random.seed(0)
         dtype = self.dtype if self.is_wide else compute_dtype_of(copied.model)
@@ -275,7 +279,7 @@ class Trials:
 
     @contextmanager
     def without_draws(self) -> Generator[None]:
-        """Where forwards run: nothing is drawn, and weights are as before afterwards."""
+        """Run forwards within that draw nothing; weights are as before afterwards."""
         weights = dict(self.blueprint.module.named_parameters())
         with _no_zeros(weights), on_trial(weights) as written:
             yield
@@ -314,13 +318,13 @@ def part_of(plan: Plan | None) -> int:
 def changed(
     one: Mapping[KeptObject, Any], other: Mapping[KeptObject, Any], alike: Callable[[KeptObject], bool]
 ) -> list[KeptObject]:
-    """What is there in one of them only, or is not alike."""
+    """Return the entries that only one of two states has, or that differ."""
     every: Collection[KeptObject] = dict.fromkeys([*other, *one])
     return [kept for kept in every if not (kept in one and kept in other and alike(kept))]
 
 
 def _each_by_itself(input: Tensor) -> Tensor:
-    """In place of a batch norm."""
+    """A stand-in for a batch norm that normalises each sample by itself."""
     dims = list(range(1, input.dim()))
     return input / (input.square().mean(dims, keepdim=True) + 1e-5).sqrt()
 

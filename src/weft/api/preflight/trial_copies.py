@@ -24,7 +24,7 @@ _DEEPEST = 6
 
 @dataclass(frozen=True, slots=True)
 class KeptObject:
-    """One thing that a module or the loss keeps from forward to forward."""
+    """An object that a module or the loss keeps from forward to forward."""
 
     owner: str
     """Name of the module; empty: the model itself."""
@@ -107,7 +107,7 @@ def set_in_call(function: Any, name: str, value: Any) -> None:
 
 
 def of_call(function: Any) -> dict[str, Any]:
-    """What a function or a callable object keeps, by name."""
+    """Return the objects that a function or a callable object keeps, by name."""
     if isinstance(function, partial):
         bound = cast("partial[Any]", function)
         named = {str(place): value for place, value in enumerate(bound.args)} | bound.keywords

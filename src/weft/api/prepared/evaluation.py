@@ -25,7 +25,7 @@ from weft.techniques.core import Runner
 
 @runtime_checkable
 class Metric(Protocol):
-    """What is told of batches and computes in the end: a metric of `torchmetrics`, or one's own."""
+    """A metric of `torchmetrics`, or one's own: it is updated batch by batch and computes in the end."""
 
     def update(self, predictions: Any, targets: Any) -> Any: ...
 
@@ -106,7 +106,7 @@ def _call_if_there(metric: object, name: str) -> None:
 
 
 class Evaluation:
-    """What a pass without training needs: the runner, the loss that it calls, and this rank's share of a batch."""
+    """Pass without training: the runner, the loss that it calls, and this rank's share of a batch."""
 
     def __init__(
         self, runner: Runner, blueprint: Blueprint, loss: LossOfUser, mesh: Mesh, plan: Plan, recipe: Recipe

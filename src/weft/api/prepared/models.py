@@ -121,7 +121,7 @@ def first_batch_of(loader: Iterable[UserBatch]) -> UserBatch:
 
 @final
 class Models:
-    """What a session has prepared.  What is asked here of a new model is asked on every rank."""
+    """The models that a session has prepared. Its questions about a new model are asked on every rank."""
 
     def __init__(
         self, planning: Planning, calls: RankCalls, runs: SessionRuns, nets: Callable[[], SafetyChecks]
@@ -153,16 +153,16 @@ class Models:
             )
 
     def own(self, model: nn.Module) -> None:
-        """From now on the model's parameters are the session's to update."""
+        """Take the model's parameters: the session alone updates them from now on."""
         self._owned.update({id(parameter): parameter for parameter in model.parameters()})
 
     def disown(self, models: Iterable[nn.Module]) -> None:
-        """From now on they may be trained by anything."""
+        """Release parameters: anything may train them from now on."""
         for parameter in (parameter for model in models for parameter in model.parameters()):
             self._owned.pop(id(parameter), None)
 
     def refuse_foreign_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Of every optimizer that is about to step: refuse one that holds parameters of a prepared model."""
+        """Refuse an optimizer that is about to step and holds parameters of a prepared model."""
         if optimizer in self.optimizers:
             return  # refuses by itself, outside a step
         prepared = {id(parameter) for state in self for parameter in state.model.parameters()}

@@ -52,8 +52,8 @@ class ReplicaRounds:
 
     @contextmanager
     def agreed(self, method: str) -> Generator[None]:
-        """Let the model have the weights that replicas agreed on last, for `method` to look at, and its own again
-        after it.  Enter and leave on every rank."""
+        """Give the model the weights that replicas agreed on last, within, for `method` to read. Enter and leave on
+        every rank."""
         if self._training is None or not self._training.is_open:
             yield
             return
@@ -62,7 +62,7 @@ class ReplicaRounds:
             yield
 
     def warn(self, method: str) -> None:
-        """Say once of a method that it sees what replicas agreed on last, if they have taken steps since."""
+        """Warn once that a method reads the weights that replicas agreed on last, if they have taken steps since."""
         if self._training is not None and self._training.is_open and method not in self._told:
             self._told.add(method)
             warnings.warn(
@@ -122,7 +122,7 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedParts:
-    """What a prepared model is made of, on every rank alike."""
+    """The parts of a prepared model, alike on every rank."""
 
     planned: PlannedModel
     loss: LossOfUser
@@ -145,7 +145,7 @@ class PreparedModel:
         self.plan, self._calls, self._name, self._guard = plan, parts.calls, parts.name, parts.guard
         self.optimizer, self._mesh, self._recipe, self._loss = optimizer, mesh, recipe, parts.loss
         self._left: LeftGradients | None = None
-        """What the last step has left in the model's gradients, for the next to look at."""
+        """Gradients that the last step has left in the model, for the next step to look at."""
         self._facts = dict[str, str]()
         self._blueprint = blueprint = replace(planned.blueprint, loss=self._loss, beside=self._loss.part)
         take_weights_of_rank_0(blueprint.module, mesh.device, mesh["world"].group)
@@ -282,7 +282,7 @@ class PreparedModel:
             self._training.close()
 
     def _place(self) -> dict[str, Json]:
-        """Where the run is in its data, for a save."""
+        """Return the place of the run in its data, for a save."""
         return {}
 
     def _go_on(self, state: Mapping[str, Json]) -> None:
@@ -297,7 +297,7 @@ class PreparedModel:
         self._left, self._facts = None, {}  # until the step is through: one left by an error has changed gradients
 
     def _agreement(self) -> dict[str, Any]:
-        """What every step compares and reports."""
+        """Return the facts that every step compares and reports."""
         return {
             "learning_rate": float(self.optimizer.param_groups[0]["lr"]),
             "fingerprint": float(xxhash.xxh64_intdigest(repr(self._facts).encode()) >> 12),
@@ -317,7 +317,7 @@ class PreparedModel:
         return True
 
     def _settings(self) -> dict[str, str]:
-        """What must be equal on all ranks in a step."""
+        """Return the facts that must be equal on all ranks in a step."""
         return {
             "the number of finished steps": str(self._steps),
             "the model": self._name,
@@ -327,5 +327,5 @@ class PreparedModel:
         }
 
     def _data_facts(self) -> dict[str, str]:
-        """What of the data must be."""
+        """Return the facts of the data that must be equal on all ranks."""
         return {}

@@ -64,7 +64,7 @@ class TrainState(PreparedModel):
         self._share = self._shares.usual
         self._evaluation = Evaluation(self._parallel.runner, self._blueprint, self._loss, mesh, plan, recipe)
         self._digest = ""
-        """What stands for the batch of the coming step, where all ranks must have the same."""
+        """Digest of the batch of the coming step, where all ranks must have the same."""
         self._passes = LoaderPasses(self._stream)
         self._named: list[tuple[str, nn.Parameter]] = []
         """The model's parameters by name, once it has taken a step."""
@@ -333,7 +333,7 @@ Split = Sequence[SplitRule] | Mapping[str, Any]
 @final
 @dataclass(frozen=True, slots=True)
 class ModelWithLoss:
-    """What a session has for it.  Called on every rank."""
+    """A session's parts for a model with a loss. Called on every rank."""
 
     models: Models
     planning: Planning

@@ -1,4 +1,4 @@
-"""That all ranks mean the same run, asked before their collectives could go astray."""
+"""Compare the run's facts over ranks before their collectives could go astray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SET_BY_LOOP = "what the loop has set of the model: "
 """Beginning of the names of facts about plain attributes; a rank that has none of them has not looked."""
 
 UNKNOWN = "unknown"
-"""What a rank says of a fact that it cannot tell: no other rank differs from it."""
+"""Value of a fact that a rank cannot tell: no other rank differs from it."""
 
 
 def check_same_on_all_ranks(recipe: Recipe, plan: Plan) -> None:

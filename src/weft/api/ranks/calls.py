@@ -58,7 +58,7 @@ _WORDS = tuple(
     )
 )
 _WEFT_TRAIN = re.compile(r"`weft train[^`]*`|\S*recipe\.toml\S*")
-"""What speaks of files and commands stays as it is."""
+"""Messages about files and commands stay as they are."""
 
 
 def of_session(text: str) -> str:
@@ -74,7 +74,7 @@ def of_session(text: str) -> str:
 
 @contextmanager
 def words_of_session() -> Generator[None]:
-    """Let the errors of a call speak of the session."""
+    """Translate the errors of a call into the terms of the session."""
     try:
         yield
     except WeftError as error:
@@ -121,7 +121,7 @@ class _PublishedCalls:
     forward: tuple[str, str]
     """The model whose forward it is in, and the user's line; both empty where it is in none."""
     facts: Mapping[str, str]
-    """What must be equal on all ranks in the last call, while it lasts."""
+    """Facts that must be equal on all ranks in the last call, while it lasts."""
 
     @property
     def number(self) -> int:
@@ -190,6 +190,7 @@ class RankCalls:
 
     @contextmanager
     def _compared(self, name: str, meets: bool, facts: Callable[[], Mapping[str, str]]) -> Generator[None]:
+        # Ranks compare calls by their numbers: the n-th call must have the same name everywhere.
         number = self._calls[-1].number + 1 if self._calls else 1
         self._calls.append(_Call(number, name, line_of_user()))
         self._depth, self._since, self._facts = 1, time.monotonic(), facts
@@ -229,6 +230,7 @@ class RankCalls:
         def begin(module: nn.Module, *_: Any) -> None:
             if in_training and not module.training:
                 return
+            # Forwards inside a call, or inside one another, are part of that.
             if self._depth == 0 and nesting.get(name, 0) == 0:
                 self._forwards[name] = self._forwards.get(name, 0) + 1
                 self._forward, self._since = (name, line_of_user()), time.monotonic()
@@ -242,6 +244,7 @@ class RankCalls:
                 return
             self._since = 0.0
             error = sys.exc_info()[1] if outputs is None else None
+            # The error may come of a peer that was elsewhere: keep the forward as the place where this rank stands.
             if error is not None and _may_be_of_others(error):
                 return  # with which the rank leaves, and says where it was
             if isinstance(error, RecipeError):  # refused before anything was exchanged
@@ -254,7 +257,8 @@ class RankCalls:
         ]
 
     def explained(self, error: BaseException) -> CollectiveError | None:
-        """What is known of an error that came of the ranks' doing different things, outside of a call: in a forward."""
+        """Return the explanation of an error that came of the ranks' doing different things, outside of a call: in a
+        forward."""
         if not isinstance(error, WeftError | RuntimeError) or str(error) == self._verdict:
             return None
         if not self._verdict and self._forward[0] and _may_be_of_others(error):
@@ -279,12 +283,14 @@ class RankCalls:
     def _watch(self) -> None:
         published: object = None
         while not self._is_over.wait(_LOOK_SECONDS):
+            # Read once: the main thread goes on meanwhile.
             since, last = self._since, self._calls[-1].number if self._calls else 0
             if not since or time.monotonic() - since < _STUCK_SECONDS:
                 continue
             with suppress(RuntimeError):  # the store is gone with the rank that had it: its groups say so
                 state = (last, dict(self._forwards), bool(self._facts()))
                 text = self._spell()
+                # The call has ended while its text was written: the two would not fit together.
                 if self._since != since:
                     continue  # what it says is of two moments
                 if published != state:
@@ -293,6 +299,8 @@ class RankCalls:
                 verdict = self._difference(self._statements())
                 if verdict and self._since == since:
                     self._verdict = verdict
+                    # The main thread waits in a collective that cannot end; its groups are aborted, and the error
+                    # explained there.
                     release_groups(_NOBODY, set())
 
     def _meet(self) -> None:
@@ -316,7 +324,7 @@ class RankCalls:
         self._store_of_all.set(f"calls/{self._rank}", self._spell(end))
 
     def _statements(self) -> dict[int, _PublishedCalls]:
-        """What each rank has published so far."""
+        """Return the calls that each rank has published so far."""
         assert self._store is not None
         keys = {rank: f"calls/{rank}" for rank in range(self._num_ranks)}
         return {
@@ -331,6 +339,7 @@ class RankCalls:
         for rank, statement in statements.items():
             for call in statement.calls:
                 made.setdefault(call.number, {})[rank] = call
+        # The first difference is the cause, later ones follow from it.
         for _, by_rank in sorted(made.items()):
             if len({call.name for call in by_rank.values()}) > 1:
                 whole = ", ".join(f"rank {rank} is in {call}" for rank, call in sorted(by_rank.items()))
@@ -357,7 +366,7 @@ class RankCalls:
         return ""
 
     def _other_facts(self, statements: dict[int, _PublishedCalls]) -> str:
-        """What differs in a call that ranks make alike."""
+        """Return the facts that differ in a call that ranks make alike."""
         having = {rank: statement for rank, statement in statements.items() if statement.facts}
         latest = max((fact.number for fact in having.values()), default=0)
         same = {rank: fact for rank, fact in having.items() if fact.number == latest}
@@ -376,6 +385,7 @@ class RankCalls:
             model, place = statement.forward
             for other in self._peers.get(model, ()) if rank in self._peers.get(model, ()) else ():
                 there = statements.get(other)
+                # A peer in an earlier call may still come to this forward.
                 if there is None or there.number <= statement.number:
                     continue
                 if there.forwards.get(model, 0) < statement.forwards.get(model, 0):
@@ -386,7 +396,8 @@ class RankCalls:
         return ""
 
     def _explain(self, error: BaseException) -> CollectiveError | None:
-        """What the calls say of an error: that they differ, or that a rank has left by an error of its own."""
+        """Return the calls' explanation of an error: that they differ, or that a rank has left by an error of its
+        own."""
         if self._verdict:
             return CollectiveError(self._verdict, status=1)
         if not _may_be_of_others(error):
@@ -409,6 +420,7 @@ class RankCalls:
                     f"rank {left} has left the group ({statements[left].end}), while this one was in {self._calls[-1]}."
                 )
             own = self._calls[-1].number
+            # All ranks have come to this call: the error is none of theirs.
             has_come = [statement.number >= own for statement in statements.values()]
             if sum(has_come) == self._num_ranks or time.monotonic() >= deadline:
                 return ""
@@ -428,8 +440,8 @@ def _generators_kept(device: torch.device) -> Generator[None]:
 
 
 def _within(seconds: float, ask: Callable[[], str | None]) -> str:
-    """What `ask` finds in the store; nothing where the store is gone, or silent: torch's waits without end for a host
-    that is stopped."""
+    """Return the result of `ask` from the store; nothing where the store is gone, or silent: torch's waits without end
+    for a host that is stopped."""
     answers: list[str | None] = []
 
     def run() -> None:

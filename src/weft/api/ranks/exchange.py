@@ -32,7 +32,7 @@ class RankExchange:
         self._calls, self._device, self._world = calls, device, world
         ranks = mesh.world_size
         self._first = [rank for rank in range(ranks) if _is_first(axis_coordinates(mesh, rank))]
-        """One rank of each data rank."""
+        """The first rank of each data rank."""
         self._copies = ranks // len(self._first)
 
     @property

@@ -1,4 +1,4 @@
-"""Where a run keeps what it says: a session's folders, the one path that all ranks agree on, and a user's function."""
+"""Record a run: a session's folders, the one path that all ranks agree on, and a user's function."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def folder_of_rank_0(make: Callable[[], RunFolder]) -> RunFolder:
 
 @dataclass(frozen=True, slots=True)
 class ModelRun:
-    """Where one prepared model's training is recorded."""
+    """The record of one prepared model's training."""
 
     folder: RunFolder
     run: Run
     lock: FolderLock
 
     def checkpointer(self, mesh: Mesh) -> Checkpointer:
-        """What saves there, where the folder is this session's.  Call on every rank."""
+        """Return the checkpointer of this run, where the folder is this session's. Call on every rank."""
         return Checkpointer(self.folder.checkpoints, Peers.of_group(mesh["world"]), owned=self.lock)
 
 
@@ -166,7 +166,7 @@ class SessionRuns:
         return CalledRun(run, callback)
 
     def tell_failure(self) -> None:
-        """Let the user's function hear of it, too."""
+        """Call the user's function with the failure, too."""
         for callback in self._callbacks:
             callback.deliver_last()
 
@@ -241,13 +241,13 @@ class Callback:
 
 
 class CalledRun(Run):
-    """What a state says things through: another run, whose callback then hears what has been said so far."""
+    """A run for a state that replaces another one; its callback first hears what has been recorded so far."""
 
     def __init__(self, run: Run, callback: Callback) -> None:
         super().__init__(run.rank)
         self._run, self._callback = run, callback
 
     def emit(self, event: Event) -> None:
-        """Say something, and call the user's function; its errors are raised."""
+        """Emit an event, and call the user's function; its errors are raised."""
         self._run.emit(event)
         self._callback.deliver()

@@ -130,11 +130,12 @@ class UserOptimizer(ShardOptimizer):
         self._storages = self._find_storages()
         self._num_steps = 0
         self._places: list[int] = []
-        """Where the shards' gradients lie of which the runs' `grad` are parts for good; empty: these are given anew."""
+        """Places of the shards' gradients of which the runs' `grad` are parts for good; empty: these are made anew each
+        step."""
         self._given: list[Tensor | None] = []
-        """Those parts."""
+        """Parts of the shards' gradients that the runs have as `grad`."""
         self.kept = RankStates(optimizer, self._runs)
-        """What the optimizer keeps, for checkpoints."""
+        """The optimizer's states on this rank, for checkpoints."""
         guard.watch_optimizer(optimizer)
 
     @torch.no_grad()
@@ -165,7 +166,7 @@ class UserOptimizer(ShardOptimizer):
                 view.grad = None
 
     def _give_gradients(self, scale: float, skipped: Collection[str]) -> None:
-        """Let every run's `grad` be its part of the shard's gradient, which may be where it was in the last step."""
+        """Set every run's `grad` to its part of the shard's gradient, which may be where it was in the last step."""
         for shard, segment, view in self._runs:
             assert shard.gradient is not None
             if segment.layout.name in skipped:
@@ -177,7 +178,7 @@ class UserOptimizer(ShardOptimizer):
 
     @property
     def runs(self) -> Sequence[StateRun]:
-        """What this rank updates, in the optimizer's order."""
+        """The runs that this rank updates, in the optimizer's order."""
         return self._runs
 
     @property

@@ -67,7 +67,7 @@ class StateRun(NamedTuple):
 
 
 class RankStates:
-    """What one optimizer keeps on this rank."""
+    """The states of one optimizer on this rank."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, runs: Sequence[StateRun]) -> None:
         self._optimizer, self._runs = optimizer, runs
@@ -80,7 +80,7 @@ class RankStates:
     # ── saving ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def facts(self) -> dict[str, str]:
-        """What must be equal on all ranks beside the settings of the groups."""
+        """Return the facts beside the settings of the groups that must be equal on all ranks."""
         forms, tensors = self._own_forms()
         return {
             f"{self._kind}'s {name.replace('_', ' ')}": digest_of_form(forms[name], tensors)
@@ -97,6 +97,7 @@ class RankStates:
         forms, _ = self._own_forms()
         mine = {run.name: form for run in self._runs if (form := self._parameter_form(run, {})) is not None}
         parameters: dict[str, Json] = {}
+        # Ranks hold other parameters each; values that are no tensors go into one manifest.
         for text in gather(json.dumps(mine)):
             for name, found in cast(dict[str, Json], json.loads(text)).items():
                 if parameters.setdefault(name, found) != found:
@@ -142,6 +143,7 @@ class RankStates:
             for index, group in enumerate(self._optimizer.param_groups)
         ]
         attributes = self._form(own_attributes(self._optimizer), "attributes", tensors)
+        # States by parameter are saved as runs of it; any other key is the optimizer's own.
         views = {id(run.view) for run in self._runs}
         states: dict[str, Any] = {}
         for key, value in cast(Mapping[Any, Any], self._optimizer.state).items():
@@ -198,6 +200,8 @@ class RankStates:
 
     def _stored(self, run: StateRun, key: str, value: Tensor) -> CheckpointShard:
         layout = run.segment.layout
+        # A state of the parameter's shape is cut as the parameter is, and any later plan can cut it otherwise; one
+        # number (a count of steps) is stored whole.
         if value.shape == run.view.shape:
             shape, split, start, counts = layout.shape, layout.split, run.segment.start, run.shard.counts
         else:
@@ -207,6 +211,7 @@ class RankStates:
                     f" elements of {run.name}, so it cannot be saved. Use data_parallel.zero = 0 and mesh.tensor = 1."
                 )
             shape, split, start = value.shape, NestedSplit(), 0
+            # Of the ranks that hold runs of one parameter the first writes a state that all share.
             counts = run.shard.counts and run.holds_first
         return CheckpointShard(
             name=f"{_STATES}{key}/{run.name}",
@@ -228,6 +233,7 @@ class RankStates:
         groups, mine = list(state.objects("optimizer")), self._optimizer.param_groups
         if len(groups) != len(mine):
             raise state.fail("optimizer", f"a list of {len(mine)} parameter groups, as the optimizer has")
+        # A save of the same class has all of its settings; another's may lack or add some.
         knows_all = False
         if "optimizer_keeps" in state.values:
             keeps = state.object("optimizer_keeps")
@@ -274,7 +280,8 @@ class RankStates:
         return torch.zeros(shape, dtype=dtype, device=self._device_of(run, key))
 
     def _device_of(self, run: StateRun, key: str) -> torch.device:
-        """As torch's own `load_state_dict` has it: counts of steps stay with the host."""
+        """Return the device of a state, as torch's own `load_state_dict` chooses it: counts of steps stay with the
+        host."""
         group = self._optimizer.param_groups[run.shard.group]
         on_host = key == "step" and not group.get("capturable") and not group.get("fused")
         return torch.device("cpu") if on_host else run.view.device
@@ -410,7 +417,8 @@ class PlainStates:
 
 
 class CarriedState:
-    """What an optimizer had before its model was brought under a plan: taken from it, and given back cut to shares."""
+    """The state of an optimizer from before its model was brought under a plan: taken from it, and given back cut to
+    shares."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

@@ -1,4 +1,4 @@
-"""What a save writes of one model, and a load takes back: of a model in training, and of one that is plain still."""
+"""Save and load one model: one in training, and one that is plain still."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Saves:
         self._mesh = mesh
 
     def warn_of_earlier(self, steps: int) -> None:
-        """Say after the first step that a save will be refused, where the folder is an earlier run's."""
+        """Warn after the first step that a save will be refused, where the folder is an earlier run's."""
         if steps == 1 and self.peers.rank == 0 and (earlier := self._checkpointer.earlier()) is not None:
             logger.warning(
                 "%s holds saves of an earlier run (the newest: %s), and this session began anew: state.save() will be"

@@ -25,7 +25,7 @@ from weft.techniques.core import CheckpointShard
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can say its state and take it back, as torch's schedulers do."""
+    """An object with `state_dict` and `load_state_dict`, as torch's schedulers have."""
 
     def state_dict(self) -> Any: ...
 
@@ -39,9 +39,9 @@ class StatefulKind(NamedTuple):
     label: str
     """How errors call the object `{name}`."""
     if_new: str
-    """What to do with one that the save has no state of."""
+    """Advice for an object that the save has no state of."""
     if_missing: str
-    """What to write for one that is in the save and not here; empty: it is left out."""
+    """Advice for an object that is in the save and not here; empty: it is left out."""
 
 
 ATTACHED = StatefulKind(
@@ -94,7 +94,7 @@ class StatefulObjects:
 
     @property
     def member(self) -> str:
-        """Where a save's state holds theirs."""
+        """Key of their states in a save."""
         return self._kind.member
 
     def _label(self, name: str) -> str:
@@ -122,7 +122,7 @@ class StatefulObjects:
         return self._forms
 
     def facts(self) -> dict[str, str]:
-        """What must be equal on all ranks: a digest of every object's state."""
+        """Return the facts that must be equal on all ranks: a digest of every object's state."""
         return {
             f"the state of {self._label(name)}": digest_of_form(form, self._tensors)
             for name, form in self._forms.items()

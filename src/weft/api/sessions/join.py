@@ -137,7 +137,7 @@ def session(
 _ARGUMENTS = tuple(
     name for name, each in inspect.signature(session).parameters.items() if each.kind != each.VAR_KEYWORD
 )
-"""What `session` takes beside keywords of a plan, for a did-you-mean."""
+"""Arguments of `session` beside keywords of a plan, for a did-you-mean."""
 
 
 def spawn(

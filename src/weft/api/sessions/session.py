@@ -102,7 +102,8 @@ class Session:
             state.close()
 
     def _fail(self, error: BaseException, leaving: ExitStack) -> None:
-        """Say to the others what ends the session on this rank, and leave.  Raises what is known beside it."""
+        """Tell the other ranks the error that ends the session on this rank, and leave. Raises the explanation, where
+        one is known."""
         if self._loop is not None:
             self._loop.restore()
         self._models.restore()
@@ -412,7 +413,7 @@ class Session:
 
 
 class SessionInternals:
-    """What a session does for `weft.accelerate` and `weft.fabric`, and what no loop need call."""
+    """Methods of a session for `weft.accelerate` and `weft.fabric`, which no loop need call."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -64,7 +64,7 @@ def explain_share(error: BaseException, models: Iterable[tuple[nn.Module, Plan]]
 
 
 def _of_copies(error: BaseException, models: Iterable[tuple[nn.Module, Plan]]) -> RecipeError | None:
-    """Of a model with shares, or with groups of processes, that somebody copies."""
+    """Explain an error of a model with shares, or with groups of processes, that somebody copies."""
     cut = {id(module) for model, plan in models if _how(plan) for module in model.modules()}
     copies = [frame for frame in _frames(error) if _file(frame).endswith("copy.py")]
     if not any(id(value) in cut for frame in copies for value in frame.f_locals.values()):
@@ -77,7 +77,7 @@ def _of_copies(error: BaseException, models: Iterable[tuple[nn.Module, Plan]]) -
 
 
 def _of_stages(error: BaseException, models: Iterable[tuple[nn.Module, Plan]]) -> RecipeError | None:
-    """Of a loop that reads or writes an attribute of a module which another pipeline stage has."""
+    """Explain an error of a loop that reads or writes an attribute of a module which another pipeline stage has."""
     stages = [model for model, plan in models if plan.mesh.pipeline > 1]
     names = {id(module): name for model in stages for name, module in model.named_modules() if _stands_in(module)}
     used = next((frame for frame in _frames(error) if id(frame.f_locals.get("self")) in names), None)
@@ -92,7 +92,7 @@ def _of_stages(error: BaseException, models: Iterable[tuple[nn.Module, Plan]]) -
 
 
 def _of_full_tensors(error: AssertionError, models: Iterable[tuple[nn.Module, Plan]]) -> RecipeError | None:
-    """Of torch's own check of what meets shares, which has no words."""
+    """Explain an error of torch's own check of tensors that meet shares, which has no message."""
     frames = _frames(error)
     is_of_torch = "/torch/distributed/tensor/" in (_file(frames[-1]) if frames else "")
     if not is_of_torch or not any(plan.data_parallel.shards_weights for _, plan in models):
@@ -112,7 +112,7 @@ def _stands_in(module: nn.Module) -> bool:
 
 _NO_COPY = re.compile("does not support deepcopy|cannot pickle")
 _OF_SHARES = re.compile("DTensor|sharded|tensor subclasses|size of tensor|shape|dtype|same size", re.IGNORECASE)
-"""What torch says where tensors of other kinds, sizes or dtypes meet."""
+"""Errors of torch where tensors of other kinds, sizes or dtypes meet."""
 _HERE = weft.errors.__file__.rpartition("/")[0]
 
 

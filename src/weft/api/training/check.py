@@ -102,7 +102,7 @@ def check(
 
 
 def _slow_imports(recipe: Recipe) -> list[str]:
-    """What takes longer to import than the rest of a check: it begins while this process describes and plans."""
+    """Import the slow libraries of a check while this process describes and plans."""
     # Torch's optimizers, which every rank runs, import dynamo.
     return ["torch._dynamo", *(["transformers.modeling_utils"] if recipe.model.hf else [])]
 
@@ -142,7 +142,7 @@ def check_by(
 
 
 def _not_understood(recipe: Recipe, problem: Exception) -> str:
-    """What stopped a check that nobody foresaw, and where."""
+    """Return the error of a check that stopped for a reason that nobody foresaw, and where."""
     frame = traceback.extract_tb(problem.__traceback__)[-1]
     words = next(iter(str(problem).strip().splitlines()), "").rstrip(".") or "no words"
     model = recipe.model.hf or recipe.model.factory or recipe.model.reference
@@ -184,7 +184,7 @@ def _checked(
 
 
 def _facts(recipe: Recipe) -> ModelFacts:
-    """What the recipe says of a model that it fully describes; others are built and looked at."""
+    """Return the facts that the recipe gives of a model that it fully describes; others are built and looked at."""
     if recipe.model.factory is not None:  # it will run as it is, whatever was kept of it
         return facts_of_blueprint(build_blueprint(recipe), recipe)
     return facts_of(recipe) if description_of(recipe) is not None else describe_recipe(recipe).facts
@@ -239,9 +239,9 @@ class _SmallTrials:
     folder: Path
     launch: Launch
     alone: OneProcess
-    """What they are compared with."""
+    """The one process that cases are compared with."""
     references: dict[CheckCase, TrialResult] = field(default_factory=dict[CheckCase, TrialResult])
-    """What it computed of the cases that were asked for."""
+    """Results of the one process in the cases that were asked for."""
 
     @classmethod
     def of(cls, small: SmallCase, folder: Path, launch: Launch, inside: InnerCasts = "wide") -> _SmallTrials:
@@ -252,12 +252,12 @@ class _SmallTrials:
         _run_ranks(self.small, self.folder, self.launch, cases, self.alone.inside, watch=watch)
 
     def trials(self, case: CheckCase) -> list[Trial]:
-        """What the ranks left of a case."""
+        """Return the results of the ranks in a case."""
         world_size = self.small.plan.mesh.world_size
         return [read_trial(case.trial_file(self.folder, rank)) for rank in range(world_size)]
 
     def reference(self, case: CheckCase) -> TrialResult:
-        """What one process computes of a case."""
+        """Return the results of one process in a case."""
         if case not in self.references:
             alone = self.alone
             self.references[case] = alone.exact if case == EXACT else alone.run(case.precision, inside="as written")
@@ -380,7 +380,7 @@ def _is_about_types(error: RankError) -> bool:
 
 
 def _failure(runs: _SmallTrials, comparison: Comparison, case: CheckCase, explain: bool) -> CheckFailure:
-    """What differs first, in the order of the forward, and why."""
+    """Return the first difference, in the order of the forward, and its cause."""
     cause, needs = "", ()
     if case == EXACT:
         apart = runs.taken_apart()

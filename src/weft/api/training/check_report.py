@@ -38,7 +38,7 @@ class CheckReport:
     plan: Plan
     """The plan that was run: the given one, scaled down."""
     lines: tuple[str, ...]
-    """What was run: plan and model, and what they leave out."""
+    """Lines about the trial: plan and model, and their simplifications."""
     comparisons: tuple[Comparison, ...]
     """One per precision, in the order in which they were run, up to the first that is not equal."""
     failure: CheckFailure | None
@@ -141,7 +141,7 @@ def _number(value: float) -> float | None:
 def describe_case(
     recipe: Recipe, plan: Plan, facts: ModelFacts, small: SmallCase, small_facts: ModelFacts
 ) -> list[str]:
-    """Say what stands for the plan and for the model."""
+    """Return the lines that describe the plan and the model."""
     sizes = mesh_sizes(plan)
     scaled = mesh_sizes(small.plan)
     world = small.plan.mesh.world_size
@@ -157,7 +157,7 @@ def describe_case(
 
 
 def _nothing_split(plan: Plan) -> list[str]:
-    """Say that a check of one process proves nothing of a split, and what would."""
+    """Return a line: a check of one process proves nothing of a split, and which command would."""
     if plan.mesh.world_size == 1:
         why, instead = "the plan is one process", "Name a split: --set plan.mesh.replicate=2, or --plan FILE"
     else:

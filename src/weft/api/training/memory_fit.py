@@ -1,4 +1,4 @@
-"""Where a prediction of memory is too near the limit, a step on the real device decides the microbatch."""
+"""Decide the microbatch by a step on the real device, where a prediction of memory is too near the limit."""
 
 from __future__ import annotations
 

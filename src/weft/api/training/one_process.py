@@ -44,11 +44,11 @@ class OneProcess:
     small: SmallCase
     inside: InnerCasts
     exact: TrialResult
-    """What it computed in fp64."""
+    """Results in fp64."""
     nudged: Sequence[TrialResult]
-    """The same with weights moved by a rounding, where rounding inside could not be kept out; it sets the limits."""
+    """Results with weights moved by a rounding, where rounding inside could not be kept out; they set the limits."""
     rounds: str
-    """What rounds inside, in words."""
+    """The parts that round inside, in words."""
 
     @classmethod
     def of(cls, small: SmallCase, inside: InnerCasts = "wide") -> OneProcess:

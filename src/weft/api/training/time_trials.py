@@ -120,6 +120,7 @@ def _compiled(bench: _TrialBench, choice: PlanChoice, steps: int) -> PlanChoice:
 
 def _affordable_rounds(plans: Sequence[Plan], seconds: Sequence[float], steps: int) -> int | None:
     """Rounds of trials that the predicted run pays for; None where it is too short for the fewest."""
+    # Trials may take 1 / `_WORTH` of the predicted run: the rest of it goes into rounds.
     fixed = _START_SECONDS + sum(
         _BUILD_SECONDS + _EARLY_STEPS * second + _COMPILE_SECONDS * plan.compute.compile
         for plan, second in zip(plans, seconds, strict=True)
@@ -140,6 +141,7 @@ def _variants(candidate: Candidate, plan: Plan) -> list[Plan]:
     variants, whole = [plan], plan.microbatch.joined()
     room = candidate.prediction.usable_bytes / candidate.prediction.fullest.device
     grown = whole.size / plan.microbatch.size
+    # Memory grows at most as the microbatch does.
     if 1 < grown <= room and plan.mesh.pipeline == 1 and "microbatch.size" not in plan.origins:
         variants.append(replace(plan, microbatch=whole))
     if "compute.compile" not in plan.origins and not plan.pipeline_parallel.splits_backward:
@@ -157,6 +159,7 @@ def close_rivals(choice: PlanChoice) -> list[Candidate]:
     best_by_kind: dict[object, Candidate] = {}
     for rival in choice.rivals:
         limit = choice.rivals[0].prediction.step_seconds * (1 + choice.rivals[0].prediction.spread)
+        # Within the spread predictions cannot tell plans apart; of each kind the best comes first.
         if rival.plan is not None and rival.prediction.step_seconds <= limit:
             best_by_kind.setdefault(_kind(rival.plan), rival)
     return list(best_by_kind.values())[:MOST_TRIALS]
@@ -168,7 +171,7 @@ def _kind(plan: Plan) -> tuple[object, ...]:
 
 
 class _TrialTiming(NamedTuple):
-    """What a trial said."""
+    """Times of a trial."""
 
     step_seconds: float
     first_seconds: float
@@ -176,7 +179,7 @@ class _TrialTiming(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _TrialBench:
-    """Where plans are tried, and what they told is kept."""
+    """The processes on which plans are tried, and the times that are kept."""
 
     recipe: Recipe
     machine: Cluster
@@ -248,7 +251,7 @@ def _name(plan: Plan | None) -> str:
 
 
 def _key(recipe: Recipe, machine: Cluster, plans: Sequence[Plan]) -> str:
-    """What the times depend on: neither the data nor the folders."""
+    """Return the key of kept times: neither the data nor the folders are part of it."""
     matters = Recipe(
         model=recipe.model, batch=recipe.batch, optimizer=recipe.optimizer, permit=recipe.permit, run=recipe.run
     )
@@ -257,7 +260,7 @@ def _key(recipe: Recipe, machine: Cluster, plans: Sequence[Plan]) -> str:
 
 
 def _kept(path: Path, count: int) -> list[_TrialTiming] | None:
-    """What an earlier measurement found; None where there is none that can be read."""
+    """Return the times of an earlier measurement; None where there is none that can be read."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         content: dict[str, Any] = json.loads(path.read_text())
         timings = [_TrialTiming(float(step), float(first)) for step, first in content["seconds"]]
@@ -279,7 +282,7 @@ MOST_IN_TURN = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedPlan:
-    """What the steps of a plan took, until the last rank had finished each."""
+    """Times of a plan's steps, until the last rank had finished each."""
 
     first_seconds: float
     """Time of the first step of all, which compiles and opens connections."""
@@ -366,7 +369,7 @@ def _pipes(paths: Sequence[Path]) -> Generator[None]:
 
 
 def _merged(ranks: Sequence[Mapping[str, Any]]) -> TimedPlan | str:
-    """What the ranks of a team say of a plan; times are agreed already, peaks are each rank's own."""
+    """Return one result for a team's ranks; times are agreed already, peaks are each rank's own."""
     failed = [rank["failure"] for rank in ranks if "failure" in rank]
     if failed:
         return failed[0]

@@ -135,7 +135,7 @@ def train(
 
 
 _ARGUMENTS = tuple(name for name, each in inspect.signature(train).parameters.items() if each.kind != each.VAR_KEYWORD)
-"""What `train` takes beside keywords of a plan, for a did-you-mean."""
+"""Arguments of `train` beside keywords of a plan, for a did-you-mean."""
 
 
 def _checked(

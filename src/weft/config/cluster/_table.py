@@ -23,7 +23,7 @@ class DeviceKind:
     measured_teraflops: Mapping[str, float] = field(default_factory=dict[str, float])
     """Precision → best matrix product that anyone measured on it (stas00/ml-engineering, accelerator benchmarks)."""
     scale_up_gigabytes_per_second: float
-    """One way, of one device, inside its scale-up domain."""
+    """Bandwidth one way of one device inside its scale-up domain, in GB/s."""
     scale_up: Topology = "switch"
     scale_up_domain: int = 1
     """Devices that scale-up links join even where nodes are smaller: 72 in an NVL72 rack, a pod of TPUs."""
@@ -31,9 +31,9 @@ class DeviceKind:
     in_network: bool = False
     """Whether its scale-up switches add up what passes through them (NVLink SHARP)."""
     scale_out_gigabytes_per_second: float
-    """One way, of one device's share of the node's network cards."""
+    """Bandwidth one way of one device's share of the node's network cards, in GB/s."""
     words: tuple[str, ...]
-    """All of them stand in the driver's name for it."""
+    """Words that all stand in the driver's name of the device."""
     source: str
 
 

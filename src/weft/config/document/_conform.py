@@ -17,7 +17,7 @@ HIDDEN: Mapping[str, bool] = {"in_document": False}
 """`field(metadata=HIDDEN)`: a field that is no setting: neither read nor written."""
 
 _LARGEST_WHOLE = 2**63
-"""Nothing that is counted is as many, and sums and products of what is below stay numbers."""
+"""Largest integer that is accepted: no count is larger, and sums and products below it stay finite numbers."""
 
 
 class TypeMismatch(Exception):

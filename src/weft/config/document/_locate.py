@@ -59,6 +59,7 @@ class _Scanner:
         for position, key in enumerate(keys):
             path = (*path, key)
             self._record(path)
+            # `[[a]]` begins a further table of the list `a`; a later `[a.b]` belongs to the last one.
             if is_list and position == len(keys) - 1:
                 self._tables_in[path] = self._tables_in.get(path, -1) + 1
             if path in self._tables_in:
@@ -99,6 +100,7 @@ class _Scanner:
         elif opening == "{":
             self._inside("}", path, is_list=False)
         else:
+            # Numbers, dates and booleans end at a comma, a bracket or the line.
             match = _STRING.match(self.text, self.at) or _ATOM.match(self.text, self.at)
             self.at = match.end() if match else self.at + 1
 

@@ -77,6 +77,8 @@ class _Costs:
 
 def _least_limit(costs: _Costs) -> float:
     """The cost of the slowest stage when it is as fast as can be."""
+    # Bisection over the limit. `_fill` also returns the next limit at which anything changes and the slowest stage that
+    # was reached, so both ends jump to costs that occur and the search ends.
     whole = costs.before[-1] + sum(costs.ends)
     low, high = whole / costs.num_stages, whole
     while low < high / _ROUNDING:
@@ -95,6 +97,8 @@ def _fill(costs: _Costs, limit: float) -> tuple[float, float]:
     for stage in range(costs.num_stages):
         last_end = costs.last_end(stage)
         end = costs.num_blocks if stage == costs.num_stages - 1 else start + 1
+        # Greedy: a stage takes as many blocks as fit, which leaves the fewest to later ones. If this does not fit, no
+        # cut does.
         highest = limit + costs.before[start] - costs.ends[stage]
         end = max(end, min(last_end, bisect_right(costs.before, highest) - 1))
         cost = costs.of(stage, start, end)
@@ -109,6 +113,8 @@ def _fill(costs: _Costs, limit: float) -> tuple[float, float]:
 
 def _most_even(costs: _Costs, limit: float) -> tuple[int, ...]:
     """Return, of the cuts whose stages keep the limit, those with the smallest sum of squares."""
+    # Dynamic programming over (stage, end): of all ways to end a stage at a block only the one with the least sum of
+    # squares can be part of the best.
     reached: dict[int, tuple[float, int]] = {0: (0.0, 0)}
     steps: list[dict[int, tuple[float, int]]] = []
     for stage in range(costs.num_stages):
@@ -121,6 +127,7 @@ def _most_even(costs: _Costs, limit: float) -> tuple[int, ...]:
                 cost = costs.before[end] - less
                 if cost > limit:
                     break
+                # The sum of all stages is given, so the least sum of squares is the most even cut.
                 total = squares + cost * cost
                 if end not in following or total < following[end][0]:
                     following[end] = (total, start)

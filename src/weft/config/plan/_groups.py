@@ -16,6 +16,7 @@ def groups_over(mesh: MeshPlan, axes: Collection[Axis], holding: Collection[Axis
     Raises:
         PlanError: the expert axis does not divide the ranks that it borrows.
     """
+    # Ranks of a group agree in every digit that no axis of the group moves.
     fixed = [
         (size, stride)
         for owners, size, stride in _digits(mesh)
@@ -37,6 +38,8 @@ def _digits(mesh: MeshPlan) -> list[tuple[frozenset[Axis], int, int]]:
     lenders: list[Axis] = [a for a in (*mesh.order[:place][::-1], *mesh.order[place + 1 :]) if a in EXPERT_LENDERS]
     lent: dict[Axis, int] = {}
     experts = mesh.expert
+    # Experts borrow from the lender next to them as much as it has in common with their number, and the rest from the
+    # next one.
     for axis in lenders:
         lent[axis] = math.gcd(int(getattr(mesh, axis)), experts)
         experts //= lent[axis]

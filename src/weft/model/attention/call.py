@@ -107,6 +107,7 @@ def attend_here(
 ) -> Tensor:  # fmt: skip
     """Return the same by torch's fused kernel where scores are plain and nothing is dropped, else in parts."""
     queries, keys, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    # Fused kernels know causal masks; a window that hides a key needs a mask of its own.
     if mask is None and pattern.window is not None and keys > pattern.window:
         mask = band_of(queries, keys, pattern.window, query.device)
     is_fused = mod.is_plain and dropout is None
@@ -125,10 +126,13 @@ def attend_here(
 
 
 def _scores(query: Tensor, key: Tensor, mod: ScoreMod, mask: Tensor | None) -> Tensor:
+    # (samples, heads, queries, size) · (samples, heads, size, keys).
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if mod.scale is None else mod.scale)
     if mod.softcap is not None:
         scores = torch.tanh(scores / mod.softcap) * mod.softcap
     if mod.slopes is not None:
+        # ALiBi (Press et al. 2022): a slope per head times the key's position. The query's own position would add the
+        # same number to its whole row, which a softmax does not see.
         positions = torch.arange(key.shape[2], device=key.device, dtype=mod.slopes.dtype)
         scores = scores + (mod.slopes[:, None, None] * positions).to(scores.dtype)
     if mask is None:
@@ -142,6 +146,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     wide = torch.promote_types(scores.dtype, torch.float32)
     if sinks is None:
         return scores.softmax(-1, dtype=wide)
+    # A sink is one more score per head that takes probability and has no value: its column is cut off again.
     beside = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
     return torch.cat([scores, beside], -1).softmax(-1, dtype=wide)[..., :-1]
 
@@ -149,6 +154,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 def band_of(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
     """Return the keys that each query sees: bool, (1, 1, queries, keys)."""
     every = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    # The last query stands where the last key does, so query i sees keys up to i + keys - queries.
     return (every.tril(keys - queries) & every.triu(keys - queries - window + 1))[None, None]
 
 
@@ -184,6 +190,7 @@ def attend_multi_head(arguments: Mapping[str, Any], attention: Any) -> tuple[Ten
 
     def of_heads(projected: Tensor) -> Tensor:
         tokens = projected.shape[0]
+        # (tokens, samples, width) → (samples, heads, tokens, width / heads).
         return projected.view(tokens, samples * heads, -1).transpose(0, 1).view(samples, heads, tokens, -1)
 
     causal = bool(arguments.get("is_causal")) and arguments.get("key_padding_mask") is None

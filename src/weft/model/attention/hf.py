@@ -111,7 +111,7 @@ def _padding_masks(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _causal_masks(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Nothing to do in training on packed documents: without a mask, attention is causal."""
+    """Return no mask: in training on packed documents attention is causal without one."""
     padding, positions, cache = (kwargs.get(name) for name in ("attention_mask", "position_ids", "past_key_values"))
     past = 0 if cache is None else int(cache.get_seq_length())
     if (padding is None and positions is None and past == 0) or (padding is not None and padding.dim() != 2):

@@ -52,7 +52,7 @@ def _xglm_classes() -> tuple[type[nn.Module], Any]:
 
         @staticmethod
         def prepare(module: Any) -> None:
-            """Its rate of dropout is a number, which gets a module as those of other models do."""
+            """Replace the dropout rate, a number in this class, by a module as other models have."""
 
         def forward(
             self, hidden_states: Tensor, cache: Any = None, attention_mask: Tensor | None = None, **kwargs: Any

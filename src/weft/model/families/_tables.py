@@ -92,16 +92,16 @@ class Crossing:
 
     module: str
     leaf: int
-    """Its place among the tensors and other values that the module returns."""
+    """Position among the tensors and other values that the module returns."""
     shape: tuple[int, ...]
-    """Its shape for two samples."""
+    """Shape of the value for two samples."""
     is_per_sample: bool = True
     """Whether dim 0 grows with the samples."""
     also: tuple[tuple[str, int], ...] = ()
     """Other results that are this same tensor, passed on: module and place."""
 
     def shape_for(self, samples: int) -> tuple[int, ...]:
-        """Its shape where the forward sees so many samples."""
+        """Return the value's shape where the forward sees so many samples."""
         return (self.shape[0] * samples // 2, *self.shape[1:]) if self.is_per_sample else self.shape
 
 

@@ -59,6 +59,7 @@ def converted(model: Any, stored: Mapping[str, DeferredBuild], where: str) -> tu
     tensors: dict[str, StoredTensor] = {}
     groups: dict[str, _ConversionGroup] = {}
     unread: list[str] = []
+    # Numbers in names by value, as the library sorts: experts are stacked in this order.
     for key in sorted(stored, key=loading.dot_natural_key):
         name, pattern = loading.rename_source_key(key, renamings, converters, model.base_model_prefix, names)
         if name not in names and key in names:
@@ -80,6 +81,7 @@ def _apply(
 ) -> dict[str, StoredTensor]:
     """Tensors of one group, read in parts where the operation only rearranges, else made whole each time."""
     try:
+        # Deferred tensors note views, cats and splits, and read later just the box that a rank asks for.
         made = group.convert(name, model, lambda tensor: tensor)
         if all(isinstance(value, DeferredBuild) for value in made.values()):
             return {target: value for target, value in made.items() if target in names}
@@ -103,5 +105,6 @@ def _apply(
 
         return DeferredBuild(shape, dtype, read)
 
+    # Once on meta, for shapes and dtypes.
     shown = convert(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
     return {target: reader(target, like.shape, like.dtype) for target, like in shown.items() if target in names}

@@ -64,6 +64,7 @@ def samples_of(model: Any, task: HubTask, length: int | None, *, where: str) -> 
     """
     first: Exception | None = None
     processors = read_hf_processors(where)
+    # The likeliest shapes come first, so most models take the first.
     for samples in _candidates(model, task, length, processors):
         problem = _problem_with(model, samples)
         if problem is None:
@@ -235,6 +236,7 @@ def _captions(model: Any, task: HubTask, length: int, images: _Images) -> Iterat
             text = _text(model, length) if "input_ids" in takes else {}
             yield Samples(pixels | text | _decoded(config, length), token_loss)
             continue
+        # The prompt has a placeholder for each piece of the image.
         count = 0 if token is None else _pieces(model, image)
         ids = SampleField((count + length,), "int64", _vocabulary(config), prompt=(token or 0, count))
         labels = replace(ids, prompt=(0, 0))
@@ -320,7 +322,7 @@ def _images(config: Any, processors: HfProcessors) -> Iterator[SampleField]:
 
 
 def _settings(config: Any) -> list[tuple[str, Any]]:
-    """Its settings, and those of the configurations in it, the outermost first."""
+    """Return a configuration's settings, and those of the configurations in it, the outermost first."""
     own: Mapping[str, Any] = config.to_dict()
     inner = [getattr(config, name) for name in own if hasattr(getattr(config, name, None), "to_dict")]
     return [*own.items(), *(item for setting in inner for item in _settings(setting))]

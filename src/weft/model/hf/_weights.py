@@ -68,7 +68,7 @@ def _is_unset(tensor: Tensor) -> bool:
 
 
 class _Constructed:
-    """What the constructors of a model set and its `_init_weights` does not: tokens and scales of their own.
+    """Tensors that a model's constructors set and its `_init_weights` does not: tokens and scales of their own.
 
     The whole model is really constructed once, where such a tensor is first met, always from the same seed, so that all
     ranks have the same; only these tensors are kept.
@@ -97,6 +97,7 @@ class _Constructed:
 
     def _value(self, full: str) -> Tensor | None:
         if self._tensors is None:
+            # One seed on every rank and for every plan: the values are the same wherever they are made.
             with seeded(0), torch.device("cpu"):
                 whole = type(self._skeleton)(copy.deepcopy(self._skeleton.config))
             owners = dict(whole.named_modules())
@@ -156,6 +157,7 @@ class SafetensorsFolder:
                 for key in held:
                     part = file.get_slice(key)
                     shape = tuple(part.get_shape())
+                    # An empty slice has the dtype and reads nothing.
                     dtype = (part[0:0] if shape else part[...]).dtype
                     tensors[key] = DeferredBuild(shape, dtype, partial(self._read, key))
         return tensors
@@ -223,6 +225,7 @@ def _check_inside(folder: Path, named_by: str, path: Path) -> None:
     """Refuse a link out of the folder.  The cache of the Hugging Face hub is made of links, from a model's snapshots to
     the same model's blobs."""
     home = folder.resolve()
+    # A link could lead to any file of this machine.
     places = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     if path.resolve().parent not in places:
         raise RecipeError(
@@ -280,6 +283,7 @@ def _complete(
 ) -> dict[str, StoredTensor]:
     """The stored tensors, checked to be all of the model's and as it has them, tied ones under each name."""
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    # Tied weights are one tensor under several names, of which the file has one. Reversed, so that the first name wins.
     by_tensor = {id(state[name]): tensor for name, tensor in reversed(stored.items())}
     complete = {name: stored[name] if name in stored else by_tensor.get(id(tensor)) for name, tensor in state.items()}
     missing = [name for name, tensor in complete.items() if tensor is None]

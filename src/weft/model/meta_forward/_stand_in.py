@@ -48,9 +48,12 @@ class StandIns:
     def _on_values(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Any:
         """All operands are real (or there is none): compute, unless the result is large or a floating constant on
         meta."""
+        # Integers (positions, masks, sizes) are computed, for forwards branch and index by them; large results and
+        # floats are not.
         wants_meta = _is_meta(kwargs.get("device"))
         has_device = any(argument.name == "device" for argument in func._schema.arguments)
         moved = {name: value for name, value in kwargs.items() if name != "device"} if has_device else kwargs
+        # A write, or a view, must reach the operand itself.
         if func._schema.is_mutable or any(returned.alias_info for returned in func._schema.returns):
             return func(*args, **moved)
         shapes = self._probe(func, args, {**moved, "device": _META} if has_device else moved)
@@ -135,6 +138,7 @@ class StandIns:
 
     def _read_back(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str) -> Any:
         dtype = args[0].dtype
+        # 1 and False let most loops and branches end.
         value: Any = False if dtype is torch.bool or func.overloadpacket.__name__ != "_local_scalar_dense" else 1
         self._note(f"{where or 'its forward'} reads a value of an activation back: {value} is assumed")
         return float(value) if dtype.is_floating_point else value
@@ -149,6 +153,7 @@ class StandIns:
 
     def _random(self, like: Tensor) -> Tensor | None:
         """Real random scores in place of a meta tensor; None when it is too large to be carried."""
+        # Routers choose experts by values; random scores choose evenly, as a balanced router would.
         if like.numel() > _CARRIED_ELEMENTS:
             return None
         return torch.rand(like.shape, generator=self._generator)

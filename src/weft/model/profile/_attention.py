@@ -61,6 +61,8 @@ def _rotation(features: int) -> Operator:
 
 def _core(sizes: ModelSizes, layer: int) -> Operator:
     kv_heads = sizes.num_heads if sizes.kv_rank else sizes.kv_heads
+    # Fused attention keeps queries, keys, values and its result, and one statistic per head and token (FlashAttention,
+    # arXiv 2205.14135).
     keys = kv_heads * (sizes.query_size + sizes.value_size)
     return Operator(
         name="attention.scores",

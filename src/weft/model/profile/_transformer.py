@@ -34,6 +34,7 @@ def _blocks(sizes: ModelSizes) -> tuple[Block, ...]:
     made: dict[tuple[bool, int | None], Block] = {}
     blocks: list[Block] = []
     for layer in range(sizes.num_layers):
+        # Alike layers share one object: caches of the cost model are keyed by identity.
         key = (sizes.is_mixture(layer), sizes.window_of(layer))
         if key not in made:
             made[key] = _block(sizes, layer)
@@ -100,6 +101,7 @@ def _tail(sizes: ModelSizes) -> Iterator[Operator]:
     if sizes.norm_placement != "after":
         yield norm("norm", sizes)
     if sizes.head == "classes":
+        # Once per sample, counted per token.
         once = 1 / sizes.sequence_length
         yield linear("head", sizes.num_classes, hidden, "replicate", bias=sizes.head_bias, rows=once)
         return
@@ -114,6 +116,7 @@ def _tail(sizes: ModelSizes) -> Iterator[Operator]:
             kept_elements_per_token=hidden,
         )
         yield norm("transform.norm", sizes, split="replicate")
+    # A tied head has the embedding's weights, which the stem counts.
     own = 0 if sizes.tied else vocabulary * hidden
     bias = vocabulary if sizes.head_bias else 0
     head = linear("head", vocabulary, hidden, "vocab")

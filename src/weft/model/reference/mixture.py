@@ -74,8 +74,10 @@ class Router(nn.Module):
         wide = torch.promote_types(tokens.dtype, torch.float32)
         logits = F.linear(tokens.to(wide), self.weight.to(wide))
         scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
+        # The bias decides who is chosen and not what the choice counts (DeepSeek-V3, eq. 16).
         by = scores.detach() if self.bias is None else scores.detach() + self.bias
         chosen = by.topk(self.top_k, -1).indices
+        # (n, experts) → (n, top_k), with a gradient to the scores of the chosen ones.
         weights = scores.gather(-1, chosen)
         if self.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
@@ -112,6 +114,7 @@ class Experts(nn.Module):
             counts: (experts,), integers: rows of each; their sum is n.  An expert without any gets zeros as gradients.
         """
         runs = runs_of(rows, counts, self.gate_up, self.down)
+        # (n, hidden) · (hidden, 2 ffn) → gate and up, (n, ffn) each.
         gate, up = grouped_product(rows, self.gate_up, runs).chunk(2, -1)
         return grouped_product(F.silu(gate) * up, self.down, runs)
 
@@ -166,8 +169,10 @@ def arrange(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         choice its row, (n, top_k); and rows per expert, (experts,).  All int64.
     """
     flat = chosen.reshape(-1)
+    # Stable: copies for one expert stay in the order of tokens, so sums have one order on all devices.
     order = flat.argsort(stable=True)
     positions = torch.arange(flat.numel(), device=flat.device)
+    # The inverse permutation: places[order[i]] = i.
     places = torch.empty_like(order).scatter_(0, order, positions).view(chosen.shape)
     counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
     return order, places, counts.scatter_add_(0, flat, torch.ones_like(flat))

@@ -74,6 +74,8 @@ def block_fit(device: Device, precision: str) -> BlockFit:
 
 def _fit(seen: Sequence[_MeasuredPass], operators: int) -> PassFit:
     """The factor with the least squared logarithm of predicted over measured; the smallest block says the extra."""
+    # Two unknowns: a factor, which grows with size, and an extra, which does not. The smallest block shows the extra
+    # best, so it follows from the factor there, and one unknown is left.
     smallest = min(seen, key=lambda one: one.measured)
 
     def extra(factor: float) -> float:
@@ -83,8 +85,10 @@ def _fit(seen: Sequence[_MeasuredPass], operators: int) -> PassFit:
 
     def loss(factor: float) -> float:
         more = extra(factor)
+        # Logarithms: half as long and twice as long are equally wrong.
         return sum(math.log((one.products + factor * one.plain + more) / one.measured) ** 2 for one in seen)
 
+    # A geometric grid: the loss has corners where the extra reaches 0, at which a search by slopes would stop.
     factors = [_LEAST * (_MOST / _LEAST) ** (step / _STEPS) for step in range(_STEPS + 1)]
     factor = min(factors, key=loss)
     return PassFit(factor, extra(factor) / operators)

@@ -99,6 +99,7 @@ def choose_algorithm(
 
 def _lines(kind: Collective, group: AxisGroup) -> tuple[CostLine, ...]:
     """Work out every algorithm at two sizes, and keep the lines through them in the group."""
+    # Every formula is a straight line in the size: two points are enough, and a search asks very many sizes.
     far = 1e12
     low, high = (algorithm_choices(kind, size, group) for size in (0.0, far))
     start, copies = _fixed(kind, 0.0, group), _fixed(kind, far, group)
@@ -152,6 +153,7 @@ def _flat(group: AxisGroup) -> _FlatGroup:
     hops, depth, left = 0.0, 0.0, group.size
     for index, leg in enumerate(group.legs):
         after = 1 if index == outermost else max(1, left // leg.units)
+        # A ring visits all units of a leg before it leaves it: that many hops cost the leg's latency.
         hops += (left - after + (index == outermost)) * leg.latency
         is_chain = group.algorithms is not None and leg.level.tier == 0  # NCCL's trees are chains inside a node
         depth += (leg.units - 1 if is_chain else (leg.units - 1).bit_length()) * leg.latency
@@ -162,6 +164,7 @@ def _flat(group: AxisGroup) -> _FlatGroup:
         hop=hops / group.size,
         depth=depth / steps,
         slowest=max(leg.latency for leg in group.legs),
+        # Every byte passes each leg; the slowest one limits the ring. Members of a unit send side by side.
         per_byte=max(1 / (leg.ring * leg.members) for leg in group.legs),
         rings=min(leg.rings for leg in group.legs),
     )
@@ -214,6 +217,7 @@ def _hierarchical(size: float, group: AxisGroup) -> Iterator[CollectiveChoice]:
     seconds, part = 0.0, size
     for leg, outer in zip(group.legs, group.legs[1:], strict=False):
         seconds += 2 * _leg_half(part, leg, group)
+        # After the reduce-scatter inside, each unit's member goes on with its part of the tensor.
         part = size / outer.members
     for choice in _leg_all_reduces(part, group.legs[-1]):
         yield CollectiveChoice(f"hierarchical+{choice.algorithm}", seconds + choice.seconds)

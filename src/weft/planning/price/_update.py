@@ -35,6 +35,7 @@ def update_of(
         return Update(0.0, 0.0, 0.0)
     loads = trained_loads(layout, loads)
     rates = Reductions(layout, device, groups, seconds)
+    # A rank that ends its pipeline early reduces while others still compute.
     ends = [rates.reduce(load) + load.scatter - early for load, early in zip(loads, step.slack, strict=True)]
     data = max(0.0, *ends) if len(ends) > 1 else max(0.0, ends[0])
     data += max(rates.gather_seconds(load) + rates.average(load) for load in loads)
@@ -58,6 +59,7 @@ def optimizer_seconds(layout: Layout, dense: Column, experts: Column, device: De
     mine = dense / shards + experts / expert_shards
     if layout.steps_on_host:
         return host_step(layout, mine, device.calibration)
+    # Gradients that are kept whole are cleared whole, though each rank steps its shard alone.
     whole = holds_whole_gradients(layout, device.framework) | (not layout.shards_gradients)
     elements = chosen(whole, dense + experts, mine)
     waits = update_seconds(layout, mine * layout.master_bytes) + reading(layout, mine, device.calibration)

@@ -61,6 +61,7 @@ def smallest_cluster(cluster: Cluster, search: Search, *, deadline_seconds: floa
             f"{int(cluster.num_devices * seconds / deadline_seconds) + 1:,} devices."
         )
     while low < high:
+        # Fewer nodes never train faster, so the times are monotone and a bisection finds the fewest.
         middle = (low + high) // 2
         result = search(part_of_cluster(cluster, middle))
         tried += 1

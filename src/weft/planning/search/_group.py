@@ -113,6 +113,7 @@ def group_costs(cost_model: CostModel, space: Space, counted: Counted, cases: Se
     passes: dict[Recompute, list[tuple[float, ...]]] = {word: [] for word in space.recomputes}
     held: dict[Recompute, list[tuple[float, ...]]] = {word: [] for word in space.recomputes}
     moved: list[float] = []
+    # Blocks of a model are few kinds: costs are computed once for each and multiplied by their number.
     for base in bases:
         costs = [(cost_model.block_cost(block, base), count) for block, count in counted]
         ends = [cost_model.block_cost(end, base) for end in (profile.stem, profile.tail)]
@@ -156,6 +157,7 @@ def _passes(costs: list[tuple[BlockCost, int]], ends: list[BlockCost], word: Rec
     inputs = sum((cost.input.seconds + cost.again(word).seconds) * count for cost, count in costs)
     weight = sum(cost.weight.seconds * count for cost, count in costs)
     least = min(_seconds(cost) + cost.again(word).seconds for cost, _ in costs)
+    # Means over blocks before stem and tail are added.
     means = ((forward + inputs + weight) / number, forward / number, inputs / number)
     forward, inputs, weight = (
         blocks + sum(part(end).seconds for end in ends)

@@ -25,6 +25,7 @@ def distinct_orders(layout: Layout, tiers: tuple[int, ...]) -> Iterator[tuple[Ax
     seen: set[Signature] = set()
     own: tuple[Axis, ...] = tuple(axis for axis in layout.order if axis in large)
     for order in (own, *permutations(large)):
+        # Orders in which every group has as many ranks on each tier cost the same: one of them is enough.
         signature = _signature(layout, order, tiers)
         if signature not in seen:
             seen.add(signature)
@@ -39,6 +40,7 @@ def outermost(order: tuple[Axis, ...], axes: tuple[Axis, ...]) -> tuple[Axis, ..
 def _signature(layout: Layout, order: tuple[Axis, ...], tiers: tuple[int, ...]) -> Signature:
     stride = 1
     signature: list[tuple[Axis, tuple[int, ...]]] = []
+    # The last axis is the fastest: its neighbours are neighbouring devices.
     for axis in reversed(order):
         size = int(getattr(layout, axis))
         signature.append((axis, tuple(_ranks_together(stride, size, island) for island in tiers)))

@@ -42,6 +42,7 @@ class Balancer:
         """Return a layout with the shares that make its slowest data rank fastest, in microbatches of its own size or
         of a part of it, which divide more finely; None where it does not fit some kind of device, or where there are
         fewer microbatches than data ranks."""
+        # Data axes outermost: then a data rank's devices lie together, and are of one kind as far as nodes allow.
         layout = replace(layout, order=outermost(layout.order, _DATA))
         sizes = (replace(layout, microbatch_size=size) for size in divisors(layout.microbatch_size))
         balanced_layouts = [
@@ -70,11 +71,14 @@ class Balancer:
         ]
         if not all(prediction.fits for prediction in predictions):
             return None
+        # All data ranks meet in the reduction: the step is the slowest one's.
         slowest = max(predictions, key=lambda prediction: prediction.step_seconds)
         return Balanced(layout=replace(layout, microbatches=max(shares)), shares=shares, prediction=slowest)
 
     def _speed(self, devices: Devices, layout: Layout) -> tuple[float, float]:
         """Seconds of a microbatch in the steady state, and of a step besides."""
+        # Two runs long enough to have filled the pipeline: their difference is the steady state, the rest is paid once
+        # per step.
         cost_model, count = self._kinds[devices], 4 * layout.pipeline
         more = cost_model.time(replace(layout, microbatches=2 * count)).total
         fewer = cost_model.time(replace(layout, microbatches=count)).total

@@ -1,9 +1,9 @@
-"""Runs the suite in two processes side by side: tests that share the pool of ranks, which wait for one another much of
+"""Runs the suite in two processes side by side: tests that share a pool of ranks, which wait for one another much of
 the time, and beside them all others; who is done first helps the other (see `halves`).
 
     python tests/suite.py [options of pytest]
 
-There is one pool of ranks, in the first process alone.  What the second says is printed when both are done.
+The second has a pool of ranks of its own once it helps.  What it says is printed when both are done.
 """
 
 from __future__ import annotations

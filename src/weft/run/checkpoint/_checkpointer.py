@@ -16,7 +16,6 @@ from weft.errors import CheckpointError, WeftError
 from weft.events import Owned
 from weft.run.checkpoint import _folder
 from weft.run.checkpoint._commit import commit, create_partial, partial_path, remove_partial
-from weft.run.checkpoint._files import replace_text
 from weft.run.checkpoint._format import ADVICE, MANIFEST, Manifest
 from weft.run.checkpoint._peers import Peers
 from weft.run.checkpoint._read import StoredCheckpoint
@@ -96,6 +95,10 @@ class Checkpointer:
         save.  No other rank is asked."""
         return None if self._goes_on else self.latest()
 
+    def adopt(self) -> None:
+        """Go on with the saves in the folder: this run has loaded one that was made after them."""
+        self._goes_on = True
+
     def save(self, step: int, shards: Sequence[CheckpointShard], state: Mapping[str, Json] | None = None) -> Path:
         """Save all ranks' shards and rank 0's `state`, then remove old checkpoints.  Call on every rank.
 
@@ -132,7 +135,7 @@ class Checkpointer:
         self._goes_on = True
         # Old checkpoints are removed only now, after the new one is durable, so that one is complete at every moment.
         if first:
-            self._tidy(step, token)
+            tidy(self.folder, step, token, self.keep)
         return self.folder / _folder.step_name(step)
 
     def load(
@@ -207,16 +210,6 @@ class Checkpointer:
             indexes=check_ranks(partial, self.peers.world),
         )
         commit(self.folder, partial, manifest, lambda: self._owned is None or self._owned.check())
-
-    def _tidy(self, step: int, token: str) -> None:
-        """Name the new checkpoint as the latest and remove old ones.  A failure here costs nothing that was saved."""
-        name = _folder.step_name(step)
-        try:  # written inside the checkpoint, so that a kill leaves nothing beside it
-            replace_text(self.folder / _folder.LATEST, name + "\n", self.folder / name / f"latest.{token}")
-        except OSError as error:
-            logger.warning("%s could not be written: %s", self.folder / _folder.LATEST, error)
-        _folder.remove_leftovers(self.folder)
-        _folder.remove_old(self.folder, self.keep, token)
 
     @contextlib.contextmanager
     def _together(self, step: int) -> Generator[None]:

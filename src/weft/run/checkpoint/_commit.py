@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from weft.process import machine_name, start_of
-from weft.run.checkpoint._files import sync_folder, write_text
-from weft.run.checkpoint._folder import OWNER, step_name, tolerated
+from weft.run.checkpoint._files import replace_text, sync_folder, write_text
+from weft.run.checkpoint._folder import LATEST, OWNER, remove_leftovers, remove_old, step_name, tolerated
 from weft.run.checkpoint._format import MANIFEST, Manifest
+
+logger = logging.getLogger(__name__)
 
 
 def partial_path(folder: Path, step: int, token: str) -> Path:
@@ -78,3 +81,14 @@ def remove_partial(partial: Path) -> None:
     """Remove an unfinished save.  A failure is only warned about, since a full or lost disk may refuse even that."""
     with tolerated(f"unfinished checkpoint {partial.name} could not be removed"):
         shutil.rmtree(partial)
+
+
+def tidy(folder: Path, step: int, token: str, keep: int) -> None:
+    """Name the newest checkpoint and remove old ones.  This may fail without the save being any less good."""
+    name = step_name(step)
+    try:  # written inside the checkpoint, so that a kill leaves nothing beside it
+        replace_text(folder / LATEST, name + "\n", folder / name / f"latest.{token}")
+    except OSError as error:
+        logger.warning("%s could not be written: %s", folder / LATEST, error)
+    remove_leftovers(folder)
+    remove_old(folder, keep, token)

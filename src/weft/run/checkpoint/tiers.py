@@ -1,0 +1,338 @@
+"""Saves that do not stop training: into the host's memory first, and from there to the disk by another process.
+
+    rank 0 … n ── save ──►  memory/step-000120/   (tmpfs, the format of every checkpoint)
+                                   │  drain: the supervisor's process copies it, digest by digest
+                                   ▼
+                            checkpoints/step-000120/
+
+Training waits for the copy into memory alone.  The folder in memory belongs to the supervisor, so it outlives ranks
+that are killed: the next generation goes on from the newest complete save in either tier.
+
+Two files in memory are all that rank 0 and the supervisor say to one another:
+
+    wanted.json     rank 0: which step shall reach the disk
+    drained.json    the supervisor: which step did, or why it did not
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from weft.config.document import Json
+from weft.errors import WeftError
+from weft.events import Owned
+from weft.files import write_whole
+from weft.process import machine_name, start_of
+from weft.run.checkpoint._checkpointer import Check, Checkpointer, SaveError, Wanted, Which, newest_saved_step
+from weft.run.checkpoint._copy import copy_checkpoint
+from weft.run.checkpoint._folder import complete_checkpoints, step_name
+from weft.run.checkpoint._peers import MAXIMUM, Peers
+from weft.techniques.core import CheckpointShard
+
+logger = logging.getLogger(__name__)
+
+_SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "weft-saves-"
+_OWNER = "owner.json"
+_WANTED, _DRAINED = "wanted.json", "drained.json"
+_POLL_SECONDS = 0.02
+_COPIES = 2
+"""Saves that lie in memory while another is written: the newest complete one, and the new one."""
+_SHARE_OF_MEMORY = 0.5
+"""Share of the host's available memory that saves may take; more, and they go to the disk at once."""
+_FIRST_SNAPSHOT_STEPS = 3
+_FAILURE_SECONDS = 3600.0
+"""Mean time between failures that the interval of snapshots assumes until a run has had some."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """A save that has reached the disk, or has not."""
+
+    step: int
+    path: str
+    """The checkpoint on the disk; the folder of all where it failed."""
+    seconds: float
+    """Time that the copy took, beside training."""
+    problem: str = ""
+    """Why it failed; empty where it did not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What a save has done when training goes on."""
+
+    path: Path
+    is_durable: bool
+    """Whether it has reached the disk; else it lies in memory."""
+
+
+class TieredCheckpointer:
+    """Saves into memory where there is room, and has what shall last copied to the disk.  Call every method on every
+    rank alike, but `poll`."""
+
+    def __init__(self, durable: Checkpointer, memory: Path | None, *, ranks_on_host: int) -> None:
+        """Say where the tiers lie.
+
+        Args:
+            durable: the checkpoints on the disk.
+            memory: the supervisor's folder in memory (`create_memory_folder`); None: every save goes to the disk.
+            ranks_on_host: ranks that share the host's memory.
+        """
+        self._durable = durable
+        self._peers: Peers = durable.peers
+        self._folder = memory
+        self._memory = (
+            Checkpointer(memory, durable.peers, keep=1, provenance=durable.provenance) if memory is not None else None
+        )
+        self._ranks_on_host = ranks_on_host
+        self._has_room: bool | None = None
+        self._wanted_step: int | None = None
+        """Step whose copy to the disk has been asked for and is not known to have ended."""
+        self._seen = 0.0
+        self.next_snapshot = 0
+        """Finished steps after which the next snapshot is due; 0: none is."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of durable checkpoints."""
+        return self._durable.folder
+
+    def latest(self) -> Path | None:
+        """Return the newest durable checkpoint.  No other rank is asked."""
+        return self._durable.latest()
+
+    def begin(self, step: int) -> None:
+        """The loop begins after `step` finished steps: plan the first snapshot."""
+        self.next_snapshot = step + _FIRST_SNAPSHOT_STEPS if self._memory is not None else 0
+
+    def load(
+        self, which: Which, shards: Sequence[CheckpointShard] | Wanted, *, check: Check | None = None
+    ) -> dict[str, Json]:
+        """Load from the newest save of both tiers, or from the one given; see `Checkpointer.load`.
+
+        A save in memory that is damaged is warned about, and the newest durable one is taken.
+        """
+        if self._memory is not None and not isinstance(which, Path):
+            in_memory, on_disk = self._peers.minimum(
+                [newest_saved_step(self._memory.folder), -newest_saved_step(self._durable.folder)]
+            )
+            if in_memory > -on_disk:
+                try:
+                    state = self._memory.load(which, shards, check=check)
+                except WeftError as problem:  # on every rank alike: the ranks have agreed on it
+                    if self._peers.rank == 0:
+                        logger.warning("the save in memory is passed over: %s", problem)
+                else:
+                    self._durable.adopt()
+                    return state
+        return self._durable.load(which, shards, check=check)
+
+    def save(self, step: int, shards: Sequence[CheckpointShard], state: Mapping[str, Json], *, at_once: bool) -> Saved:
+        """Save all ranks' shards and rank 0's `state`, so that they last.
+
+        Args:
+            step: finished optimizer steps.
+            shards: this rank's; each element of each tensor counts on exactly one rank.
+            state: what is no tensor.
+            at_once: return only when the save is on the disk: the run ends, or is asked to.
+
+        Raises:
+            SaveError: as from `Checkpointer.save`.
+        """
+        self._wait_for_drain()
+        if at_once or not self._fits(shards):
+            return Saved(path=self._durable.save(step, shards, state), is_durable=True)
+        assert self._memory is not None
+        if not self._saved_in_memory(step, shards, state):
+            return Saved(path=self._durable.save(step, shards, state), is_durable=True)
+        self._wanted_step = step
+        if self._peers.rank == 0:
+            assert self._folder is not None
+            write_whole(self._folder / _WANTED, json.dumps({"step": step}))
+        return Saved(path=self._durable.folder / step_name(step), is_durable=False)
+
+    def snapshot(
+        self, step: int, shards: Sequence[CheckpointShard], state: Mapping[str, Json], step_seconds: float
+    ) -> None:
+        """Save into memory only, where there is room, and plan the next one.
+
+        The interval is √(2 · mean time between failures · stall): J. W. Young, "A first order approximation to the
+        optimum checkpoint interval", CACM 17(9), 1974.
+
+        Args:
+            step_seconds: time of a step of late, on this rank.
+        """
+        began = time.perf_counter()
+        if not self._fits(shards) or not self._saved_in_memory(step, shards, state):
+            self.next_snapshot = 0
+            return
+        stall = time.perf_counter() - began
+        steps = (2 * _FAILURE_SECONDS * stall) ** 0.5 / max(step_seconds, 1e-6)
+        self.next_snapshot = step + self._peers.share(max(1, min(round(steps), MAXIMUM // 2)))[0]
+
+    def poll(self) -> Drained | None:
+        """Return a copy to the disk that has ended since this was asked last.  Call on rank 0 alone, between steps."""
+        if self._wanted_step is None or self._folder is None:
+            return None
+        path = self._folder / _DRAINED
+        try:
+            changed = path.stat().st_mtime_ns
+            if changed == self._seen:
+                return None
+            drained = Drained(**json.loads(path.read_text()))
+        except OSError:
+            return None
+        self._seen = changed
+        if drained.step == self._wanted_step:
+            self._wanted_step = None
+        return drained
+
+    def _saved_in_memory(self, step: int, shards: Sequence[CheckpointShard], state: Mapping[str, Json]) -> bool:
+        """Save into memory; where it is full after all, say so once, and use the disk from now on."""
+        assert self._memory is not None
+        try:
+            self._memory.save(step, shards, state)
+        except SaveError as problem:
+            if not problem.training_can_continue:
+                raise
+            self._has_room, self.next_snapshot = False, 0
+            if self._peers.rank == 0:
+                logger.warning("saves go to the disk from now on, and training waits for them: %s", problem)
+            return False
+        return True
+
+    def _fits(self, shards: Sequence[CheckpointShard]) -> bool:
+        """Whether the host's memory has room for saves.  Asked once: ranks agree on it."""
+        if self._has_room is None:
+            own = sum(shard.tensor.nbytes for shard in shards if shard.counts)
+            free = self._memory is not None and _COPIES * own * self._ranks_on_host < _free_memory_bytes()
+            self._has_room = bool(self._peers.minimum([int(free)])[0])
+            if not self._has_room:
+                self.next_snapshot = 0
+        return self._has_room
+
+    def _wait_for_drain(self) -> None:
+        """At most one copy to the disk is under way: rank 0 waits for it, and the others wait for rank 0."""
+        if self._memory is None:
+            return
+        while self._peers.rank == 0 and self._wanted_step is not None:
+            assert self._folder is not None
+            try:
+                drained = Drained(**json.loads((self._folder / _DRAINED).read_text()))
+            except OSError:
+                drained = None
+            if drained is not None and drained.step == self._wanted_step:
+                break
+            time.sleep(_POLL_SECONDS)
+        self._peers.share(0)
+
+
+class Drain:
+    """Copies saves from memory to the disk, in a thread of the supervisor's process.
+
+    Use it as a context manager around one generation after another; leaving it ends the thread.
+    """
+
+    def __init__(self, memory: Path, folder: Path, *, keep: int, owned: Owned | None) -> None:
+        self._memory = memory
+        self._folder = folder
+        self._keep = keep
+        self._owned = owned
+        self._done = 0
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weft-drain", daemon=True)
+
+    def __enter__(self) -> Drain:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    def flush(self) -> None:
+        """Let the newest save in memory reach the disk, if it is newer than what lies there: no rank runs any more."""
+        complete = complete_checkpoints(self._memory)
+        if complete and complete[0].manifest.step > newest_saved_step(self._folder):
+            self._copy(complete[0].manifest.step)
+
+    def _run(self) -> None:
+        # The copy has less right to a core than the ranks have.
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        while not self._ends.wait(_POLL_SECONDS):
+            self._look()
+        self._look()  # what was asked for just before the end
+
+    def _look(self) -> None:
+        try:
+            wanted = int(json.loads((self._memory / _WANTED).read_text())["step"])
+        except (OSError, ValueError, KeyError):
+            return
+        if wanted != self._done:
+            self._done = wanted
+            self._copy(wanted)
+
+    def _copy(self, step: int) -> None:
+        began = time.perf_counter()
+        source, path, problem = self._memory / step_name(step), self._folder, ""
+        try:
+            path = copy_checkpoint(source, self._folder, keep=self._keep, owned=self._owned)
+        except (WeftError, OSError) as error:
+            problem = f"the checkpoint of step {step} did not reach the disk: {error}"
+        drained = Drained(step=step, path=str(path), seconds=time.perf_counter() - began, problem=problem)
+        with suppress(OSError):
+            write_whole(self._memory / _DRAINED, json.dumps(asdict(drained)))
+
+
+def create_memory_folder() -> Path | None:
+    """Make a folder in memory that only this user can enter, for a supervisor that removes it; None where the system
+    has none.  What supervisors left that were killed is removed first."""
+    if not _SHARED_MEMORY.is_dir():
+        return None
+    _remove_orphans()
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-{secrets.token_hex(4)}-", dir=_SHARED_MEMORY))
+        owner = {"machine": machine_name(), "pid": os.getpid(), "started": start_of(os.getpid())}
+        (folder / _OWNER).write_text(json.dumps(owner))
+    except OSError:
+        return None
+    return folder
+
+
+def remove_memory_folder(folder: Path) -> None:
+    """Remove the folder with all saves in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_orphans() -> None:
+    for folder in _SHARED_MEMORY.glob(f"{_PREFIX}{os.getuid()}-*"):
+        try:
+            owner = json.loads((folder / _OWNER).read_text())
+        except (OSError, ValueError):
+            continue  # just being made
+        if owner["machine"] == machine_name() and start_of(int(owner["pid"])) != owner["started"]:
+            remove_memory_folder(folder)
+
+
+def _free_memory_bytes() -> float:
+    """Bytes that saves may take: of the memory file system, and of what the host has available."""
+    try:
+        system = os.statvfs(_SHARED_MEMORY)
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0.0
+    available = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
+    return min(system.f_bavail * system.f_frsize, _SHARE_OF_MEMORY * available)

@@ -152,6 +152,9 @@ class CheckpointEvent:
     path: str
     """Path of the checkpoint; that of the folder of all where it failed."""
     seconds: float
+    """Time that training waited."""
+    copy_seconds: float = 0.0
+    """Time that the copy from memory to the disk took, beside training; 0 where training waited for the disk."""
     problem: str = ""
     """Why it failed; empty where it did not."""
 

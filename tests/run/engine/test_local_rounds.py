@@ -21,6 +21,7 @@ from weft.config.recipe import OptimizerRecipe, Recipe
 from weft.model.build import build_model
 from weft.model.description import facts_of
 from weft.run.checkpoint import Checkpointer, Peers
+from weft.run.checkpoint.tiers import TieredCheckpointer
 from weft.run.engine import Trainer, TrainingResult
 from weft.run.engine.proof import optimizer_of
 from weft.techniques.check import check_plan, check_runnable
@@ -415,7 +416,7 @@ def run_loop(
         keeper = Checkpointer(folder, Peers.of_group(training.mesh["world"]))
         trainer = Trainer(
             made, training.state, training.data, training.mesh, Recorder(),
-            checkpointer=keeper,
+            checkpointer=TieredCheckpointer(keeper, None, ranks_on_host=1),
         )  # fmt: skip
         if resumed:
             trainer.resume(folder / f"step-{STEPS - 1:06d}")

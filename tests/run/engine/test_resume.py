@@ -28,6 +28,7 @@ from weft.config.recipe import (
 from weft.errors import WeftError
 from weft.model.build import build_model
 from weft.run.checkpoint import Checkpointer, Peers
+from weft.run.checkpoint.tiers import TieredCheckpointer
 from weft.run.data import BatchSource, data_shape, open_data
 from weft.run.data.preparation import prepare_data
 from weft.run.engine import Trainer, TrainingResult, create_training
@@ -176,7 +177,9 @@ def run_loop(
     )
     data = Noted(opened, broken)
     keeper = Checkpointer(folder, Peers.of_group(mesh["world"]))
-    trainer = Trainer(recipe, training, data, mesh, recorder, checkpointer=keeper)
+    trainer = Trainer(
+        recipe, training, data, mesh, recorder, checkpointer=TieredCheckpointer(keeper, None, ranks_on_host=1)
+    )
     if keeper.latest() is not None:
         trainer.resume()
     outcome = trainer.run()

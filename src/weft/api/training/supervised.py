@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from weft.config.document import typed
@@ -18,7 +19,8 @@ from weft.events.folder_lock import FolderLock
 from weft.events.loss_board import LossBoard
 from weft.events.sinks.log import LogSink
 from weft.events.sinks.metrics import MetricsSink
-from weft.run.checkpoint import newest_saved_step
+from weft.run.checkpoint import KEEP, newest_saved_step
+from weft.run.checkpoint.tiers import Drain, create_memory_folder, remove_memory_folder
 from weft.run.data import PreparedData
 from weft.run.engine import TrainingResult
 from weft.run.engine.proof import ProveMode
@@ -47,20 +49,20 @@ class SupervisedTraining:
         Raises:
             WeftError, RankError, KeyboardInterrupt: as from `weft.run.launch.launcher.launch_function`.
         """
-        with LossBoard.temporary(self.recipe.run.steps) as losses:
+        with LossBoard.temporary(self.recipe.run.steps) as losses, self._saves_in_memory() as memory:
             supervisor = Supervisor(
                 self.recipe.run.on_failure,
-                saved_step=self._saved_step,
+                saved_step=lambda: self._saved_step(memory),
                 samples_per_step=self.recipe.batch.global_batch_size,
                 world_size=self.plan.mesh.world_size,
                 plan=self.plan.digest,
                 log=self._log,
                 report=self._report,
             )
-            first = self._saved_step() if resumes else 0
+            first = self._saved_step(None) if resumes else 0
 
             def start(number: int, resumes: bool) -> JobEnd:
-                return self._generation(number, resumes, losses)
+                return self._generation(number, resumes, losses, memory)
 
             with _signals_stop(supervisor.stop) as signals:
                 end, reason = supervisor.run(start, resumes=resumes)
@@ -68,7 +70,25 @@ class SupervisedTraining:
             outcome = typed(TrainingResult, end.values[0])
             return replace(outcome, losses=losses.of_steps(first, outcome.steps))
 
-    def _generation(self, number: int, resumes: bool, losses: LossBoard) -> JobEnd:
+    @contextmanager
+    def _saves_in_memory(self) -> Generator[Path | None]:
+        """Keep saves in memory, which outlive the ranks, and copy to the disk what shall last; None on a host that has
+        no such memory.  At the end the newest one lies on the disk, whatever ended the run."""
+        memory = create_memory_folder()
+        if memory is None:
+            yield None
+            return
+        try:
+            drain = Drain(memory, self.run.checkpoints, keep=KEEP, owned=self.lock)
+            try:
+                with drain:
+                    yield memory
+            finally:
+                drain.flush()
+        finally:
+            remove_memory_folder(memory)
+
+    def _generation(self, number: int, resumes: bool, losses: LossBoard, memory: Path | None) -> JobEnd:
         """Start the ranks of a generation, and return how they ended."""
         if number > 1:
             self.lock.renew()
@@ -82,6 +102,7 @@ class SupervisedTraining:
             "quiet": self.quiet,
             "losses": str(losses.path),
             "peak_flops": losses.peak_flops,
+            "memory": None if memory is None else str(memory),
         }
         compute = self.plan.compute
         hang_seconds = self.recipe.run.on_failure.hang_seconds
@@ -94,10 +115,13 @@ class SupervisedTraining:
             fork_server=self.fork_server if self.fork_server is not None and self.fork_server.is_alive else None,
             stopped_timeout_seconds=min(compute.timeout_seconds, hang_seconds or compute.timeout_seconds),
             hang_limits=HangLimits(hang_seconds, compute.timeout_seconds),
+            memory=memory,
         )
 
-    def _saved_step(self) -> int:
-        return newest_saved_step(self.run.checkpoints)
+    def _saved_step(self, memory: Path | None) -> int:
+        """Finished steps of the newest save in either tier."""
+        folders = [self.run.checkpoints, *([memory] if memory is not None else [])]
+        return max(newest_saved_step(folder) for folder in folders)
 
     def _report(self, end: JobEnd) -> None:
         if not self.quiet:

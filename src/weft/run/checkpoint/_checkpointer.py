@@ -15,7 +15,7 @@ from weft.config.document import Json, JsonObject
 from weft.errors import CheckpointError, WeftError
 from weft.events import Owned
 from weft.run.checkpoint import _folder
-from weft.run.checkpoint._commit import commit, create_partial, partial_path, remove_partial
+from weft.run.checkpoint._commit import commit, create_partial, partial_path, remove_partial, tidy
 from weft.run.checkpoint._format import ADVICE, MANIFEST, Manifest
 from weft.run.checkpoint._peers import Peers
 from weft.run.checkpoint._read import StoredCheckpoint
@@ -24,6 +24,8 @@ from weft.techniques.core import CheckpointShard
 
 logger = logging.getLogger(__name__)
 
+KEEP = 2
+"""Newest checkpoints that a folder keeps."""
 CheckpointChoice = Literal["latest"] | Path
 StateCheck = Callable[[JsonObject, int], object]
 """Looks at the state and the step of a checkpoint's manifest; raises `CheckpointError` if they are no good."""
@@ -59,7 +61,7 @@ class Checkpointer:
         folder: Path,
         peers: Peers | None = None,
         *,
-        keep: int = 2,
+        keep: int = KEEP,
         file_bytes: int = 1 << 30,
         provenance: Mapping[str, str] | None = None,
         owned: Owned | None = None,

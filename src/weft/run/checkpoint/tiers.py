@@ -34,7 +34,7 @@ from weft.errors import WeftError
 from weft.events import Owned
 from weft.files import write_whole
 from weft.process import machine_name, start_of
-from weft.run.checkpoint._checkpointer import Check, Checkpointer, SaveError, Wanted, Which, newest_saved_step
+from weft.run.checkpoint._checkpointer import CheckpointChoice, Checkpointer, SaveError, ShardSelector, StateCheck, newest_saved_step
 from weft.run.checkpoint._copy import copy_checkpoint
 from weft.run.checkpoint._folder import complete_checkpoints, step_name
 from weft.run.checkpoint._peers import MAXIMUM, Peers
@@ -101,6 +101,7 @@ class TieredCheckpointer:
         self._wanted_step: int | None = None
         """Step whose copy to the disk has been asked for and is not known to have ended."""
         self._seen = 0.0
+        self._interval = _FIRST_SNAPSHOT_STEPS
         self.next_snapshot = 0
         """Finished steps after which the next snapshot is due; 0: none is."""
 
@@ -118,7 +119,7 @@ class TieredCheckpointer:
         self.next_snapshot = step + _FIRST_SNAPSHOT_STEPS if self._memory is not None else 0
 
     def load(
-        self, which: Which, shards: Sequence[CheckpointShard] | Wanted, *, check: Check | None = None
+        self, which: CheckpointChoice, shards: Sequence[CheckpointShard] | ShardSelector, *, check: StateCheck | None = None
     ) -> dict[str, Json]:
         """Load from the newest save of both tiers, or from the one given; see `Checkpointer.load`.
 
@@ -158,6 +159,8 @@ class TieredCheckpointer:
         if not self._saved_in_memory(step, shards, state):
             return Saved(path=self._durable.save(step, shards, state), is_durable=True)
         self._wanted_step = step
+        if self.next_snapshot:
+            self.next_snapshot = step + self._interval
         if self._peers.rank == 0:
             assert self._folder is not None
             write_whole(self._folder / _WANTED, json.dumps({"step": step}))
@@ -180,7 +183,8 @@ class TieredCheckpointer:
             return
         stall = time.perf_counter() - began
         steps = (2 * _FAILURE_SECONDS * stall) ** 0.5 / max(step_seconds, 1e-6)
-        self.next_snapshot = step + self._peers.share(max(1, min(round(steps), MAXIMUM // 2)))[0]
+        (self._interval,) = self._peers.share(max(1, min(round(steps), MAXIMUM // 2)))
+        self.next_snapshot = step + self._interval
 
     def poll(self) -> Drained | None:
         """Return a copy to the disk that has ended since this was asked last.  Call on rank 0 alone, between steps."""

@@ -17,11 +17,12 @@ from weft.comm.telemetry import Recorder, StepTraffic
 from weft.config.document import Json, JsonObject
 from weft.config.recipe import Recipe, learning_rate
 from weft.errors import CheckpointError, NotFiniteError, RecipeError
-from weft.events import CheckpointEvent, EndEvent, EvaluationEvent, MessageEvent, Run, StepEvent
+from weft.events import EndEvent, EvaluationEvent, MessageEvent, Run, StepEvent
 from weft.model.blueprint import Batch
 from weft.model.losses import count_labels
-from weft.run.checkpoint import Checkpointer, SaveError
+from weft.run.checkpoint.tiers import TieredCheckpointer
 from weft.run.engine._report import StepReporter
+from weft.run.engine._saves import TrainingSaves
 from weft.run.engine._setup import TrainingState
 from weft.run.engine._signals import StopRequest
 from weft.techniques.registry import saved_states
@@ -80,7 +81,7 @@ class Trainer:
         mesh: Mesh,
         recorder: Recorder,
         *,
-        checkpointer: Checkpointer | None,
+        checkpointer: TieredCheckpointer | None,
         run: Run | None = None,
     ) -> None:
         """Join the parts.  What happens is said through `run`; without a checkpointer nothing is saved."""
@@ -94,7 +95,19 @@ class Trainer:
         self._reporter = StepReporter(self._run, recorder, training.model)
         self._traffic: list[StepTraffic] = []
         self._first_step = 0
-        self._saved_step: int | None = None
+        self._saves = (
+            TrainingSaves(
+                checkpointer,
+                training,
+                data.state,
+                self._reporter,
+                self._run,
+                num_steps=recipe.run.steps,
+                rank=mesh.rank,
+            )
+            if checkpointer is not None
+            else None
+        )
         self._skipped_in_a_row = 0
 
     def resume(self, which: Path | None = None) -> int:
@@ -130,7 +143,8 @@ class Trainer:
                 f" {self._first_step}, or resume from an earlier checkpoint."
             )
         self._training.stepper.num_skipped = cast(int, state["skipped_steps"])
-        self._saved_step = self._first_step
+        assert self._saves is not None
+        self._saves.saved_step = self._first_step
         return self._first_step
 
     def _check_state(self, state: JsonObject, step: int) -> None:
@@ -164,6 +178,9 @@ class Trainer:
         reporter = self._reporter
         reporter.measure_peak(peak_flops)
         reporter.start(self._first_step, recipe.run.steps)
+        saves = self._saves
+        if saves is not None:
+            saves.begin(self._first_step)
         with StopRequest(announce=self._mesh.rank == 0) as stop:
             while step < last and not stopped:
                 result = self._step(step, stop)
@@ -176,15 +193,19 @@ class Trainer:
                     reporter.report(recipe.run.steps - step)
                 if not stopped and self._due(step, recipe.run.evaluate_every):
                     validation = self._evaluate(step)
+                if saves is None:
+                    continue
                 # Evaluation comes first: where both are due, the line in the log has the loss of the weights that are
                 # saved.
                 if stopped or self._due(step, recipe.run.save_every):
-                    self._save(step)
+                    saves.save(step, at_once=stopped or step == last)
+                else:
+                    saves.after_step(step)
             is_done = step == recipe.run.steps and not stopped
             if is_done and recipe.run.evaluate_every is not None and not self._due(step, recipe.run.evaluate_every):
                 validation = self._evaluate(step)
-            if self._saved_step != step:
-                self._save(step)
+            if saves is not None and saves.saved_step != step:
+                saves.save(step, at_once=True)
             number = self._agree_on_signal(stop) if stopped else 0
             reporter.report(recipe.run.steps - step)
             self._advise()
@@ -276,26 +297,6 @@ class Trainer:
             dist.all_reduce(totals, group=world.group)
         loss_sum, count = totals.tolist()
         return loss_sum / count if count else math.nan
-
-    def _save(self, step: int) -> None:
-        if self._checkpointer is None:
-            return
-        state: dict[str, Json] = {
-            **self._training.state(),
-            "data": dict(self._data.state(step)),
-            "skipped_steps": self._training.stepper.num_skipped,
-        }
-        problem = ""
-        with self._reporter.phase("checkpoint") as seconds:
-            try:
-                path = self._checkpointer.save(step, self._training.checkpoint_shards(), state)
-                self._saved_step = step
-            except SaveError as error:
-                # A full disk must not end a run that can save later; the last save has no later one.
-                if not error.training_can_continue or step == self._recipe.run.steps:
-                    raise
-                path, problem = self._checkpointer.folder, str(error)
-        self._run.emit(CheckpointEvent(step=step, path=str(path), seconds=seconds(), problem=problem))
 
     def _advise(self) -> None:
         """Say on rank 0 whether other gradient buckets would have left less to wait for."""

@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -110,8 +111,10 @@ def parent_ranks(job: LaunchJob, folder: Path, commands: int, events: int) -> in
     # The wake-up pipe turns SIGCHLD into something that `select` can wait for, without a race between the two.
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, _wake)
-    _watch(ranks, commands, events, wake_read, failure_pipes)
+    launcher_lives = _watch(ranks, commands, events, wake_read, failure_pipes)
     _end_stopped_orphans()
+    if not launcher_lives and job.memory is not None:
+        shutil.rmtree(job.memory, ignore_errors=True)
     del store
     os._exit(0)  # everything is closed; taking torch apart would keep the launcher waiting
 
@@ -158,9 +161,12 @@ def _serve_store(listener: socket.socket | None, num_processes: int) -> object:
     )
 
 
-def _watch(ranks: dict[int, int], commands: int, events: int, wake: int, failure_pipes: list[int]) -> None:
-    """Report every rank that ends, to the launcher and where it failed to the others; obey until none is left."""
-    living = dict(ranks)
+def _watch(ranks: dict[int, int], commands: int, events: int, wake: int, failure_pipes: list[int]) -> bool:
+    """Report every rank that ends, to the launcher and where it failed to the others; obey until none is left.
+
+    Returns whether the launcher lives.
+    """
+    living, launcher_lives = dict(ranks), True
     kill_at: float | None = None
     # A rank may have ended before the handler of SIGCHLD was set; nothing wakes this loop for it.
     _reap(living, events, failure_pipes)
@@ -174,12 +180,15 @@ def _watch(ranks: dict[int, int], commands: int, events: int, wake: int, failure
             kill_at = None
         # An empty read means that the launcher has ended, in whatever way: its ranks must not outlive it.
         if commands in ready:
-            for order in os.read(commands, 4096) or [signal.SIGKILL]:  # nothing to read: the launcher is gone
+            orders = os.read(commands, 4096)
+            launcher_lives = bool(orders)
+            for order in orders or [signal.SIGKILL]:  # nothing to read: the launcher is gone
                 _signal_all(living, signal.SIGTERM if order == TERMINATE else signal.Signals(order))
                 if order == TERMINATE:
                     _signal_all(living, signal.SIGCONT)  # SIGTERM stays pending in a stopped process
                     kill_at = time.monotonic() + TERMINATE_TIMEOUT_SECONDS
         _reap(living, events, failure_pipes)
+    return launcher_lives
 
 
 def _wake(_number: int, _frame: FrameType | None) -> None:

@@ -31,6 +31,9 @@ class LaunchJob:
     logs: str | None
     """Folder of `rank<r>.out`, with what each rank prints; None: ranks print where their parent prints."""
 
+    memory: str | None = None
+    """The launcher's folder in the host's memory, which the ranks' parent removes if the launcher is killed."""
+
     def write(self, folder: Path) -> None:
         (folder / "job.json").write_text(json.dumps(dataclasses.asdict(self)))
 

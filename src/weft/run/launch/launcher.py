@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +89,20 @@ def run_function(
     fork_server: ForkServer | None = None,
     stopped_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
     hang_limits: HangLimits | None = None,
+    memory: Path | None = None,
 ) -> JobEnd:
     """Call `function(rank_info, **arguments)` as `launch_function` does, and return how that ended: nothing that a rank
     fails by is raised.
 
     With `hang_limits` a training whose step makes no progress is ended, too.  The other ranks are killed as soon as a
-    signal has killed one: this is for a caller that starts them again.
+    signal has killed one: this is for a caller that starts them again.  `memory` is a folder in the host's memory that
+    belongs to this process; it is removed when this process is killed.
 
     Raises:
         LaunchError: no ranks could be started, or the process that started them was killed.
     """
     job = _job("function", function, dict(arguments), num_processes, threads_per_rank, None, None)
+    job = replace(job, memory=None if memory is None else str(memory))
     return _run_to_end(job, fork_server, stopped_timeout_seconds, hang_limits=hang_limits, restarts=True)
 
 

@@ -20,6 +20,7 @@ from weft.errors import CollectiveError
 from weft.events import FolderToken, Listening, MessageEvent, Run, RunFolder, Sink, loggers_to, sinks_of
 from weft.events.loss_board import LossSink
 from weft.run.checkpoint import Checkpointer, Peers
+from weft.run.checkpoint.tiers import TieredCheckpointer
 from weft.run.data import PreparedData, data_shape, open_data
 from weft.run.engine import Trainer, TrainingResult, create_training
 from weft.run.launch import Distributed, RankInfo, initialise_distributed
@@ -40,10 +41,12 @@ def run_rank(
     quiet: bool,
     losses: str,
     peak_flops: float | None,
+    memory: str | None,
 ) -> dict[str, Any] | None:
     """Train on one rank and return rank 0's `TrainingResult`, as JSON.  `owner` is that of the folder, and `prepared`
     is `PreparedData`, as JSON; `resume` names a checkpoint or a run, or is `latest` for this run's own newest;
-    `losses` is the file of the launcher's `LossBoard`, and `peak_flops` what an earlier generation has measured."""
+    `losses` is the file of the launcher's `LossBoard`, `peak_flops` what an earlier generation has measured, and
+    `memory` the launcher's folder in memory for saves."""
     run = RunFolder.open(Path(folder))
     recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
     token = FolderToken.of_json(run.path, owner)
@@ -61,6 +64,7 @@ def run_rank(
         quiet=quiet,
         sinks=sinks,
         peak_flops=peak_flops,
+        memory=None if memory is None else Path(memory),
     )
     return plain(outcome) if rank_info.rank == 0 else None
 
@@ -101,12 +105,14 @@ def train_rank(
     quiet: bool,
     sinks: Sequence[Sink] = (),
     peak_flops: float | None = None,
+    memory: Path | None = None,
 ) -> TrainingResult:
     """Train on this rank.  Call on every rank of the plan's world; rank 0 has the token of the folder's owner.
 
     Args:
         sinks: hear this rank's events beside its log and the terminal.
         peak_flops: FLOP/s of matrix products of all ranks together; by default they are measured first.
+        memory: folder in memory for saves, whose owner copies them to the disk; by default training waits for the disk.
     """
     torch.set_num_threads(plan.compute.num_threads)
     with ExitStack() as stack:
@@ -128,7 +134,8 @@ def train_rank(
         events = stack.enter_context(_events_of(listening))
         for sink in sinks:
             events.attach(sink)
-        training = training_of(recipe, plan, distributed, run, prepared, events, prove=prove, token=token)
+        parts = recipe, plan, distributed, run, prepared, events
+        training = training_of(*parts, prove=prove, token=token, memory=memory)
         with training as trainer, _own_groups():
             if resume is not None:
                 trainer.resume(None if resume == "latest" else Path(resume))
@@ -146,6 +153,7 @@ def training_of(
     *,
     prove: ProveMode = "never",
     token: FolderToken | None = None,
+    memory: Path | None = None,
 ) -> Generator[Trainer]:
     """Build this rank's share of a training under a plan; at the end leave its groups and let go of the model.
 
@@ -170,7 +178,9 @@ def training_of(
         prepared=prepared,
     )
     provenance = {"recipe": recipe.digest, "plan": plan.digest, "run": folder.path.name}
-    checkpointer = Checkpointer(folder.checkpoints, Peers.of_group(mesh["world"]), provenance=provenance, owned=token)
+    durable = Checkpointer(folder.checkpoints, Peers.of_group(mesh["world"]), provenance=provenance, owned=token)
+    local = distributed.rank_info.local_world_size
+    checkpointer = TieredCheckpointer(durable, memory, ranks_on_host=local)
     try:
         yield Trainer(recipe, training, data, mesh, recorder, checkpointer=checkpointer, run=events)
     finally:

@@ -101,6 +101,17 @@ class Checkpointer:
         """Go on with the saves in the folder: this run has loaded one that was made after them."""
         self._goes_on = True
 
+    def claim(self, step: int) -> None:
+        """Make sure that this run may add to the folder, where another process will.  Call on every rank.
+
+        Raises:
+            SaveError: on every rank: the folder is another run's, or holds what this run neither saved nor loaded.
+        """
+        with self._together(step):
+            if self.peers.rank == 0:
+                self._check_owned()
+        self._goes_on = True
+
     def save(self, step: int, shards: Sequence[CheckpointShard], state: Mapping[str, Json] | None = None) -> Path:
         """Save all ranks' shards and rank 0's `state`, then remove old checkpoints.  Call on every rank.
 

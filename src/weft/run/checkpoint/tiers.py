@@ -155,7 +155,7 @@ class TieredCheckpointer:
         self._wait_for_drain()
         if at_once or not self._fits(shards):
             return Saved(path=self._durable.save(step, shards, state), is_durable=True)
-        assert self._memory is not None
+        self._durable.claim(step)
         if not self._saved_in_memory(step, shards, state):
             return Saved(path=self._durable.save(step, shards, state), is_durable=True)
         self._wanted_step = step

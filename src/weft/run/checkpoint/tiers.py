@@ -34,7 +34,14 @@ from weft.errors import WeftError
 from weft.events import Owned
 from weft.files import write_whole
 from weft.process import machine_name, start_of
-from weft.run.checkpoint._checkpointer import CheckpointChoice, Checkpointer, SaveError, ShardSelector, StateCheck, newest_saved_step
+from weft.run.checkpoint._checkpointer import (
+    CheckpointChoice,
+    Checkpointer,
+    SaveError,
+    ShardSelector,
+    StateCheck,
+    newest_saved_step,
+)
 from weft.run.checkpoint._copy import copy_checkpoint
 from weft.run.checkpoint._folder import complete_checkpoints, step_name
 from weft.run.checkpoint._peers import MAXIMUM, Peers
@@ -119,7 +126,11 @@ class TieredCheckpointer:
         self.next_snapshot = step + _FIRST_SNAPSHOT_STEPS if self._memory is not None else 0
 
     def load(
-        self, which: CheckpointChoice, shards: Sequence[CheckpointShard] | ShardSelector, *, check: StateCheck | None = None
+        self,
+        which: CheckpointChoice,
+        shards: Sequence[CheckpointShard] | ShardSelector,
+        *,
+        check: StateCheck | None = None,
     ) -> dict[str, Json]:
         """Load from the newest save of both tiers, or from the one given; see `Checkpointer.load`.
 

@@ -22,7 +22,7 @@ def runs_of(rows: Tensor, counts: Tensor, *matrices: Tensor) -> Runs:
 
     The kernel is torch's, of accelerators, bf16 and widths of 16 bytes: it reads the ends on the device, so that nobody
     waits.
-    A description on the meta device sees it, too.  Rows without numbers (of a rehearsal) are shared out evenly.
+    A description on the meta device sees it, too.  Rows without numbers (of a trial on meta) are shared out evenly.
     """
     if counts.is_meta or type(counts) is not Tensor:
         each, more = divmod(rows.shape[0], counts.shape[0])

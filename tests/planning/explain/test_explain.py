@@ -1,4 +1,4 @@
-"""Explanations: terms add up, questions are answered with the numbers of the pricer, pictures show something."""
+"""Explanations: terms add up, questions are answered with the numbers of the cost model, pictures show something."""
 
 from __future__ import annotations
 

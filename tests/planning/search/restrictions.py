@@ -65,7 +65,7 @@ def is_better(part: float, whole: float, what: str) -> bool:
 
 
 class Case:
-    """One pair, its space, and a pricer that all of its searches share."""
+    """One pair, its space, and a cost model that all of its searches share."""
 
     def __init__(self, name: str) -> None:
         model, spec, self.batch, length = PAIRS[name]

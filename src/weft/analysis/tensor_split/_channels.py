@@ -92,6 +92,7 @@ class ChannelWalker(DimsWalker):
 
     def _in_groups(self, event: Event, entering: Dim, groups: int) -> Dim:
         """Each group of input channels makes a group of output channels."""
+        # (groups, channels per group) → (groups, `each`): groups may be divided, the inside of one not.
         each = event.outputs[0].shape[1] // groups
         pieces = self.atoms.aligned(entering, (groups, event.inputs[0].shape[1] // groups)) if entering else None
         made: Dim = ()
@@ -110,6 +111,7 @@ class ChannelWalker(DimsWalker):
         """Statistics of single channels, which may be divided with the norm's own parameters."""
         dims = list(self.dims_of(event.inputs[0]))
         weights = self._weights(event)
+        # Channels (dim 1) may be divided; statistics run over samples and places.
         for dim in (dims[0], *dims[2:]):
             self.keep_unsplit(event, dim, "takes statistics over it")
         problem = self._problem(event, weights)
@@ -153,6 +155,7 @@ class ChannelWalker(DimsWalker):
             first, *others = self.dims_of(weight)
             for other in others:
                 self.keep_unsplit(event, other, "is part of a layer that works in groups")
+            # A weight of one element serves all channels.
             if weight.shape[0] > 1:
                 dim = self.meet(event, dim, first)
         known = self.channelwise.get(event.module)

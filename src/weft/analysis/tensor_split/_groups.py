@@ -84,7 +84,7 @@ def choose(
     only: Sides | None = None,
 ) -> SplitChoice:
     """Take groups that lie in one block first, then those that split most parameters; a layer is in one group only.
-    `refused` are atoms that a rehearsal found wanting, `ruled` layers for which the model has rules already; `only`
+    `refused` are atoms that failed on a trial, `ruled` layers for which the model has rules already; `only`
     names those that may be columns, and rows."""
     groups, places = [g for g in _groups(flow, set(refused)) if only is None or _fits(g, only)], frozenset(blocks)
     groups.sort(key=lambda group: group.first)

@@ -33,7 +33,7 @@ def propose_split(blueprint: Blueprint, only: Sides | None = None) -> Proposal:
     in evaluation where that computes something else.
 
     Linear layers become column- and row-parallel where everything between them can work on a part; the proposal is
-    rehearsed on one rank's share of the weights, shape by shape.  Modules that the blueprint's own rules cover are left
+    tried on one rank's share of the weights, shape by shape.  Modules that the blueprint's own rules cover are left
     to those.  What a shape cannot show (a forward that counts by the data's values) only gradients can: so nothing of
     this is to be trusted before it has been compared with one process.  `only`: names of the layers that may be split,
     as columns (by what they make) and as rows; None: any.

@@ -95,6 +95,7 @@ class Graph:
                 for value in event.inputs:
                     readers[value.storage].append(event)
             sources = [derived[value.storage] for value in event.inputs if value.storage in derived]
+            # A copy, cast or reshape of one parameter stands for it; with an activation among the operands it is a use.
             if len(sources) == 1 and not any(value.storage in trace.per_sample for value in event.inputs):
                 for value in fresh:
                     derived.setdefault(value.storage, sources[0])
@@ -177,6 +178,7 @@ def written_attentions(graph: Graph) -> list[WrittenAttention]:
         if event.name in ("_softmax", "_safe_softmax") and graph.works(event):
             before, back = _walk_back(graph, event)
             after, forth = _walk_on(graph, event)
+            # softmax(Q Kᵀ …) V: between both products only element-wise operators (scale, mask, dropout).
             if before is not None and after is not None:
                 inside = [*back, event, *forth, before]
                 names = {item.name for item in inside}
@@ -220,6 +222,7 @@ def _walk_on(graph: Graph, start: Event) -> tuple[Event | None, list[Event]]:
     event = start
     while True:
         following = [reader for value in event.outputs for reader in graph.readers.get(value.storage, ())]
+        # In the order of execution: a later reader cannot be the next step.
         following = [reader for reader in following if graph.works(reader) and reader.index > event.index]
         if not following:
             return None, passed

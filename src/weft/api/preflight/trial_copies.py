@@ -146,6 +146,7 @@ def _noted(value: Any, seen: set[int], depth: int) -> Any:
         return value.copy()
     if isinstance(value, torch.Generator):
         return value.get_state()
+    # Objects refer to one another in circles, and some hold a data set: the look is bounded.
     if id(value) in seen or depth > _DEEPEST or len(seen) > _MOST_VALUES:
         return None
     if isinstance(value, list | tuple | deque | set | frozenset | Mapping):
@@ -197,6 +198,7 @@ def _compared(one: Any, other: Any, before: Any, *, exact: bool) -> bool:
             _compared(*pair, None, exact=exact) for pair in zip(rows, others, strict=True)
         )
     if isinstance(one, float) and not exact:
+        # Relative to what a forward changed: a counter of 10⁶ that grew by 1 and by 2 is another one.
         change = abs(one - before) if isinstance(before, float) else abs(one)
         return abs(one - other) <= 1e-4 * change + 1e-12 * abs(one) or one != one
     return bool(one == other) or one != one

@@ -71,6 +71,7 @@ class Saves:
         """
         world, attached = self._mesh["world"], self._attached.written()
         facts = settings_of(optimizer) | self._kept.facts() | self._attached.facts()
+        # Compared before anything is written: of ranks that differ no save would be right for all.
         check_same_facts(facts, self._mesh.device, world.group)
         state: dict[str, Json] = {
             "steps": steps,
@@ -82,6 +83,7 @@ class Saves:
             "attached": cast(Json, attached),
         }
         counts = world.index == 0
+        # Tensors that every rank has alike are written by rank 0.
         own = [*self._kept.own_shards(counts=counts), *self._attached.checkpoint_shards(counts=counts)]
         return state, [*self._training.checkpoint_shards(), *own]
 

@@ -211,6 +211,8 @@ class _TrainingJob:
         """Prepare, launch the ranks, and export what they trained."""
         earlier = _check_folder(folder, resume)
         with ExitStack() as stack:
+            # An earlier run's folder is locked before anything is tried; a new one is only made once nothing can be
+            # refused any more.
             lock = self._locked(earlier, stack) if earlier is not None else None
             self._fit_memory(partial(measure_peak_in_processes, fork_server=self.fork_server))
             prepared = self._prepare()
@@ -281,6 +283,7 @@ class _TrainingJob:
                 )
                 result = self._finalise(run, outcome, export=first)
                 if dist.is_initialized():
+                    # No rank returns a result before its export is there.
                     dist.barrier()
                 return result
 
@@ -292,7 +295,7 @@ class _TrainingJob:
         stack: ExitStack,
         locks: list[FolderLock],
     ) -> RunFolder:
-        """The run's folder, of which this process, rank 0, becomes the owner until the stack is left."""
+        """Return the run's folder; this process, rank 0, owns it until the stack is left."""
         earlier = _check_folder(folder, resume)
         run = earlier or create_folder(name, folder)
         locks.append(self._locked(run, stack, is_new=earlier is None))
@@ -320,6 +323,8 @@ class _TrainingJob:
         tokenizer = run.path / "tokenizer.json"
         if prepared.tokenizer is not None and not tokenizer.exists():
             texts[tokenizer] = Path(prepared.tokenizer).read_bytes()
+        # A resumed run that fails before its first save must leave the folder as it was: its saves belong to the recipe
+        # that wrote them.
         before = {path: path.read_bytes() for path in texts if path.is_file()}
         saved = _saves(run)
         for path, text in texts.items():
@@ -384,7 +389,7 @@ class _TrainingJob:
 
 @contextmanager
 def _told_how_to_go_on(run: RunFolder) -> Generator[None]:
-    """Let the error of a run that died, of no fault in what it was given, end with what is saved of it."""
+    """Add to the error of a run whose rank died how to go on from its saves."""
     try:
         yield
     except RankError as error:

@@ -92,6 +92,7 @@ def _bind_table(cls: type[Any], table: Any, path: Path, document: Document) -> A
     inner_class: type[Any] | None = None
     if flat is not None:
         del fields[flat.name]
+        # Settings of two classes stand in one table: which inner class they belong to is itself a setting there.
         inner_class = _choose(flat.metadata["flattened"], settings, hints, path, document)
         names = {field.name for field in dataclasses.fields(inner_class)} if inner_class else set[str]()
         inner = {key: value for key, value in settings.items() if key in names}
@@ -99,6 +100,7 @@ def _bind_table(cls: type[Any], table: Any, path: Path, document: Document) -> A
     for key, value in settings.items():
         if key in inner:
             continue
+        # An unknown name is refused before a missing one: it is likely the missing one, misspelt.
         if key not in fields:
             raise _unknown(key, [*fields], flat, inner_class, path, document)
         values[key] = _bind_value(hints[key], value, (*path, key), document)
@@ -128,6 +130,7 @@ def _build(cls: type[Any], values: dict[str, Any], path: Path, document: Documen
     except WeftError as failure:
         if failure.setting is None:
             raise
+        # The flattened field's name stands in no file, so it is left out of the path.
         inside = failure.setting.path[1:] if failure.setting.path[0] == flat else failure.setting.path
         raise document.fail((*path, *inside), failure.setting.value, failure.setting.problem) from None
 

@@ -82,6 +82,7 @@ def _conform_plain(hint: Any, value: Any, path: Path) -> Any:
         raise TypeMismatch(path, value, f"is not {describe(hint)} of 64 bits, as TOML has. Write a smaller one.")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
+    # bool is a subclass of int in Python: `true` is no number.
     is_right = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
     if not is_right or (isinstance(value, float) and math.isnan(value)):
         raise TypeMismatch(path, value, f"is not {describe(hint)}.{_hint_at(hint, value)}")
@@ -106,6 +107,7 @@ def _hint_at(hint: Any, value: Any) -> str:
 
 def _conform_choice(choices: tuple[Any, ...], value: Any, path: Path) -> Any:
     for choice in choices:
+        # 1 == True == 1.0: the type must be the choice's, too.
         if type(choice) is type(value) and choice == value:
             return choice
     listed = ", ".join(format_value(choice) for choice in choices)
@@ -133,6 +135,7 @@ def _conform_tuple(parts: tuple[Any, ...], value: Any, path: Path) -> tuple[Any,
         hints = list(parts)
     pairs = enumerate(zip(hints, items, strict=True))
     conformed = tuple(conform_value(hint, item, (*path, index)) for index, (hint, item) in pairs)
+    # The same object where nothing was converted, so that equal plans share their parts.
     same = isinstance(value, tuple) and all(new is old for new, old in zip(conformed, items, strict=True))
     return typing.cast("tuple[Any, ...]", value) if same else conformed
 
@@ -156,6 +159,7 @@ def _conform_union(hints: tuple[Any, ...], value: Any, path: Path) -> Any:
             failures.append(mismatch)
     if value == "none" and len(real) < len(hints):
         return None
+    # One error of the alternatives explains most: the one whose outer form the value has.
     for hint, failure in zip(real, failures, strict=True):
         if len(real) == 1 or _is_meant(hint, value):
             raise failure

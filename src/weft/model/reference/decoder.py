@@ -33,6 +33,7 @@ def rotary_tables(positions: Tensor, head_size: int, theta: float, dtype: torch.
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn (batch, heads, length, head_size) by tables of (length, head_size) or (batch, 1, length, head_size)."""
+    # The pairs that turn together are (i, i + head_size / 2), as in Llama (Su et al. 2021 turn neighbours).
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
@@ -61,6 +62,7 @@ class Attention(nn.Module):
         query, key, value = (self._heads(linear(hidden)) for linear in (self.query, self.key, self.value))
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         grouped = query.shape[1] != key.shape[1]
+        # (batch, heads, length, head_size)³ → the same; a key head serves heads / kv_heads query heads.
         mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=grouped)
         return self.output(mixed.transpose(1, 2).flatten(2))
 

@@ -99,6 +99,7 @@ class QuestionSetting:
         """A layout with this setting and as little else changed as can be: the data ranks make up for an axis."""
         field = self._declared.layout
         changed = layout if field == "data" else replace(layout, **{field: self.value})
+        # The number of devices stays as near as can be: ranks that another axis takes are missing from the data axis.
         rest = changed.pipeline * changed.context * changed.tensor
         most = max(1, devices // rest)
         data = int(self.value) if field == "data" else min(layout.data * _model_ranks(layout) // rest or 1, most)

@@ -60,7 +60,7 @@ def explain_choice(result: SearchResult, cost_model: CostModel, question: str) -
     changes with which it fits; and the best plan that has them, found by a search among those alone.
 
     Args:
-        pricer: the one of the search, or one like it.
+        cost_model: the one of the search, or one like it.
         question: such as `tensor=8` or `pipeline=4, recompute=full`.
 
     Raises:
@@ -72,6 +72,8 @@ def explain_choice(result: SearchResult, cost_model: CostModel, question: str) -
     best, case = result.best[0], _Question(result, cost_model, settings)
     if all(setting.of(best.layout) == setting.value for setting in settings):
         return [f"{case.text} is what the best plan has."]
+    # Two answers: the best plan with only this changed, and the best plan that has it. The second is left out where the
+    # first is as good.
     alone = _alone(case, best)
     asked = next((setting.value for setting in settings if setting.name == "expert"), 1)
     assumed = imbalance_line(replace(best.layout, expert=asked), result.calibration, result.framework)
@@ -129,6 +131,7 @@ def _best_with(case: _Question, best: Candidate, alone: float) -> Iterator[str]:
             yield f"No plan with {case.text} fits, whatever else is changed."
         return
     rival = answer.best[0]
+    # The restricted search looks at fewer plans, so it can only find a better one where the first search missed it.
     if rival.score < best.score * (1.0 - _ROUNDING):
         yield (
             f"The search without {case.text} missed the best plan, which has it: take the plan below in place of the"

@@ -54,14 +54,14 @@ class RateTable:
         self._found = BoundedCache[tuple[object, ...], tuple[float, float, float, float]]()
 
     def rates(
-        self, costs: GroupCosts, way: ShardingOption, data: Ints, block_bytes: tuple[float, float]
+        self, costs: GroupCosts, sharding: ShardingOption, data: Ints, block_bytes: tuple[float, float]
     ) -> WeightRates:
         """Return the rates of every row.
 
         Args:
             block_bytes: of the weights that ZeRO-3 gathers at once: those of a block that are no experts, and experts.
         """
-        least = way.least if way.zero == 3 else data
+        least = sharding.least if sharding.zero == 3 else data
         if self._regular and costs.bases[0].expert == 1:
             # Beyond an island, whose switch may do the sums, more ranks take no less per byte, so that powers of two
             # stand for the others.
@@ -70,7 +70,9 @@ class RateTable:
         # (case, data, least) as one integer, so that each distinct triple is priced once.
         keys, rows = np.unique((costs.case * wide + data) * wide + least, return_inverse=True)
         rates = [
-            self._of(costs.bases[int(key) // wide**2], way.zero, int(key) // wide % wide, int(key) % wide, *block_bytes)
+            self._of(
+                costs.bases[int(key) // wide**2], sharding.zero, int(key) // wide % wide, int(key) % wide, *block_bytes
+            )
             for key in keys
         ]
         return WeightRates(*(np.array(column)[rows] for column in zip(*rates, strict=True)))
@@ -145,23 +147,23 @@ class _EndSizes(NamedTuple):
 _NO_ENDS = _EndSizes(0.0, 0.0, 0.0)
 
 
-def _table(base: Layout, space: Space, options: Options, way: ShardingOption) -> Layout:
+def _table(base: Layout, space: Space, options: Options, sharding: ShardingOption) -> Layout:
     """Return the layouts of a table as one layout whose sizes are columns (`weft.vectorized`).  A setting that is
     chosen later has the value that holds the fewest bytes, so that bounds of memory stay below the truth."""
     splits = options.splits
     columns: dict[str, Any] = {
         "pipeline": splits.pipeline,
         "chunks": options.chunks,
-        "replicate": splits.data // way.shard,
-        "shard": way.shard,
+        "replicate": splits.data // sharding.shard,
+        "shard": sharding.shard,
         "microbatches": splits.microbatches,
         "uneven": splits.uneven,
     }
     return replace(
         base,
         **columns,
-        zero=stage_of(way.zero),
-        reduce_every=way.every,
+        zero=stage_of(sharding.zero),
+        reduce_every=sharding.every,
         bucket_bytes=min((SMALLEST_BUCKET, *(space.bucket_bytes or ()))),
         compression=space.compressions[0] if len(space.compressions) == 1 else "none",
     )
@@ -176,11 +178,11 @@ class Estimates:
         space: Space,
         costs: GroupCosts,
         options: Options,
-        way: ShardingOption,
+        sharding: ShardingOption,
         rates: RateTable,
     ) -> None:
         self._cost_model, self._space, self._costs, self._options = cost_model, space, costs, options
-        self._layout = _table(costs.bases[0], space, options, way)
+        self._layout = _table(costs.bases[0], space, options, sharding)
         weights, p, blocks = costs.weights, options.splits.pipeline, len(cost_model.profile.blocks)
         # A rank has at least its even part of the blocks; only where it is alone also both ends.
         self._least_dense = weights.dense / p + np.where(p == 1, weights.stem + weights.tail, 0.0)
@@ -199,7 +201,7 @@ class Estimates:
         element = self._layout.element_bytes
         dense_bytes = (weights.dense + weights.stem + weights.tail) / blocks * element
         expert_bytes = weights.experts / blocks * element
-        self._rates = rates.rates(costs, way, options.splits.data, (dense_bytes, expert_bytes))
+        self._rates = rates.rates(costs, sharding, options.splits.data, (dense_bytes, expert_bytes))
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -50,10 +50,10 @@ class Screen:
             some, here, below = costs.take(cases), options.take(near), limit[near]
             # Sharding changes what a rank holds and sends but not what it computes, so it is tried only on the rows
             # whose pipelines alone are fast enough.
-            for way in self._ways(here):
-                valid = (way.shard > 0) & self._is_case(some, here, way, farthest)
+            for sharding in self._ways(here):
+                valid = (sharding.shard > 0) & self._is_case(some, here, sharding, farthest)
                 if valid.any():
-                    taken = (some.take(valid), here.take(valid), way.take(valid))
+                    taken = (some.take(valid), here.take(valid), sharding.take(valid))
                     rows += self._sharded(*taken, below[valid], fastest[valid])
         return rows
 
@@ -61,14 +61,14 @@ class Screen:
         whole = self._cost_model.framework.memory.accumulates_unsharded
         return sharding_options(self._space, options, self._islands, accumulates=whole)
 
-    def _is_case(self, costs: GroupCosts, options: Options, way: ShardingOption, farthest: int) -> Bools:
+    def _is_case(self, costs: GroupCosts, options: Options, sharding: ShardingOption, farthest: int) -> Bools:
         """Whether the figures of a row's case hold for it; where a given order puts other axes between the data ranks,
         how many of them lie inside depends on the shards too, and all cases are taken."""
-        data = way.least if way.zero == 3 else options.splits.data
+        data = sharding.least if sharding.zero == 3 else options.splits.data
         # Times of collectives are tabled by powers of two of the ranks inside; the next lower power keeps the figure a
         # bound.
         alike = np.minimum(power_below(data), farthest)
-        lent = np.gcd(way.shard, options.splits.expert)
+        lent = np.gcd(sharding.shard, options.splits.expert)
         return (self._parts_data | (costs.inside == 0) | (costs.inside == alike)) & (
             (costs.lent == 0) | (costs.lent == lent)
         )
@@ -99,20 +99,20 @@ class Screen:
                 cases, rows, seconds, count = [], [], [], 0
 
     def _sharded(
-        self, costs: GroupCosts, options: Options, way: ShardingOption, limit: Floats, fastest: Floats
+        self, costs: GroupCosts, options: Options, sharding: ShardingOption, limit: Floats, fastest: Floats
     ) -> list[LayoutRows]:
         """Rows under one way of sharding, whose pipelines take `fastest` seconds with nothing computed again."""
         first, offloads = costs.passes[self._levels[0].light], self._space.offloads
-        estimates = Estimates(self._cost_model, self._space, costs, options, way, self._rates)
+        estimates = Estimates(self._cost_model, self._space, costs, options, sharding, self._rates)
         # More recomputation makes a step longer, and so does offloading, but for the optimizer's where a rank has
         # little of it.  What is too slow without them stays so.
         near = estimates.seconds(first, "none", *offloads, pipeline=fastest) < limit
         if not near.any():
             return []
-        costs, options, way, limit = costs.take(near), options.take(near), way.take(near), limit[near]
-        estimates = Estimates(self._cost_model, self._space, costs, options, way, self._rates)
+        costs, options, sharding, limit = costs.take(near), options.take(near), sharding.take(near), limit[near]
+        estimates = Estimates(self._cost_model, self._space, costs, options, sharding, self._rates)
         least = self._least(estimates, costs, len(options))
-        return self._table(costs, options, least < limit, way, least)
+        return self._table(costs, options, least < limit, sharding, least)
 
     def _least(self, estimates: Estimates, costs: GroupCosts, count: int) -> Floats:
         """The least seconds with what must be computed again or offloaded to fit; infinite where nothing fits."""
@@ -157,21 +157,21 @@ class Screen:
         return np.where(useful, seconds + share * (most - seconds), np.inf)
 
     def _table(
-        self, costs: GroupCosts, options: Options, chosen: Bools, way: ShardingOption, seconds: Floats
+        self, costs: GroupCosts, options: Options, chosen: Bools, sharding: ShardingOption, seconds: Floats
     ) -> list[LayoutRows]:
         if not chosen.any():
             return []
-        taken, way, count = options.take(chosen), way.take(chosen), int(chosen.sum())
+        taken, sharding, count = options.take(chosen), sharding.take(chosen), int(chosen.sum())
         return [
             LayoutRows(
                 splits=taken.splits,
                 case=costs.case[chosen],
                 schedule=taken.schedule,
                 chunks=taken.chunks,
-                zero=np.full(count, way.zero, dtype=np.int64),
-                shard=way.shard,
-                least_shard=way.least,
-                every=np.full(count, REDUCE_EVERY.index(way.every), dtype=np.int64),
+                zero=np.full(count, sharding.zero, dtype=np.int64),
+                shard=sharding.shard,
+                least_shard=sharding.least,
+                every=np.full(count, REDUCE_EVERY.index(sharding.every), dtype=np.int64),
                 seconds=seconds[chosen],
             )
         ]

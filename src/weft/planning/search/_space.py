@@ -114,6 +114,7 @@ def space_of(
     devices, blocks = cluster.num_devices, len(profile.blocks)
     length = profile.sequence_length
     facts, whole_batch = profile.facts, not profile.facts.per_sample_loss
+    # A loss of the whole batch that ranks cannot gather leaves one data rank with one microbatch.
     stays_whole = whole_batch and "gathered_loss" in facts.limits
     can_recompute = "blocks" not in facts.limits and not facts.has_batch_norm
     return Space(
@@ -160,6 +161,7 @@ def _tensors(profile: Profile, devices: int) -> tuple[int, ...]:
     """Sizes of the tensor axis that divide everything it must; 1 alone for a model without a split table."""
     if not profile.divisible:
         return (1,)
+    # One axis size for all layers: it divides heads, widths and vocabulary alike.
     common = math.gcd(*(size for _, size in profile.divisible))
     return tuple(size for size in divisors(common) if size <= devices)
 

@@ -114,7 +114,7 @@ def speed_of(devices: Devices) -> float:
 
 
 def _all_alike(cost_model: CostModel, devices: Devices) -> CostModel:
-    """A pricer for the same nodes and links with devices of one kind."""
+    """Return a cost model for the same nodes and links with devices of one kind."""
     nodes = tuple(
         replace(node, devices=replace(devices, count=node.devices.count)) for node in cost_model.cluster.nodes
     )

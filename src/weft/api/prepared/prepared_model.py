@@ -143,7 +143,10 @@ class PreparedModel:
         planned = parts.planned
         recipe, plan, mesh, optimizer = planned.recipe, planned.plan, planned.mesh, planned.optimizer
         self.plan, self._calls, self._name, self._guard = plan, parts.calls, parts.name, parts.guard
-        self.optimizer, self._mesh, self._recipe, self._loss = optimizer, mesh, recipe, parts.loss
+        self._mesh, self._recipe, self._loss = mesh, recipe, parts.loss
+        self.optimizer = optimizer
+        """The optimizer that was prepared.  Its settings are the loop's to change, as a scheduler does; its `step` is
+        the model's."""
         self._left: LeftGradients | None = None
         """Gradients that the last step has left in the model, for the next step to look at."""
         self._facts = dict[str, str]()

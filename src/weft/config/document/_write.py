@@ -142,9 +142,9 @@ def describe_fields(cls: type[Any]) -> Mapping[str, str]:
     """Return what each field means: the docstring below it, here or in a class that it is inherited from.  Empty where
     no source is at hand."""
     described: dict[str, str] = {}
-    for each in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(each):
-            described |= _described_in(each)
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            described |= _described_in(base)
     return described
 
 

@@ -150,7 +150,7 @@ def _rivals(
         )
         candidates += [_with_threads(candidate, cluster) for candidate in result.best]
     fitting = [candidate for candidate in candidates if _is_accepted(candidate, recipe, facts, processes, pins)]
-    return _simplest_first(sorted(fitting, key=lambda each: (each.score, each.layout.world_size)))[:top]
+    return _simplest_first(sorted(fitting, key=lambda candidate: (candidate.score, candidate.layout.world_size)))[:top]
 
 
 def _crowded(cluster: Cluster, processes: int) -> Cluster:

@@ -55,11 +55,13 @@ class OptionMaker:
         # another in one array, and `starts` says where those of a size begin (cumulative sum of the lengths, moved by
         # one).
         starts = np.cumsum(counts) - counts
-        each = counts[inverse]
-        # Split i is repeated once for each of its `each[i]` schedules. Within its repetitions `place` must count 0, 1,
-        # 2, …: the position in the whole table less the position where split i's repetitions begin.
-        row = np.repeat(np.arange(len(splits)), each)
-        place = starts[inverse][row] + np.arange(len(row)) - np.repeat(np.cumsum(each) - each, each)
+        num_options = counts[inverse]
+        # Split i is repeated once for each of its `num_options[i]` schedules. Within its repetitions `place` must
+        # count 0, 1, 2, …: the position in the whole table less the position where split i's repetitions begin.
+        row = np.repeat(np.arange(len(splits)), num_options)
+        place = (
+            starts[inverse][row] + np.arange(len(row)) - np.repeat(np.cumsum(num_options) - num_options, num_options)
+        )
         schedule = np.concatenate([schedule for schedule, _ in choices])[place]
         chunks = np.concatenate([chunks for _, chunks in choices])[place]
         return self._with_flights(splits.take(row), schedule, chunks), row

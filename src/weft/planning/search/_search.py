@@ -106,7 +106,7 @@ def search(
         space=space,
         framework=state.cost_model.framework,
         calibration=state.cost_model.calibration,
-        best=tuple(sorted((finish.candidate(priced) for priced in leaders), key=lambda each: each.score)),
+        best=tuple(sorted((finish.candidate(priced) for priced in leaders), key=lambda candidate: candidate.score)),
         counts=counts,
     )
 

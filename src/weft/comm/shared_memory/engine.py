@@ -200,17 +200,17 @@ class Engine:
             raise GroupFailed(self._described(failure))
 
     def all_reduce(self, address: int, num_bytes: int, dtype: int, op: int, timeout_seconds: float) -> None:
-        """An all-reduce in place that the caller waits for: the same as `submit` and `wait`, with less ado."""
+        """All-reduce in place and wait: the same as `submit` and `wait`, in one call into C++."""
         handle = self._alive()
         if self._reduce(handle, address, address, num_bytes, dtype, op, timeout_seconds, self._failure_at):
             raise GroupFailed(self._described(self._failure))
 
     def completed(self) -> int:
-        """The number up to which calls are done, in whatever way."""
+        """Return the number up to which calls have ended, with or without an error."""
         return int(self._library.weft_completed(self._alive()))
 
     def done_ns(self, ticket: int) -> int:
-        """When a call was done, by the clock of `perf_counter_ns`; 0 where it is not, or too long ago to be known."""
+        """Return when a call was done, by `perf_counter_ns`; 0: it is not done, or too long ago to be known."""
         return int(self._library.weft_done_ns(self._handle, ticket)) if self._handle else 0
 
     def supports(self, dtype: int, op: int) -> bool:
@@ -278,8 +278,9 @@ class Engine:
         return piece_type
 
     def _has_memory(self, segment: SharedSegment, stop: int) -> bool:
-        """Whether the arena has memory up to `stop`, which is asked for here: a later write that found none would end
-        the process (SIGBUS).  It stays when pieces are given back, so whatever lies before it has been asked for."""
+        """Return whether the arena has memory up to `stop`, and reserve it."""
+        # A write to a shared page without memory behind it ends the process by SIGBUS, so pages are populated here.
+        # They stay when pieces are given back, so everything before `_backed_bytes` has been reserved already.
         start = self._backed_bytes
         if stop <= start:
             return True

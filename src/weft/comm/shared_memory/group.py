@@ -137,7 +137,7 @@ class SharedMemoryGroup(WatchedGroup):
         return tensor
 
     def allocate_if_possible(self, num_elements: int, dtype: torch.dtype) -> Tensor | None:
-        """As `allocate`, flat; None where there is no such memory, of which the group's first rank warns once."""
+        """Allocate flat as `allocate`; None: there is no such memory, of which the group's first rank warns once."""
         try:
             tensor = self._allocated(torch.Size((num_elements,)), dtype)
         except GroupFailed:  # it has been left: a collective will say so
@@ -185,6 +185,7 @@ class SharedMemoryGroup(WatchedGroup):
             return super().allreduce(tensors, opts)
         op = _op(opts)
         dtype = self._reducible(tensor, op)
+        # The short way for the most frequent call of tensor ranks: no call object, no work, no queue.
         if opts is not None and not opts.asyncOp and is_as_stored(tensor):
             seen = self._serve("allreduce", tensors)
             check_memory(tensor)
@@ -471,7 +472,7 @@ class SharedMemoryGroup(WatchedGroup):
 
 
 def _exchange(sent: Sequence[Tensor], received: Sequence[Tensor]) -> _Prepared:
-    """An all-to-all: what each rank gets, and what comes from it."""
+    """Prepare an all-to-all: `sent[rank]` goes to each rank, `received[rank]` comes from it."""
     flats, flats_given = [contiguous(tensor) for tensor in received], [contiguous(tensor)[0] for tensor in sent]
     call = Call(
         Kind.ALL_TO_ALL,

@@ -69,15 +69,15 @@ class Masters(NamedTuple):
 
 def masters_of(share: ModelShare) -> Masters:
     """Return who holds each of this rank's trained parameters."""
-    tables = [held for held in share.held if held.parameter.is_sparse]
-    members = [held for held in share.held if not held.parameter.is_sparse]
+    tables = [parameter for parameter in share.held if parameter.parameter.is_sparse]
+    members = [parameter for parameter in share.held if not parameter.parameter.is_sparse]
     if not (share.plan.data_parallel.shards_weights and share.shards > 1):
         return Masters([], members, tables)
     from weft.techniques.zero.cuts import kept_out, shard_shape  # only ranks that cut weights load it
 
     whole = kept_out(share)
-    cut = [(held, shard_shape(share, held)) for held in members if held.name not in whole]
-    return Masters(cut, [held for held in members if held.name in whole], tables)
+    cut = [(parameter, shard_shape(share, parameter)) for parameter in members if parameter.name not in whole]
+    return Masters(cut, [parameter for parameter in members if parameter.name in whole], tables)
 
 
 def sends(share: ModelShare) -> Iterator[RankSend]:

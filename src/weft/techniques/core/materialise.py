@@ -145,7 +145,10 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def by_owner(known: Mapping[str, str]) -> dict[str, list[tuple[str, str]]]:
-    """From name here → name in the whole model to: module there → (name here, name of the tensor in that module)."""
+    """Group tensors by the module that owns them in the full model.
+
+    `known` is name here → name in the full model; the result is module → [(name here, name in the module)].
+    """
     owners: dict[str, list[tuple[str, str]]] = {}
     for name, whole in known.items():
         owner, _, leaf = whole.rpartition(".")
@@ -154,7 +157,8 @@ def by_owner(known: Mapping[str, str]) -> dict[str, list[tuple[str, str]]]:
 
 
 def draw(blueprint: Blueprint, owner: str, seed: int) -> dict[str, Tensor]:
-    """Return the initial values of one module's own tensors, whole, on the CPU."""
+    """Return the initial values of one module's own tensors, in full, on the CPU."""
+    # On the CPU and in fp32 whatever the device and precision: every plan starts from the same numbers.
     module = shallow_copy(blueprint.module.get_submodule(owner))
     for leaf, parameter in list(module.named_parameters(recurse=False)):
         wide = torch.promote_types(parameter.dtype, torch.float32) if parameter.is_floating_point() else parameter.dtype
@@ -162,6 +166,7 @@ def draw(blueprint: Blueprint, owner: str, seed: int) -> dict[str, Tensor]:
     for leaf, buffer in list(module.named_buffers(recurse=False)):
         setattr(module, leaf, torch.empty_like(buffer, device="cpu"))
     assert blueprint.initialise is not None
+    # Seeded by the module's name, so that values do not depend on which modules a rank draws, nor in which order.
     with _seeded(seed, owner), torch.no_grad():
         blueprint.initialise(owner, module)
     return dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))

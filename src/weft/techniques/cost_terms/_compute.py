@@ -93,7 +93,7 @@ class Work(NamedTuple):
         return self.ideal + self.shapes + self.memory
 
     def times(self, factor: float) -> Work:
-        """The same kernels, slower by `factor`."""
+        """Return the same kernels, slower by `factor`."""
         return Work(self.ideal * factor, self.shapes * factor, self.memory * factor, self.kernels)
 
     def plus(self, other: Work) -> Work:
@@ -144,7 +144,7 @@ class Share:
 
 
 class Device:
-    """One rank's device: what it computes how fast."""
+    """The speeds of one rank's device."""
 
     def __init__(self, devices: Devices, calibration: Calibration, framework: Framework, threads: float = 1.0) -> None:
         """`threads` counts cores of one rank; below 1 when ranks share a core.  Accelerators ignore it."""
@@ -164,7 +164,7 @@ class Device:
         self._attention = calibration.attention_share(devices.kind)
 
     def peak(self, precision: str) -> float:
-        """FLOP/s, dense, of the precision or of the one that stands in for it."""
+        """Return the dense FLOP/s of a precision, or of the one that stands in for it."""
         for stand_in in _FALLBACKS[precision]:
             if stand_in in self._peaks:
                 return self._peaks[stand_in] * self._scale
@@ -176,7 +176,7 @@ class Device:
 
     @property
     def host_seconds(self) -> float:
-        """Time in which one kernel is issued, where that happens beside the computation."""
+        """Seconds in which the host issues one kernel, beside the computation."""
         if not self.is_accelerator:
             return 0.0
         calibration = self.calibration
@@ -184,7 +184,7 @@ class Device:
         return self.framework.host_seconds or usual
 
     def moved(self, size_bytes: float, kernels: float = 1.0) -> Work:
-        """Operators that only read and write memory."""
+        """Return the work of operators that only read and write memory."""
         known = self.speeds.moved_seconds(size_bytes / kernels) if self.speeds and kernels else None
         if known is not None:
             return Work(memory=known * kernels, kernels=kernels)
@@ -209,6 +209,7 @@ class Device:
             share *= self.calibration.grouped_share
         operand = _OPERAND_BYTES.get(precision, ELEMENT_BYTES.get(precision, 2))
         moved = groups * ((m * k + k * n) * operand + m * n * out_bytes)
+        # A roofline: a thin product is bound by reading its operands (Williams et al., CACM 2009).
         busy = max(ideal / share, moved / self.memory_bytes_per_second) + self.launch_seconds
         return Work(ideal=ideal, shapes=busy - ideal, kernels=1.0)
 
@@ -222,6 +223,8 @@ class Device:
             half = self.calibration.cpu_inner_size_half
             return k / (k + half) * m / (m + half) * n / (n + half)
         half = self.calibration.inner_size_half
+        # A kernel covers the M×N result with tiles.  Tiles at the edge are partly empty, the last wave of tiles leaves
+        # processors idle, and a short K does not fill the pipeline of loads; the best of a few tilings counts.
         aligned = _alignment(n) * _alignment(m if transposed else k)
         if self._processors == 1:
             return aligned * k / (k + half) * m / _up(m, 8) * n / _up(n, 128)
@@ -231,6 +234,7 @@ class Device:
             filled = quality * m * n * groups / (tiles * rows * columns)
             if filled <= best:
                 continue
+            # Splitting K makes more tiles where one wave is not full, at the price of shorter sums.
             for split in _SPLITS:
                 waves = tiles * split / self._processors
                 share = filled * waves / math.ceil(waves) * k / (k + half * split)
@@ -238,10 +242,11 @@ class Device:
         return best * aligned
 
     def attention(self, operator: Operator, share: Share) -> tuple[Work, Work]:
-        """Forward and backward of scores, softmax and weighted sum."""
+        """Return forward and backward of scores, softmax and weighted sum."""
         heads = max(1.0, operator.heads / share.tensor)
         keys = min(share.sequence, operator.window or share.sequence)
         scores = share.tokens * heads * keys
+        # Half of a causal table of scores is masked; whether the kernel skips it depends on the framework.
         half = 0.5 if operator.causal and operator.window is None else 1.0
         flops = 2.0 * scores * (operator.head_size + operator.value_head_size)
         ideal = flops * half / self.peak("bf16" if share.precision in _OPERAND_BYTES else share.precision)
@@ -263,8 +268,10 @@ class Device:
         return passes[0], passes[1]
 
     def parts_seconds(self, operator: Operator, share: Share) -> tuple[float, float]:
-        """Seconds, forward and backward, by which attention takes longer where it writes its scores because keys come
-        in parts.  Cores have a kernel for parts."""
+        """Return the extra seconds, forward and backward, of attention that writes its scores as keys come in parts.
+
+        Cores have a kernel for parts.
+        """
         if self.framework.fused_parts or not self.is_accelerator:
             return 0.0, 0.0
         heads, half = max(1.0, operator.heads / share.tensor), 0.5 if operator.causal else 1.0
@@ -276,7 +283,7 @@ class Device:
     def _measured_attention(
         self, operator: Operator, share: Share, heads: float, keys: float, ideal: float
     ) -> tuple[Work, Work] | None:
-        """Fused attention as it was measured: causal, so that without a mask there is twice as much to do."""
+        """Return fused attention from measurements, which were causal: without a mask there is twice the work."""
         if self.speeds is None or operator.head_size < 1:
             return None
         samples = share.tokens / keys * (1.0 if operator.causal else 2.0)

@@ -30,8 +30,8 @@ def sends(share: ModelShare) -> Iterator[RankSend]:
 def _masters(share: ModelShare) -> Iterator[tuple[str, int]]:
     """Yield name and elements of each storage of masters: a bucket has one under its first parameter's name."""
     masters = masters_of(share)
-    yield from ((held.name, math.prod(shape)) for held, shape in masters.cut)
-    yield from ((held.name, held.num_elements) for held in masters.tables)
+    yield from ((parameter.name, math.prod(shape)) for parameter, shape in masters.cut)
+    yield from ((parameter.name, parameter.num_elements) for parameter in masters.tables)
     for bucket in buckets_of(share, masters.in_buckets):
         start, stop = own_region(share, bucket)
         yield masters.in_buckets[bucket.places[0]].name, stop - start

@@ -38,7 +38,7 @@ class _Shapes(NamedTuple):
 
 
 class Border:
-    """What crosses to a stage and from it, for the microbatch that is in its forward."""
+    """The tensors that cross into a stage and out of it, for the microbatch in its forward."""
 
     def __init__(self, arriving: Sequence[Crossing], leaving: Sequence[Crossing]) -> None:
         self._arriving, self._leaving = tuple(arriving), tuple(leaving)
@@ -48,7 +48,7 @@ class Border:
         self._taken = 0
 
     def begin(self, received: Tensor | None) -> None:
-        """Take up what came from the stage before; None on the first stage, and to let go of everything."""
+        """Set the tensor received from the stage before; None on the first stage, and to drop everything."""
         self._received, self._offset, self._taken = received, 0, 0
         self._values.clear()
 
@@ -65,6 +65,7 @@ class Border:
                 f"{module} ran in another order than in the forward by which the model was cut into stages. A model"
                 " whose order of modules depends on the data cannot be cut: use plan.mesh.pipeline = 1."
             )
+        # Several tensors cross as one flat message, in the order in which the cut's forward made them.
         value = self._received
         if len(self._arriving) > 1:
             value = value.narrow(0, self._offset, like.numel()).view(like.shape)
@@ -159,6 +160,7 @@ class Earlier(_Foreign):
         crossed = self.border.take(self._name, at, like)
         if crossed is not None:
             return crossed
+        # Results that did not cross are filled with NaN: whoever reads one after all does not go on unnoticed.
         value = torch.nan if like.is_floating_point() else 0
         if self._is_written:
             return torch.full(like.shape, value, dtype=like.dtype, device=device)

@@ -110,7 +110,7 @@ def apply_keyed_draws(part: nn.Module, draws: Draws, view: GroupView, context: S
 
 
 def keyed_loss(loss: Loss, draws: Draws, mesh: Mesh, context: StepContext) -> Loss:
-    """The loss under keys, where it draws; it is the same on all tensor ranks."""
+    """Return the loss with keyed draws, if it draws; it is the same on all tensor ranks."""
     if LOSS not in draws.modules:
         return loss
     return _KeyedLoss(loss, keyed(loss, LOSS, draws, mesh["tensor"], context))
@@ -137,6 +137,7 @@ def keyed(
         state = context.current
         if state is None:
             return function(*args, **kwargs)
+        # Fused attention draws inside of its kernel, where no mode sees it: the products show the draw as an operator.
         with sdpa_kernel(SDPBackend.MATH), _Keyed(name, draws, view, context, state):
             return _called(function, args, kwargs)
 
@@ -164,6 +165,7 @@ class _Keyed(DrawMode):
         op = func.overloadpacket.__name__
         if _in_checkpoint():
             raise PlanError(_CHECKPOINTED.format(self._name or "the model's forward", op))
+        # Keyed by operator and number of its call within the module, as the look at the model counted them.
         number = self._counts.get(op, 0)
         self._counts[op] = number + 1
         if (ledger := self._context.ledger) is not None:
@@ -187,7 +189,7 @@ class _Keyed(DrawMode):
         return numbered(f"{self._name}\0{op}\0{number}", self._call)
 
     def _place(self, op: str, number: int, shape: torch.Size) -> _Placed | None:
-        """What this rank makes of a draw of this shape; None: no layout tells, or none that fits."""
+        """Return this rank's part of a draw of this shape; None: no known layout fits."""
         layouts = [
             (self._held(layout, shape), layout) for layout in self._draws.layouts.get((self._name, op, number), [])
         ]
@@ -197,7 +199,7 @@ class _Keyed(DrawMode):
         return next((candidate for candidate in placed if candidate is not None), None)
 
     def _held(self, layout: DrawLayout, shape: torch.Size) -> tuple[int, ...] | None:
-        """The shape of what this rank holds of one sample."""
+        """Return the shape of one sample's part on this rank; None: the layout does not fit."""
         if layout.place == "unknown" or len(shape) != len(layout.whole):
             return None
         if layout.place == "shared":
@@ -208,7 +210,7 @@ class _Keyed(DrawMode):
         return (*shape[: layout.dim], share, *shape[layout.dim + 1 :])
 
     def _parts(self, dims: tuple[int, ...], layout: DrawLayout) -> _Placed | None:
-        """Which parts of a sample's whole draw these sizes are, for each run of the rank's tokens.
+        """Return the parts of a sample's full draw that these sizes are, one for each run of the rank's tokens.
 
         A dim that is as long as a sample in the whole draw, and as long as the rank's tokens here, is that of the
         tokens.  Tensor ranks may have a share of one dim: of the tokens that context ranks have, or of another one.
@@ -233,7 +235,7 @@ class _Keyed(DrawMode):
                 return None
             starts[dim] = first
             num_cut += size != full
-        if num_cut > 1:
+        if num_cut > 1:  # two shares at once: sizes alone do not tell which parts they are
             return None
         if tokens is None or along is None:
             return _Placed(layout, [(starts, list(dims), whole)], None)
@@ -278,7 +280,7 @@ class _Keyed(DrawMode):
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """What a rank makes of a draw."""
+    """This rank's part of a draw."""
 
     layout: DrawLayout
     parts: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]
@@ -310,7 +312,7 @@ def _with(sizes: Sequence[int], at: int, size: int) -> list[int]:
 
 
 def _arranged(made: Tensor, layout: DrawLayout) -> Tensor:
-    """From (samples, part of `dim`, the other dims) to the draw's own order."""
+    """Return (samples, part of `dim`, the other dims) in the draw's own order of dims."""
     if not layout.whole:
         return made.reshape(())
     return made.flatten(0, 1).movedim(0, layout.dim)

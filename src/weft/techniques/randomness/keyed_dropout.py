@@ -103,7 +103,7 @@ class KeyedDropout(nn.Dropout):
         return cast(Tensor, _Masked.apply(input, keep, scale))
 
     def _is_scattered(self, x: Tensor) -> bool:
-        """Whether rows are no samples, as where an expert takes the tokens of its own: one process may draw anything.
+        """Return whether rows are no samples, as where an expert takes its own tokens: one process may draw anything.
 
         Raises:
             PlanError: they are not, and there are other ranks or microbatches.
@@ -131,6 +131,7 @@ class KeyedDropout(nn.Dropout):
     def mask(self, x: Tensor) -> tuple[Tensor, float]:
         """Return which elements of `x` are kept (bool, shape of `x`), and the factor of those."""
         state = self.context.require()
+        # p in steps of 1 / RESOLUTION, and the scale from the rounded p, so that the expectation stays exact.
         dropped = min(max(round(self.p * RESOLUTION), 1), RESOLUTION)
         if dropped == RESOLUTION:
             return torch.zeros(x.shape, dtype=torch.bool, device=x.device), 0.0
@@ -144,6 +145,7 @@ class KeyedDropout(nn.Dropout):
         def keep_of(rows: int, row_offset: int) -> Tensor:
             return make(*keys, dropped, rows, row_offset, width, column_offset, x.device)
 
+        # Context ranks hold runs of each sample's tokens: the rows of these runs, one mask for each run.
         if state.tokens is not None:
             num_tokens = state.tokens.held
             own = shard_bounds(num_tokens, self.view) if self.sequence_sharded and self.view else (0, num_tokens)
@@ -157,7 +159,7 @@ class KeyedDropout(nn.Dropout):
         return keep.reshape(x.shape), RESOLUTION / (RESOLUTION - dropped)
 
     def _offsets(self, x: Tensor, state: MicrobatchState, width: int) -> tuple[int, int]:
-        """First row of a sample and first column that this rank holds of the whole activation."""
+        """Return the first row of a sample and the first column that this rank has of the full activation."""
         if self.view is None or self.cut_dim is None:
             return 0, 0
         if self.cut_dim == -1 or self.channels:  # a channel (dim 1) draws once: parts of later dims draw the same
@@ -219,7 +221,9 @@ def layer_words(sample_ids: Tensor, moment: Tensor, name: Tensor, call: int) -> 
 
 
 def sample_words(key: str, seed: int, step: int, sample_ids: Tensor) -> Tensor:
-    """Return a random word (int64) per sample of a layer's draw."""
+    """Return a random word per sample of a layer's draw, int64 (samples,)."""
+    # The key of (seed, step, layer) by a strong hash once per call, the samples by a cheap one: a sample's word does
+    # not depend on which rank or microbatch it is in.
     digest = hashlib.blake2b(f"{seed}\0{step}\0{key}".encode(), digest_size=8).digest()
     return mix(sample_ids * GOLDEN + int.from_bytes(digest, "little", signed=True))
 
@@ -237,6 +241,8 @@ def kept_rows(words: Tensor, rows: Tensor, columns: tuple[int, int], dropped: in
     """Return what is kept of some rows and a run of columns of each sample's draw, bool (samples × rows, columns); of
     `RESOLUTION` elements `dropped` are not.  `words`: the draw of each sample; `rows`: their numbers."""
     (start, stop), device = columns, words.device
+    # A word per row and a word per pair of columns, combined element by element: an element's hash needs no state, so a
+    # shard of the mask is computed without the rest of it.
     row_words = (mix(words[:, None] + rows * GOLDEN) >> 32).to(torch.int32).flatten()
     pairs = torch.arange(start // 2, (stop + 1) // 2, device=device)
     column_words = (mix(pairs * GOLDEN) >> 32).to(torch.int32)
@@ -247,6 +253,7 @@ def kept_rows(words: Tensor, rows: Tensor, columns: tuple[int, int], dropped: in
 def hashed_mask(rows: Tensor, columns: Tensor, threshold: int) -> Tensor:
     """Return (rows, 2 × columns) of bool: whether the 16-bit hash of an element is at least `threshold` (signed)."""
     keep = torch.empty(rows.numel(), 2 * columns.numel(), dtype=torch.bool, device=rows.device)
+    # In chunks on a CPU, so that the two scratch matrices stay in its cache.
     on_cpu = rows.device.type == "cpu"
     step = max(1, _CHUNK // max(columns.numel(), 1)) if on_cpu else max(rows.numel(), 1)
     scratch = torch.empty(2, min(step, rows.numel()), columns.numel(), dtype=torch.int32, device=rows.device)
@@ -258,6 +265,7 @@ def hashed_mask(rows: Tensor, columns: Tensor, threshold: int) -> Tensor:
             words.mul_(multiplier)
             torch.bitwise_right_shift(words, shift, out=shifted)
             words.add_(shifted)
+        # Each 32-bit word is two 16-bit hashes, of two neighbouring columns.
         torch.ge(words.view(torch.int16), threshold, out=keep[start : start + step])
     return keep
 

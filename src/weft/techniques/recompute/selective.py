@@ -59,7 +59,7 @@ class _Results:
             self._send(result, self.activation_store)
 
     def _send(self, result: _Result, activation_store: ActivationStore) -> None:
-        """Let a result leave, as far as it can; what counts its versions stays, without memory."""
+        """Offload a result as far as possible; a tensor without memory stays and counts its versions."""
 
         def send(leaf: Any) -> Any:
             waiting = activation_store.pack(leaf) if isinstance(leaf, Tensor) else None
@@ -69,7 +69,7 @@ class _Results:
         result.watched = [(activation_store.watch(tensor), version) for tensor, version in result.watched]
 
     def watch(self, value: Any) -> None:
-        """Watch tensors that lie in kept memory but count their own versions, as those of `_unsafe_view`."""
+        """Watch tensors that share kept memory but have version counters of their own (`_unsafe_view`)."""
         for leaf in tree_leaves(value):
             for result in self._by_storage.get(_storage(leaf), ()) if isinstance(leaf, Tensor) else ():
                 if result.value is not None:
@@ -77,7 +77,7 @@ class _Results:
                     result.watched.append((watch(leaf), leaf._version))
 
     def forget(self, written: Tensor) -> None:
-        """Give up what lies where an operator is about to write."""
+        """Drop the results whose memory an operator is about to write to."""
         for result in self._by_storage.pop(_storage(written), ()):
             result.drop()
 
@@ -91,6 +91,7 @@ class _Keeping(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
+        # Before the call: afterwards the kept result would hold the overwritten numbers.
         for tensor in _written(func, args, keywords):
             self._results.forget(tensor)
         value = func(*args, **keywords)
@@ -124,7 +125,7 @@ class _Taking(TorchDispatchMode):
                 " changes between forward and backward. Use plan.memory.recompute = 'none' for this block."
             )
         value = kept[number].take()
-        if value is None:
+        if value is None:  # dropped, because it was written to: it is computed again
             return func(*args, **(kwargs or {}))
         activation_store = self._results.activation_store
         return value if activation_store is None else tree_map(activation_store.fetch, value)
@@ -133,8 +134,10 @@ class _Taking(TorchDispatchMode):
 def selective_contexts(
     keeps: Callable[[Any], bool], activation_store: ActivationStore | None = None
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return the modes for a block's forward and its recomputation; `keeps` says which operators are not run again,
-    and `activation_store` where their results wait, if not where they are."""
+    """Return the modes for a block's forward and its recomputation.
+
+    `keeps` says which operators are not run again; `activation_store` takes their results, if they leave the device.
+    """
     results = _Results(activation_store)
     return _Keeping(results, keeps), _Taking(results, keeps)
 
@@ -154,7 +157,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _detached(value: Any) -> Any:
-    """Without its graph, which would hold the result for ever, and with its count of versions."""
+    """Return a tensor without its graph, which would keep the result alive, and with its version counter."""
     if not isinstance(value, Tensor):
         return value
     counts_versions = torch._C.DispatchKey.ADInplaceOrView  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""From split rules by module name to the cut of every parameter of the whole model, and the cutting itself."""
+"""The cut of every parameter of the full model, from split rules by module name; and the cutting itself."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _split(name: str, parameter: Tensor, dim: int, rule: SplitRule, view: GroupV
 
 
 def _cut_dims(name: str, module: nn.Module, rule: SplitRule, root: nn.Module) -> Mapping[str, int]:
-    """Dimension along which each parameter of a matching module is cut; what is not named is replicated."""
+    """Return parameter → dimension along which it is cut, for a matching module; others are replicated."""
     if rule.kind == "vocab" and isinstance(module, nn.Embedding):
         return {"weight": 0}
     if rule.kind in ("column", "row") and is_coded(module):
@@ -86,6 +86,8 @@ def _cut_dims(name: str, module: nn.Module, rule: SplitRule, root: nn.Module) ->
     linear, conv1d = is_linear(module), is_conv1d(module)
     if rule.kind in ("column", "row") and (linear or conv1d):
         _refuse_fused_attention(name, rule, root)
+        # nn.Linear stores (outputs, inputs), transformers' Conv1D (inputs, outputs).  Column cuts the outputs, and the
+        # bias with them; row cuts the inputs, and its bias is added once, after the sum.
         if rule.kind == "column":
             return {"weight": 0 if linear else 1, "bias": 0}
         return {"weight": 1 if linear else 0}
@@ -110,7 +112,7 @@ def _cut_dims(name: str, module: nn.Module, rule: SplitRule, root: nn.Module) ->
 
 
 def _check_own(name: str, module: nn.Module, leaf: str) -> None:
-    """Raise PlanError where what is to be cut is no parameter, but made of others at every step."""
+    """Raise `PlanError` if a tensor to be cut is no parameter, but computed from others at every step."""
     if is_parametrized(module, leaf) or isinstance(vars(module).get(leaf), Tensor):
         raise PlanError(
             f"{name}.{leaf} is computed from other parameters (a weight norm, a spectral norm, pruning), which"

@@ -42,7 +42,7 @@ class _Around:
         self._ranks = share.plan.mesh.tensor
         self._sequence = share.plan.tensor_parallel.sequence
         self._gathered: int | None = None
-        """The tensor that columns have gathered or copied last; the next row forgets it."""
+        """Number of the tensor that columns gathered or copied last; the next row clears it."""
 
     def sends(self) -> Iterator[RankSend]:
         for call in self._part.calls:
@@ -86,7 +86,8 @@ class _Around:
             yield self._send("all_gather", self._bytes(call.output), call, "whole output", again)
 
     def _reads(self, call: ModuleCall, inside: bool) -> Iterator[RankSend]:
-        """What makes the input of columns: queries, keys and values share it."""
+        """Yield the sends for the input of columns, once for queries, keys and values together."""
+        # As `layers._SharedInput`: one collective for all columns that read one tensor, and none shared with the head.
         is_head = call.gathers_output or call.module == self._share.outline.vocabulary_head
         if not is_head:
             if self._gathered == call.source:
@@ -124,7 +125,7 @@ class _Around:
             yield self._send("all_gather", self._padded(call.output), call, "gradient of its output")
 
     def _borders(self) -> Iterator[RankSend]:
-        """Where the sequence is cut before the blocks, and whole again behind them."""
+        """Yield the sends at the borders of the region in which the sequence is sharded."""
         outline = self._share.outline
         first = outline.entries[0]
         if self._part.is_first and first.needs_gradient and not self._is_ahead:
@@ -147,8 +148,10 @@ class _Around:
         return 2 if is_repeated and self._share.recomputes(call.block) else 1
 
     def _exit_again(self, call: ModuleCall) -> int:
-        """Recomputation repeats what was computed before the last tensor that is kept, but a compiler only that with
-        which such a tensor is computed."""
+        """Return how often the collective behind a module runs per microbatch: 1, or 2 with recomputation.
+
+        Recomputation repeats everything before the last kept tensor; a compiler repeats only what a kept tensor needs.
+        """
         is_compiled = self._share.plan.compute.compile
         return self._again(call, call.is_exit_needed if is_compiled else call.is_exit_repeated)
 
@@ -156,7 +159,7 @@ class _Around:
         return self._share.activation_bytes(shape)
 
     def _padded(self, shape: tuple[int, ...]) -> int:
-        """Bytes of all shards along dim 1, each as long as the longest."""
+        """Return the bytes of all shards along dim 1, each padded to the longest."""
         samples, length, *features = self._share.of_microbatch(self._share.of_tokens(shape))
         longest = -(-length // self._ranks)
         return samples * longest * self._ranks * math.prod(features) * self._share.compute_bytes

@@ -28,9 +28,9 @@ def kept_out(share: ModelShare) -> set[str]:
     """Names of trained parameters that stay whole under ZeRO-3: tied ones, tables with sparse gradients, and those that
     nobody can cut."""
     return {
-        held.name
-        for held in share.held
-        if held.is_tied or held.parameter.is_sparse or cut_dim(share, held.parameter) is None
+        parameter.name
+        for parameter in share.held
+        if parameter.is_tied or parameter.parameter.is_sparse or cut_dim(share, parameter.parameter) is None
     }
 
 

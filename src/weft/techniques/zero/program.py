@@ -87,7 +87,7 @@ def _of_unit(share: ModelShare, unit: Unit) -> Iterator[RankSend]:
 
 
 def _partial(share: ModelShare, members: Sequence[HeldParameter]) -> Iterator[RankSend]:
-    """Parts of gradients that tensor ranks have of parameters which they all hold, one by one."""
+    """Yield the sums of partial gradients over tensor ranks that hold the same parameters, one by one."""
     for parameter in members:
         if parameter.partial_over:
             yield RankSend(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft.model.attention.call import ATTENTION, attend, attend_multi_head, multi_head_call
+from weft.model.families import Cut, FoundCut
 from weft.techniques.send_trace import ModuleCall
 from weft.verify.dry_run._collective_recorder import ANSWERS
 
@@ -100,3 +102,18 @@ class AttentionObserver(TorchFunctionMode):
 def first_tensor(values: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
     """Return the first tensor: a module's activation."""
     return next(value for value in (*values, *named.values()) if isinstance(value, Tensor))
+
+
+def crossing_elements(cut: Cut | None, index: int) -> tuple[int, int] | None:
+    """Return the elements that cross before a block: those that grow with the samples, and the others.
+
+    None: the cut was not found by a look, or the block is the first.
+    """
+    # A table's cut hands on one activation, whose shape is the block's own input.
+    if not isinstance(cut, FoundCut) or index == 0:
+        return None
+    grows, stays = 0, 0
+    for crossing in cut.crossings[index - 1]:
+        elements = math.prod(crossing.shape)
+        grows, stays = (grows + elements, stays) if crossing.is_per_sample else (grows, stays + elements)
+    return grows, stays

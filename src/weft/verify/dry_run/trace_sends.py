@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from weft.comm.mesh import GroupView
 from weft.errors import PlanError
 from weft.model.blueprint import Blueprint
-from weft.model.families import Cut, CutTable, FoundCut
+from weft.model.families import CutTable
 from weft.model.meta_forward import copy_on_meta
 from weft.techniques.core import first_names, sparse_tables
 from weft.techniques.core.region import SequenceRegion, sequence_region
@@ -31,7 +30,7 @@ from weft.techniques.tensor.cuts import is_magnitude, split_parameters
 from weft.techniques.tensor.magnitudes import column_magnitudes, row_magnitudes
 from weft.techniques.tensor.mesh_2d.roles import cut_of, grid_kind, role_of
 from weft.techniques.tensor.mesh_2d.shape import GridCut, OnGrid
-from weft.verify.dry_run._forward_flow import AttentionObserver, CallFlow, first_tensor, has_parts
+from weft.verify.dry_run._forward_flow import AttentionObserver, CallFlow, crossing_elements, first_tensor, has_parts
 
 if TYPE_CHECKING:
     from weft.model.stacked import ExpertStack
@@ -450,7 +449,7 @@ class _SendTracer:
     def _note_block(self, index: int, name: str) -> None:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             read = first_tensor(args, kwargs)
-            shape, crossing = tuple(read.shape), _crossing(self.blueprint.cut, index)
+            shape, crossing = tuple(read.shape), crossing_elements(self.blueprint.cut, index)
             self.entries[name] = BlockEntry(
                 name=name, shape=shape, needs_gradient=read.requires_grad, crossing=crossing
             )
@@ -493,15 +492,3 @@ class _SendTracer:
         # again.
         self._alive.append(tensor)
         return self._seen.setdefault((id(tensor), tensor._version), len(self._seen))
-
-
-def _crossing(cut: Cut | None, index: int) -> tuple[int, int] | None:
-    """Elements that cross before a block, of two samples, where a cut was found."""
-    # A table's cut hands on one activation, whose shape is the block's own input.
-    if not isinstance(cut, FoundCut) or index == 0:
-        return None
-    grows, stays = 0, 0
-    for crossing in cut.crossings[index - 1]:
-        elements = math.prod(crossing.shape)
-        grows, stays = (grows + elements, stays) if crossing.is_per_sample else (grows, stays + elements)
-    return grows, stays

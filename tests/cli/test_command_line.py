@@ -115,9 +115,9 @@ def test_what_follows_a_script_is_its_own(given: str, marked: str) -> None:
 def test_axes_given_by_set_come_before_what_auto_chooses(capsys: pytest.CaptureFixture[str]) -> None:
     demo = "examples/demo/recipe.toml"
     assert run(["plan", demo, "--set", "plan.mesh.tensor=2", "--processes", "4"]) == 0
-    told = capsys.readouterr().out
-    assert "data 2 × tensor 2 = 4 processes" in told
-    assert "compute.threads_per_rank = 1" in told
+    messages = capsys.readouterr().out
+    assert "data 2 × tensor 2 = 4 processes" in messages
+    assert "compute.threads_per_rank = 1" in messages
     wrong = complain(capsys, "plan", demo, "--set", "plan.mesh.tensor=2", "--processes", "3")
     assert "--processes 3 is no multiple of the 2 ranks" in wrong
     assert wrong.strip().endswith("Use --processes 2.")

@@ -139,14 +139,14 @@ class Act:
 
 def marked(mark: str) -> list[int]:
     """Living processes that some command started, direct children or not."""
-    found: list[int] = []
+    results: list[int] = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and f"{_MARK}={mark}".encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
+                results.append(int(entry.name))
         except OSError:  # it has ended, or is somebody else's
             continue
-    return found
+    return results
 
 
 def _settled(mark: str) -> list[int]:

@@ -81,10 +81,10 @@ class Bench:
         return Outcome(status, shown.err)
 
     def refuses(self, *arguments: str, match: str, status: int = 2) -> None:
-        found = self.weft(*arguments)
-        assert re.search(match, found.text), found.text
-        assert found.status == status
-        paragraph = found.text.rstrip().rsplit("\n\n", maxsplit=1)[-1]
+        results = self.weft(*arguments)
+        assert re.search(match, results.text), results.text
+        assert results.status == status
+        paragraph = results.text.rstrip().rsplit("\n\n", maxsplit=1)[-1]
         assert len(paragraph.splitlines()) <= 15
         if status == 2 and "--plan" not in arguments:
             assert not (self.folder / "runs").exists(), "a refused run left a folder"

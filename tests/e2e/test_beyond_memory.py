@@ -21,9 +21,9 @@ def test_under_a_limit_that_the_state_does_not_fit(tmp_path: Path, case: Case) -
     refused = run(case, limit=True, folder=None)
     assert "allocate" in refused["error"] or "memory" in refused["error"].lower(), refused
     away = run(case, limit=True, folder=tmp_path)
-    wanted = run(case, limit=False, folder=None)
-    assert away.get("losses") == wanted["losses"], away
-    assert wanted["rank_peak_bytes"] > 1.3 * case.limit_bytes
+    expected = run(case, limit=False, folder=None)
+    assert away.get("losses") == expected["losses"], away
+    assert expected["rank_peak_bytes"] > 1.3 * case.limit_bytes
     assert away["rank_peak_bytes"] < case.limit_bytes
     assert away["launcher_peak_bytes"] < case.limit_bytes
     assert list(tmp_path.iterdir()) == []

@@ -48,9 +48,9 @@ def strike(role: str, deed: str, draw: random.Random, struck: list[int]) -> Call
 
     def act(act: Act) -> None:
         until = time.monotonic() + 10
-        while not (found := act.pids(role)) and time.monotonic() < until:
+        while not (pids := act.pids(role)) and time.monotonic() < until:
             time.sleep(0.02)
-        pid = draw.choice(found)
+        pid = draw.choice(pids)
         struck.append(pid)
         first, _, then = deed.partition(" then ")
         os.kill(pid, signal.Signals[f"SIG{first}"])
@@ -72,8 +72,8 @@ def send(pid: int, number: signal.Signals) -> None:
 
 
 def losses(run: Path) -> dict[int, float]:
-    found = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["loss"] for line in found if line["kind"] == "step"}
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in rows if line["kind"] == "step"}
 
 
 def judge(done: Done, same: bool, role: str, deed: str) -> None:

@@ -139,16 +139,16 @@ def test_ctrl_c_saves_and_the_printed_command_goes_on_bit_for_bit(home: Path, tr
     )
     assert stopped.status == 130, stopped.text
     assert stopped.text.count("SIGINT: stopping after this step and saving; once more stops at once") == 1
-    found = re.search(r"^stopped   at step (\d+), saved\. Go on with: weft (.+)$", stopped.text, re.MULTILINE)
-    assert found is not None, stopped.text
-    assert 3 <= int(found[1]) < 60
+    match = re.search(r"^stopped   at step (\d+), saved\. Go on with: weft (.+)$", stopped.text, re.MULTILINE)
+    assert match is not None, stopped.text
+    assert 3 <= int(match[1]) < 60
     assert not (home / "runs" / "cut" / "export").exists()
-    resumed = watch((WEFT, *shlex.split(found[2])), home)
+    resumed = watch((WEFT, *shlex.split(match[2])), home)
     assert resumed.status == 0, resumed.text
     whole, cut = losses(home / "runs" / "whole"), losses(home / "runs" / "cut")
     assert cut == whole, "the same plan, stopped and resumed, gives the curve bit for bit"
     assert (home / "runs" / "cut" / "export" / "model.safetensors").is_file()
-    fewer = watch((WEFT, *shlex.split(found[2]), "--set", "recipe.run.steps=50"), home)
+    fewer = watch((WEFT, *shlex.split(match[2]), "--set", "recipe.run.steps=50"), home)
     assert fewer.status == 2, fewer.text
     assert re.search(r"has done 60 steps, and run\.steps = 50: .* Set run\.steps above 60", fewer.text), fewer.text
     assert "Traceback" not in fewer.text
@@ -286,8 +286,8 @@ def test_torchrun_stops_and_saves(home: Path, script: Path, trained: Done) -> No
     done = watch(command, home, until="step    3 ", act=lambda act: act.send(signal.SIGTERM))
     assert done.status != 0
     assert "stopped   at step" in done.text, done.text
-    found, whole = losses(home / "runs" / "torchrun"), losses(home / "runs" / "whole")
-    assert found == {step: whole[step] for step in found}
+    results, whole = losses(home / "runs" / "torchrun"), losses(home / "runs" / "whole")
+    assert results == {step: whole[step] for step in results}
     assert list((home / "runs" / "torchrun" / "checkpoints").glob("step-*"))
 
 
@@ -306,8 +306,8 @@ def test_weft_launch_stops_and_saves(home: Path, script: Path, trained: Done) ->
     done = watch(command, home, until="step    3 ", act=lambda act: act.send(signal.SIGINT))
     assert done.status == 0, done.text  # the script ended by itself, and well
     assert sum("True (5." in line for line in done.lines) == 2, done.text
-    found, whole = losses(home / "runs" / "launch"), losses(home / "runs" / "whole")
-    assert found == {step: whole[step] for step in found}
+    results, whole = losses(home / "runs" / "launch"), losses(home / "runs" / "whole")
+    assert results == {step: whole[step] for step in results}
 
 
 LOOP = """

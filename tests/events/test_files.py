@@ -139,6 +139,6 @@ def test_a_log_on_a_full_disk_says_later_how_many_lines_it_lost(
         logging.getLogger("weft").warning("there is room again")
         logging.getLogger("weft").warning("and still")
     assert capsys.readouterr().err == ""
-    _begun, told, *rest = (tmp_path / "rank-1.log").read_text().splitlines()
-    assert told.endswith("rank 1 WARNING weft: 3 lines before this one found no room")
+    _begun, messages, *rest = (tmp_path / "rank-1.log").read_text().splitlines()
+    assert messages.endswith("rank 1 WARNING weft: 3 lines before this one found no room")
     assert [line.rpartition(": ")[2] for line in rest] == ["there is room again", "and still"]

@@ -209,7 +209,7 @@ def write_script(home: Path, recipe: str, name: str, plan: str) -> tuple[Path, i
 
 
 def losses_in(text: str) -> list[float]:
-    return [float(found[1]) for found in re.finditer(r"^step +\d+  loss ([\d.]+)", text, re.M)]
+    return [float(results[1]) for results in re.finditer(r"^step +\d+  loss ([\d.]+)", text, re.M)]
 
 
 def run_warm(script: str, port: int) -> str:

@@ -59,8 +59,8 @@ def values_of(key: ForeignKey) -> list[Any]:
     if key.choices:
         return list(key.choices)
     examples = {bool: [True, False], int: [0, 1, 2, 8], float: [0.0, 0.5], str: ["AdamW"], list: [[0.9, 0.99]]}
-    found = [value for kind in key.takes for value in examples.get(kind, [])]
-    return [*(found or [True, 3, "text", {"enabled": True}]), *key.harmless]
+    results = [value for kind in key.takes for value in examples.get(kind, [])]
+    return [*(results or [True, 3, "text", {"enabled": True}]), *key.harmless]
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,13 +49,13 @@ def test_losses_are_those_under_the_peer_and_on_any_number_of_ranks(kind: str, t
     script = FOLDER / f"{kind}.py"
     alone = losses_of(tmp_path / "alone", sys.executable, str(script))
     together = {ranks: losses_of(tmp_path / str(ranks), *launched(ranks, script)) for ranks in (2, 4)}
-    for ranks, found in together.items():
-        assert (found == pytest.approx(alone, rel=2e-5)) != (kind in REPLICAS), ranks
+    for ranks, results in together.items():
+        assert (results == pytest.approx(alone, rel=2e-5)) != (kind in REPLICAS), ranks
     package = PEERS[kind.rpartition("_")[2]]
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed, so that {kind} cannot be run under it; ranks of Weft were compared")
     peer = of_peer(script, tmp_path)
     assert alone == pytest.approx(losses_of(tmp_path / "peer", sys.executable, str(peer)), rel=2e-5)
-    for ranks, found in together.items() if kind in REPLICAS else ():
+    for ranks, results in together.items() if kind in REPLICAS else ():
         theirs = losses_of(tmp_path / f"peer {ranks}", *launched(ranks, peer))
-        assert found == pytest.approx(theirs, rel=2e-5), ranks
+        assert results == pytest.approx(theirs, rel=2e-5), ranks

@@ -142,7 +142,7 @@ def test_every_aspect_of_a_model_is_said_or_refused(name: str) -> None:
     layout = replace(JOB.layout, fused_loss=name in ("megatron", "torchtitan"))
     job = replace(JOB, layout=layout)
     plain = emit(system, job)
-    told = 0
+    messages = 0
     for change in changes:
         other = replace(job, sizes=replace(SIZES, **change))
         try:
@@ -151,10 +151,10 @@ def test_every_aspect_of_a_model_is_said_or_refused(name: str) -> None:
             reason = str(refusal)
             assert "cannot train" in reason  # noqa: PT017 - most of the changes are refused, some are not
             continue
-        told += 1
+        messages += 1
         assert (emission.command, emission.files) != (plain.command, plain.files), change
         _check(other, emission)
-    assert told >= 4
+    assert messages >= 4
 
 
 @pytest.mark.parametrize(("name", "words"), [("megatron", "core attention alone"), ("torchtitan", "every second")])

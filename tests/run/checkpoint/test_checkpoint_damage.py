@@ -40,9 +40,9 @@ def load_step(folder: Path, which: str | Path = "latest") -> float:
     """Load and return the step whose values came back, checking that they are all of one step."""
     shards = shards_at(0)
     state = Checkpointer(folder).load(which, shards)  # type: ignore[arg-type]
-    found = {float(value) for shard in shards for value in shard.tensor.unique()}
-    assert found == {float(state["step"])}  # type: ignore[arg-type]
-    return found.pop()
+    results = {float(value) for shard in shards for value in shard.tensor.unique()}
+    assert results == {float(state["step"])}  # type: ignore[arg-type]
+    return results.pop()
 
 
 def save_step(folder: Path, step: int, **options: object) -> Path:

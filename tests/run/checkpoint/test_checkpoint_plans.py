@@ -132,7 +132,7 @@ def test_state_goes_through_every_plan_unchanged(ranks: RankPool, tmp_path: Path
     assert {key.split("/")[0] for key in expected} >= {"model", "optimizer", "average"}
     for plan, (source, target) in zip(plans, itertools.pairwise(folders), strict=True):
         ranks.run(plan.mesh.world_size, pass_on, recipe, plan, str(source), str(target))
-        found = content(target)
-        assert found.keys() == expected.keys()
-        different = [key for key in expected if not torch.equal(found[key], expected[key])]
+        actual = content(target)
+        assert actual.keys() == expected.keys()
+        different = [key for key in expected if not torch.equal(actual[key], expected[key])]
         assert different == [], f"under {plan.mesh}"

@@ -91,9 +91,9 @@ def test_names_buffers_and_config_as_the_model_has_them(tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_text("{}")
     export_checkpoint(tmp_path, blueprint, tmp_path / "export", tokenizer=tokenizer)
-    found = load_file(tmp_path / "export" / "model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    actual = load_file(tmp_path / "export" / "model.safetensors")
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
     assert json.loads((tmp_path / "export" / "config.json").read_text()) == {"model_type": "small"}
     assert (tmp_path / "export" / "tokenizer.json").read_text() == "{}"
 
@@ -115,10 +115,10 @@ def test_the_average_is_exported_when_there_is_one(tmp_path: Path) -> None:
         export_checkpoint(tmp_path / "without", small_model(), tmp_path / "x", use_average=True)
     expected = save_small(tmp_path / "with", average=True)
     folder = export_checkpoint(tmp_path / "with", small_model(), tmp_path / "x", use_average=True, dtype=torch.bfloat16)
-    found = load_file(folder / "model.safetensors")
-    assert torch.equal(found["0.weight"], (expected["0.weight"] + 1).bfloat16())
-    assert torch.equal(found["1.running_var"], expected["1.running_var"].bfloat16())
-    assert found["1.num_batches_tracked"].dtype == torch.int64
+    actual = load_file(folder / "model.safetensors")
+    assert torch.equal(actual["0.weight"], (expected["0.weight"] + 1).bfloat16())
+    assert torch.equal(actual["1.running_var"], expected["1.running_var"].bfloat16())
+    assert actual["1.num_batches_tracked"].dtype == torch.int64
 
 
 def test_an_export_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -175,28 +175,28 @@ class Watched:
 
 def by_expert(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Cut, joined, transposed, dropped, made up, twice the same."""
-    found = dict[str, Tensor]()
+    results = dict[str, Tensor]()
     for name, tensor in weights.items():
         if name == "bias":
-            found |= {"a": tensor, "b": tensor.clone(), "c": tensor.new_zeros(2), "d": torch.ones(2) * 3}
+            results |= {"a": tensor, "b": tensor.clone(), "c": tensor.new_zeros(2), "d": torch.ones(2) * 3}
         elif name != "layer3.experts":
             for index, one in enumerate(tensor.unbind(0)):
                 left, right = one.chunk(2)
-                found[f"{name}.{index}.left"] = left.contiguous()
-                found[f"{name}.{index}.both"] = torch.cat([right.t(), left.t()]).double()
-    return found
+                results[f"{name}.{index}.left"] = left.contiguous()
+                results[f"{name}.{index}.both"] = torch.cat([right.t(), left.t()]).double()
+    return results
 
 
 def test_weights_are_cut_and_renamed_one_at_a_time() -> None:
     weights = Watched()
-    wanted = by_expert({name: weights[name] for name in weights})
+    expected = by_expert({name: weights[name] for name in weights})
     weights.read, weights.most, weights.alive = [], 0, []
     renamed = ExportedWeights(weights, by_expert)
     assert weights.read == []
-    assert list(renamed) == list(wanted)
+    assert list(renamed) == list(expected)
     for name in renamed:
-        assert (renamed.shape(name), renamed.dtype(name)) == (wanted[name].shape, wanted[name].dtype)
-        assert torch.equal(renamed[name], wanted[name])
+        assert (renamed.shape(name), renamed.dtype(name)) == (expected[name].shape, expected[name].dtype)
+        assert torch.equal(renamed[name], expected[name])
     assert weights.read == ["layer0.experts", "layer1.experts", "layer2.experts", "bias"]
     assert weights.most == 1
 
@@ -222,10 +222,10 @@ def test_an_exporter_that_needs_content_gets_it(
     exporter: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
 ) -> None:
     weights = Watched()
-    wanted = exporter({name: weights[name] for name in weights})
+    expected = exporter({name: weights[name] for name in weights})
     renamed = ExportedWeights(weights, exporter)
-    assert list(renamed) == list(wanted)
-    assert all(torch.equal(renamed[name], wanted[name]) for name in wanted)
+    assert list(renamed) == list(expected)
+    assert all(torch.equal(renamed[name], expected[name]) for name in expected)
 
 
 def test_what_is_wrong_with_an_exporter_is_its_own_error() -> None:

@@ -154,12 +154,12 @@ def test_masking_follows_the_rule_and_the_key_alone() -> None:
 @pytest.mark.parametrize("documents", ["packed", "isolated"])
 @pytest.mark.parametrize("shares", [(6,), (3, 3), (1, 2, 3), (4, 1, 1)])
 def test_data_ranks_share_the_batch_of_one_process(corpora: Path, documents: str, shares: tuple[int, ...]) -> None:
-    told = text_recipe(corpora, "a", "b", documents=documents)
-    prepared = PreparedData.from_json(prepare_data(told, TEXT).to_json())
-    one = open_data(told, TEXT, microbatch=MicrobatchPlan(size=12, per_step=1), prepared=prepared)
+    corpus_recipe = text_recipe(corpora, "a", "b", documents=documents)
+    prepared = PreparedData.from_json(prepare_data(corpus_recipe, TEXT).to_json())
+    one = open_data(corpus_recipe, TEXT, microbatch=MicrobatchPlan(size=12, per_step=1), prepared=prepared)
     many = [
         open_data(
-            told,
+            corpus_recipe,
             TEXT,
             microbatch=MicrobatchPlan(size=2, per_step=shares),
             data_ranks=len(shares),
@@ -182,16 +182,18 @@ def test_data_ranks_share_the_batch_of_one_process(corpora: Path, documents: str
 
 @pytest.mark.parametrize("shares", [(6,), (3, 3), (1, 2, 3)])
 def test_evaluation_sees_each_label_once_with_equal_calls(corpora: Path, shares: tuple[int, ...]) -> None:
-    told = text_recipe(corpora)
-    prepared = prepare_data(told, TEXT)
-    corpus_stream = prepare([told.data.train[0].source], vocabulary_size=300, cache=told.data.cache).stream(
-        "validation", 0.1
-    )
-    wanted = corpus_stream.read(1, len(corpus_stream))
+    corpus_recipe = text_recipe(corpora)
+    prepared = prepare_data(corpus_recipe, TEXT)
+    corpus_stream = prepare(
+        [corpus_recipe.data.train[0].source], vocabulary_size=300, cache=corpus_recipe.data.cache
+    ).stream("validation", 0.1)
+    expected = corpus_stream.read(1, len(corpus_stream))
     lists = []
     for index in range(len(shares)):
         plan = MicrobatchPlan(size=2, per_step=shares)
-        source = open_data(told, TEXT, microbatch=plan, data_ranks=len(shares), data_index=index, prepared=prepared)
+        source = open_data(
+            corpus_recipe, TEXT, microbatch=plan, data_ranks=len(shares), data_index=index, prepared=prepared
+        )
         lists.append(list(source.evaluation()))
         assert len(lists[-1]) == source.num_evaluation_steps() == -(-source.validation_size // 12)
         assert source.validation_size % 12
@@ -201,7 +203,7 @@ def test_evaluation_sees_each_label_once_with_equal_calls(corpora: Path, shares:
     labels = torch.cat(
         [microbatch["labels"] for steps in zip(*lists, strict=True) for rank in steps for microbatch in rank]
     )
-    assert labels[labels != -100].tolist() == wanted.tolist()
+    assert labels[labels != -100].tolist() == expected.tolist()
     # The sums of an uneven tail are those of one process.
     total, count = torch.zeros((), dtype=torch.float64), 0.0
     for steps in lists:
@@ -212,26 +214,28 @@ def test_evaluation_sees_each_label_once_with_equal_calls(corpora: Path, shares:
                 total, count = total + part, count + float(number)
     tokens = torch.from_numpy(corpus_stream.read(0, len(corpus_stream) - 1))
     exact = torch.nn.functional.cross_entropy(
-        torch.nn.functional.one_hot(tokens, 300).double(), torch.from_numpy(wanted), reduction="sum"
+        torch.nn.functional.one_hot(tokens, 300).double(), torch.from_numpy(expected), reduction="sum"
     )
-    assert count == len(wanted)
+    assert count == len(expected)
     assert abs(float(total - exact)) <= 1e-10 * float(exact)
 
 
 def test_blend_takes_its_proportions_and_never_validation_documents(corpora: Path) -> None:
-    told = text_recipe(corpora, "a", "b")
-    sources = tuple(replace(source, weight=weight) for source, weight in zip(told.data.train, (3.0, 1.0), strict=True))
-    told = replace(told, data=replace(told.data, train=sources))
-    reader = TrainReader(prepare_data(told, TEXT).train, 0, 12)
+    corpus_recipe = text_recipe(corpora, "a", "b")
+    sources = tuple(
+        replace(source, weight=weight) for source, weight in zip(corpus_recipe.data.train, (3.0, 1.0), strict=True)
+    )
+    corpus_recipe = replace(corpus_recipe, data=replace(corpus_recipe.data, train=sources))
+    reader = TrainReader(prepare_data(corpus_recipe, TEXT).train, 0, 12)
     for step in range(50):
         corpora_of, _, _ = reader.sampler.locate(reader.sampler.sample_ids(step))
         assert np.bincount(corpora_of, minlength=2).tolist() == [9, 3]
 
 
 def test_masked_language_model_batches(corpora: Path) -> None:
-    told = text_recipe(corpora)
+    corpus_recipe = text_recipe(corpora)
     shape = replace(TEXT, task="masked_lm")
-    with open_data(told, shape, microbatch=MicrobatchPlan(size=12)) as source:
+    with open_data(corpus_recipe, shape, microbatch=MicrobatchPlan(size=12)) as source:
         (first,), (again,), (later,) = (source.microbatches(step) for step in (0, 0, 1))
         assert torch.equal(first["tokens"], again["tokens"])
         assert not torch.equal(first["labels"] != -100, later["labels"] != -100)
@@ -244,34 +248,36 @@ def test_masked_language_model_batches(corpora: Path) -> None:
 
 
 def test_fingerprint_and_state(corpora: Path) -> None:
-    told = text_recipe(corpora)
+    corpus_recipe = text_recipe(corpora)
     plan = MicrobatchPlan(size=12)
-    source = open_data(told, TEXT, microbatch=plan)
+    source = open_data(corpus_recipe, TEXT, microbatch=plan)
     state = source.state(7)
     assert source.step_of(json.loads(json.dumps(state))) == 7
-    assert open_data(replace(told, run=RunRecipe(steps=5)), TEXT, microbatch=plan).fingerprint != ""
-    longer = open_data(told, replace(TEXT, sequence_length=64), microbatch=plan)
+    assert open_data(replace(corpus_recipe, run=RunRecipe(steps=5)), TEXT, microbatch=plan).fingerprint != ""
+    longer = open_data(corpus_recipe, replace(TEXT, sequence_length=64), microbatch=plan)
     with pytest.raises(DataError, match="samples would not be the same"):
         longer.step_of(state)
-    seeded = open_data(replace(told, run=RunRecipe(steps=10, seed=2)), TEXT, microbatch=plan)
+    seeded = open_data(replace(corpus_recipe, run=RunRecipe(steps=10, seed=2)), TEXT, microbatch=plan)
     with pytest.raises(DataError, match=r"run\.seed = 1234, but the recipe now says 2|run\.seed = 1, but"):
         seeded.step_of(state)
 
 
 def test_separate_validation_sources_are_evaluated_whole(corpora: Path) -> None:
-    told = text_recipe(corpora)
-    told = replace(told, data=replace(told.data, validation=(DataSource(source=str(corpora / "b.jsonl")),)))
-    prepared = prepare_data(told, TEXT)
-    source = open_data(told, TEXT, microbatch=MicrobatchPlan(size=12), prepared=prepared)
+    corpus_recipe = text_recipe(corpora)
+    corpus_recipe = replace(
+        corpus_recipe, data=replace(corpus_recipe.data, validation=(DataSource(source=str(corpora / "b.jsonl")),))
+    )
+    prepared = prepare_data(corpus_recipe, TEXT)
+    source = open_data(corpus_recipe, TEXT, microbatch=MicrobatchPlan(size=12), prepared=prepared)
     labels = sum(int((m["labels"] != -100).sum()) for step in source.evaluation() for m in step)
     corpus = prepare([corpora / "b.jsonl"], vocabulary_size=300, tokenizer=prepared.tokenizer, cache=corpora / "cache")
     assert labels == corpus.num_tokens - 1
 
 
 def test_no_validation_is_an_error_only_when_asked(corpora: Path) -> None:
-    told = text_recipe(corpora)
-    told = replace(told, data=replace(told.data, validation_fraction=0.0))
-    source = open_data(told, TEXT, microbatch=MicrobatchPlan(size=12))
+    corpus_recipe = text_recipe(corpora)
+    corpus_recipe = replace(corpus_recipe, data=replace(corpus_recipe.data, validation_fraction=0.0))
+    source = open_data(corpus_recipe, TEXT, microbatch=MicrobatchPlan(size=12))
     assert source.validation_size == source.num_evaluation_steps() == 0
     with pytest.raises(DataError, match="no validation data to evaluate on"):
         next(source.evaluation())
@@ -307,8 +313,8 @@ def test_corpus_shorter_than_a_sample_is_refused() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (64,)])
 def test_digits_have_a_fixed_split(shape: tuple[int, ...]) -> None:
-    wanted = DataShape(task="classification", image_shape=shape)
-    source = open_data(recipe("digits", batch=100), wanted, microbatch=MicrobatchPlan(size=50, per_step=2))
+    expected = DataShape(task="classification", image_shape=shape)
+    source = open_data(recipe("digits", batch=100), expected, microbatch=MicrobatchPlan(size=50, per_step=2))
     assert source.validation_size == 297
     first = source.microbatches(0)[0]
     assert first["images"].shape == (50, *shape)
@@ -345,8 +351,8 @@ def test_digits_that_do_not_fit_are_refused() -> None:
     ids=lambda shape: shape.task,
 )
 def test_synthetic_sources_need_no_file(shape: DataShape) -> None:
-    told = recipe("synthetic")
-    sources = [open_data(told, shape, microbatch=MicrobatchPlan(size=6, per_step=2)) for _ in range(2)]
+    corpus_recipe = recipe("synthetic")
+    sources = [open_data(corpus_recipe, shape, microbatch=MicrobatchPlan(size=6, per_step=2)) for _ in range(2)]
     for left, right in zip(sources[0].microbatches(3), sources[1].microbatches(3), strict=True):
         assert all(torch.equal(left[name], right[name]) for name in left)
     steps = list(sources[0].evaluation())
@@ -387,11 +393,11 @@ def test_shape_is_read_off_the_blueprint() -> None:
         vocabulary_size=99,
         example=example,
     )
-    told = recipe("synthetic")
-    assert data_shape(blueprint, told) == DataShape(task="masked_lm", sequence_length=17, vocabulary_size=99)
+    corpus_recipe = recipe("synthetic")
+    assert data_shape(blueprint, corpus_recipe) == DataShape(task="masked_lm", sequence_length=17, vocabulary_size=99)
     blueprint.vocabulary_size = None
     with pytest.raises(DataError, match="gives no vocabulary_size"):
-        data_shape(blueprint, told)
+        data_shape(blueprint, corpus_recipe)
     blueprint = Blueprint(
         module=torch.nn.Identity(),
         inputs={"images": "images"},
@@ -402,9 +408,9 @@ def test_shape_is_read_off_the_blueprint() -> None:
             "labels": torch.zeros(size, 3, device="meta"),
         },
     )
-    assert data_shape(blueprint, told) == DataShape(task="regression", image_shape=(64,), label_shape=(3,))
+    assert data_shape(blueprint, corpus_recipe) == DataShape(task="regression", image_shape=(64,), label_shape=(3,))
     mlp = replace(
-        told,
+        corpus_recipe,
         model=ModelRecipe(reference="mlp", shape=MlpShape(num_layers=1, input_size=4, hidden_size=8, num_classes=7)),
     )
     blueprint.example = None

@@ -176,8 +176,8 @@ def test_two_preparations_at_once_agree(tmp_path: Path, library: Path) -> None:
     folder = tmp_path / "shared"
     children = [start_preparing(library, folder, workers=1) for _ in range(2)]
     assert [child.wait(60) for child in children] == [0, 0]
-    found = bytes_of(folder)
-    assert found == bytes_of(whole.folder)
+    results = bytes_of(folder)
+    assert results == bytes_of(whole.folder)
 
 
 @pytest.mark.usefixtures("small_shards")

@@ -114,12 +114,12 @@ def test_sounds_are_what_the_extractor_gives(tmp_path: Path) -> None:
         write_wave(tmp_path / f"{at}.wav", values)
     rows = [{"audio": f"{at}.wav", "label": name} for at, name in enumerate(("yes", "no"))]
     data = prepared(write_rows(tmp_path / "train.jsonl", rows), tmp_path / "model", 800)
-    found = values_of(data, 2)
+    results = values_of(data, 2)
     read = [(values * 32767).astype("<i2").astype(np.float32) / 32768 for values in waves]
     settings = {"sampling_rate": 8000, "padding": "max_length", "max_length": 800, "return_tensors": "np"}
     for at in (0, 1):
-        assert (found["input_values"][at] == extractor([read[at]], **settings)["input_values"][0]).all()
-    assert found["labels"].tolist() == [1, 0]
+        assert (results["input_values"][at] == extractor([read[at]], **settings)["input_values"][0]).all()
+    assert results["labels"].tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,12 @@ def test_permutation_is_a_bijection(size: int, key: int) -> None:
 def test_permutation_of_a_huge_range_needs_no_memory() -> None:
     size = 10**15 + 37
     positions = np.linspace(0, size - 1, 5000).astype(np.int64)
-    found = Permutation(size, 1)(positions)
-    assert len(np.unique(found)) == len(positions)
-    assert found.min() >= 0
-    assert found.max() < size
+    permuted = Permutation(size, 1)(positions)
+    assert len(np.unique(permuted)) == len(positions)
+    assert permuted.min() >= 0
+    assert permuted.max() < size
     # Uniform: the mean of 5,000 draws lies within five standard errors of the middle.
-    assert abs(found.mean() / size - 0.5) < 5 * 12**-0.5 / 5000**0.5
+    assert abs(permuted.mean() / size - 0.5) < 5 * 12**-0.5 / 5000**0.5
 
 
 def test_permutations_differ_by_epoch_and_seed_and_are_fixed_for_ever() -> None:

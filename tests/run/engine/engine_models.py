@@ -31,8 +31,8 @@ class Tables(nn.Module):
 
 def squares(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """Sum of weighted squares over samples, and their number."""
-    wanted = batch["targets"].to(outputs.dtype)
-    return (outputs - wanted).square().sum(), torch.tensor(float(outputs.shape[0]))
+    expected = batch["targets"].to(outputs.dtype)
+    return (outputs - expected).square().sum(), torch.tensor(float(outputs.shape[0]))
 
 
 def tables_blueprint(*, sparse: bool, tied: bool = False, vocabulary: bool = False) -> Blueprint:

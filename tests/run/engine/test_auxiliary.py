@@ -109,7 +109,7 @@ def sample(index: int) -> dict[str, Tensor]:
 
 
 def train(plans: dict[str, Plan], optimizer: OptimizerRecipe = ADAMW) -> dict[str, tuple[Seen, list[dict[str, float]]]]:
-    found: dict[str, tuple[Seen, list[dict[str, float]]]] = {}
+    results: dict[str, tuple[Seen, list[dict[str, float]]]] = {}
     for name, plan in plans.items():
         training = Training(recipe_of(optimizer=optimizer), plan, blueprint, sample)
         values: list[dict[str, float]] = []
@@ -122,23 +122,23 @@ def train(plans: dict[str, Plan], optimizer: OptimizerRecipe = ADAMW) -> dict[st
         training.state.stepper = lambda *given, stepper=stepper, **more: note(stepper(*given, **more))  # type: ignore[assignment]
         for step in range(STEPS):
             training.step(step)
-        found[name] = training.finished(), values
+        results[name] = training.finished(), values
         training.state.close()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("world", PLANS)
 def test_terms_are_those_of_the_whole_batch_under_every_plan(ranks: Any, world: int) -> None:
     (alone,) = ranks.run(1, train, {"alone": one_process(PLANS[world][next(iter(PLANS[world]))])})
-    wanted, values = alone["alone"]
-    found = ranks.run(world, train, PLANS[world])
+    expected, values = alone["alone"]
+    actual = ranks.run(world, train, PLANS[world])
     for name in PLANS[world]:
-        seen = agreed([one[name][0] for one in found])
-        assert seen.losses == pytest.approx(wanted.losses, rel=1e-10), name
-        assert seen.norms == pytest.approx(wanted.norms, rel=1e-10), name
-        worst = compare(assemble([wanted.state]), assemble([one[name][0].state for one in found]))[0]
+        seen = agreed([one[name][0] for one in actual])
+        assert seen.losses == pytest.approx(expected.losses, rel=1e-10), name
+        assert seen.norms == pytest.approx(expected.norms, rel=1e-10), name
+        worst = compare(assemble([expected.state]), assemble([one[name][0].state for one in actual]))[0]
         assert worst.relative < TOLERANCES["fp64"], f"{name}: {worst}"
-        for one in found:
+        for one in actual:
             for ours, theirs in zip(one[name][1], values, strict=True):
                 assert ours == pytest.approx(theirs, rel=1e-10), name
 
@@ -146,21 +146,21 @@ def test_terms_are_those_of_the_whole_batch_under_every_plan(ranks: Any, world: 
 def test_one_step_is_that_of_plain_torch(ranks: Any) -> None:
     """The objective written down as one expression: mean loss, and weighted terms, which the loss does not hold."""
     plan = plan_of(micro=2)
-    (found,) = ranks.run(1, one_plain_step, plan)
+    (actual,) = ranks.run(1, one_plain_step, plan)
     module = blueprint().module
-    dropout = KeyedDropout(0.3, "dropout", found["context"])
+    dropout = KeyedDropout(0.3, "dropout", actual["context"])
     module.dropout = dropout
     batch = {name: torch.cat([sample(i)[name] for i in range(BATCH)]) for name in sample(0)}
-    with found["context"].entered(found["state"]):
+    with actual["context"].entered(actual["state"]):
         outputs = module(batch["features"])
     total, count = squares(outputs, batch)
     sums, number = loads(outputs, batch)
     mean = total / count
     (mean + WEIGHT * balance(sums / number) + 0.2 * entropy(sums / number)).backward()
-    assert found["loss"] == pytest.approx(float(mean.detach()), rel=1e-12)
+    assert actual["loss"] == pytest.approx(float(mean.detach()), rel=1e-12)
     for name, parameter in module.named_parameters():
-        wanted = parameter.detach() - 0.5 * parameter.grad
-        torch.testing.assert_close(found["weights"][name], wanted, rtol=1e-10, atol=1e-12)
+        expected = parameter.detach() - 0.5 * parameter.grad
+        torch.testing.assert_close(actual["weights"][name], expected, rtol=1e-10, atol=1e-12)
 
 
 def one_plain_step(plan: Plan) -> dict[str, Any]:

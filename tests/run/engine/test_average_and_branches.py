@@ -58,13 +58,13 @@ def branches_by_torch() -> dict[str, Tensor]:
 
 
 def test_unused_parameters_are_left_alone_as_in_plain_torch(ranks: Any) -> None:
-    wanted, first = branches_by_torch(), branches_blueprint().module.state_dict()
-    assert not torch.equal(wanted["model/rare.weight"], first["rare.weight"]), "two of six steps use it"
-    found = ranks.run(2, run_branches, PLANS)
+    expected, first = branches_by_torch(), branches_blueprint().module.state_dict()
+    assert not torch.equal(expected["model/rare.weight"], first["rare.weight"]), "two of six steps use it"
+    actual = ranks.run(2, run_branches, PLANS)
     for name in PLANS:
-        agreed([one[name] for one in found])
-        state = assemble([one[name].state for one in found])
-        worst = compare(wanted, {key: tensor for key, tensor in state.items() if key.startswith("model/")})[0]
+        agreed([one[name] for one in actual])
+        state = assemble([one[name].state for one in actual])
+        worst = compare(expected, {key: tensor for key, tensor in state.items() if key.startswith("model/")})[0]
         assert worst.relative < TOLERANCES["fp64"], f"{name}: {worst}"
         assert torch.equal(state["model/never.weight"], first["never.weight"]), name
         assert float(state["optimizer/step/rare.weight"]) == 2.0, name
@@ -76,7 +76,7 @@ def test_unused_parameters_are_left_alone_as_in_plain_torch(ranks: Any) -> None:
 
 def run_averages(plans: dict[str, Plan]) -> dict[str, tuple[Seen, Seen, float, float]]:
     """With and without an average, evaluating after every step; and the loss of averages and of masters."""
-    found: dict[str, tuple[Seen, Seen, float, float]] = {}
+    results: dict[str, tuple[Seen, Seen, float, float]] = {}
     for name, plan in plans.items():
         plain = train(recipe_of(optimizer=ADAMW), plan, 4)
         training = Training(recipe_of(optimizer=replace(ADAMW, average_decay=0.8)), plan)
@@ -88,22 +88,22 @@ def run_averages(plans: dict[str, Plan]) -> dict[str, tuple[Seen, Seen, float, f
             with average.swapped(stores.gather_weights):
                 inside = float(training.state.model.runner.evaluate(training.data.microbatches(0), step=0, seed=1).sum)
         outside = float(training.state.model.runner.evaluate(training.data.microbatches(0), step=0, seed=1).sum)
-        found[name] = plain, training.finished(), inside, outside
-    return found
+        results[name] = plain, training.finished(), inside, outside
+    return results
 
 
 def test_evaluation_takes_the_average_and_training_does_not_notice(ranks: Any) -> None:
     ((alone, _, _, _),) = [one["one"] for one in ranks.run(1, run_averages, {"one": one_process(PLANS["zero1"])})]
     single = ranks.run(1, run_averages, {"one": one_process(PLANS["zero1"])})[0]["one"]
     assert alone.losses == single[0].losses
-    found = ranks.run(2, run_averages, PLANS)
+    results = ranks.run(2, run_averages, PLANS)
     for name in PLANS:
-        for plain, averaged, _, _ in (one[name] for one in found):
+        for plain, averaged, _, _ in (one[name] for one in results):
             assert averaged.losses == plain.losses, f"{name}: the average changes training"
             masters = [stored for stored in averaged.state if not stored.name.startswith("average/")]
             for ours, theirs in zip(masters, plain.state, strict=True):
                 assert torch.equal(ours.tensor, theirs.tensor), f"{name}: {ours.name}"
-        inside, outside = (sum(one[name][i] for one in found) for i in (2, 3))
+        inside, outside = (sum(one[name][i] for one in results) for i in (2, 3))
         assert abs(inside - single[2]) <= 1e-10 * abs(inside), name
         assert abs(outside - single[3]) <= 1e-10 * abs(outside), name
         assert abs(inside - outside) > 1e-3, "the average is not the last weights"
@@ -186,14 +186,14 @@ def run_pairs(plans: dict[str, Plan]) -> dict[str, tuple[Seen, Seen, Seen]]:
 
 
 def test_several_models_and_optimizers_in_one_loop_equal_one_process(ranks: Any) -> None:
-    wanted = ranks.run(1, run_pairs, {"one": one_process(PLANS["zero1"])})[0]["one"]
-    assert wanted[0].losses[-1] < wanted[0].losses[0]
-    found = ranks.run(2, run_pairs, PLANS)
+    expected = ranks.run(1, run_pairs, {"one": one_process(PLANS["zero1"])})[0]["one"]
+    assert expected[0].losses[-1] < expected[0].losses[0]
+    actual = ranks.run(2, run_pairs, PLANS)
     for name, plan in PLANS.items():
         for index, title in enumerate(("student", "generator", "critic")):
             if plan.data_parallel.zero == 3 and index:
                 continue
-            agreed([one[name][index] for one in found])
-            state = assemble([one[name][index].state for one in found])
-            worst = compare(assemble([wanted[index].state]), state)[0]
+            agreed([one[name][index] for one in actual])
+            state = assemble([one[name][index].state for one in actual])
+            worst = compare(assemble([expected[index].state]), state)[0]
             assert worst.relative < TOLERANCES["fp64"], f"{title} under {name}: {worst}"

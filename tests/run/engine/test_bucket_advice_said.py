@@ -49,9 +49,9 @@ def say() -> str:
 
 
 def test_the_last_line_has_the_bucket_that_would_have_been_better(ranks: Any) -> None:
-    told = [line for line in ranks.run(2, say)[0].splitlines() if line.startswith("data axis: ")]
-    assert len(told) == 1
+    messages = [line for line in ranks.run(2, say)[0].splitlines() if line.startswith("data axis: ")]
+    assert len(messages) == 1
     # The share exposed is 100 ms by the script above; the second figure carries the few ms that joining took.
-    assert re.match(r"data axis: 100 ms of 1\d\d ms exposed in a step; buckets of ", told[0]), told[0]
-    assert "--set plan.data_parallel.bucket_bytes=" in told[0]
-    assert 0 < int(told[0].rpartition("=")[2]) < 20 << 20
+    assert re.match(r"data axis: 100 ms of 1\d\d ms exposed in a step; buckets of ", messages[0]), messages[0]
+    assert "--set plan.data_parallel.bucket_bytes=" in messages[0]
+    assert 0 < int(messages[0].rpartition("=")[2]) < 20 << 20

@@ -89,13 +89,13 @@ def shared_mesh(plans: dict[str, Plan]) -> Mesh:
 
 def train_all(plans: dict[str, Plan], steps: int) -> dict[str, Seen]:
     mesh = shared_mesh(plans)
-    found: dict[str, Seen] = {}
+    results: dict[str, Seen] = {}
     for name, plan in plans.items():
         training = Training(recipe(plan), plan, mesh=mesh)
         for step in range(steps):
             training.step(step)
-        found[name] = training.finished()
-    return found
+        results[name] = training.finished()
+    return results
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -107,8 +107,8 @@ def test_every_mesh_trains_as_without_compression(ranks: Any, mesh: str) -> None
     for plan in plans.values():
         check_plan(plan, recipe(plan), facts_of(recipe(plan)), plan.mesh.world_size)
         check_runnable(plan)
-    found = ranks.run(plans["none"].mesh.world_size, train_all, plans, FEW, timeout=PATIENCE)
-    seen = {name: agreed([one[name] for one in found]) for name in plans}
+    results = ranks.run(plans["none"].mesh.world_size, train_all, plans, FEW, timeout=PATIENCE)
+    seen = {name: agreed([one[name] for one in results]) for name in plans}
     for name in set(plans) - {"none"}:
         limit = {"bf16": 1e-3, "int8": 1e-2}.get(name, 0.1)
         assert seen[name].losses[0] == seen["none"].losses[0], name
@@ -119,7 +119,7 @@ def test_every_mesh_trains_as_without_compression(ranks: Any, mesh: str) -> None
     assert seen["none"].bytes["residuals"] == 0
     for name in plans:  # copies of a weight on several ranks are the same bits
         copies: dict[tuple[str, int, int], Tensor] = {}
-        for stored in (stored for one in found for stored in one[name].state if stored.name.startswith("model/")):
+        for stored in (stored for one in results for stored in one[name].state if stored.name.startswith("model/")):
             key = (stored.name, stored.split.index if stored.split else -1, stored.start)
             first = copies.setdefault(key, stored.tensor)
             if len(first) == len(stored.tensor):
@@ -130,16 +130,16 @@ def test_every_mesh_trains_as_without_compression(ranks: Any, mesh: str) -> None
 def test_half_precision(ranks: Any, codec: str) -> None:
     for precision in ("bf16", "fp16"):
         plan = compressed(codec, precision, replicate=2, zero=1)
-        found = ranks.run(2, train_all, {"it": plan, "none": exact(precision, replicate=2, zero=1)}, END)
-        assert found[0]["it"].losses == pytest.approx(found[0]["none"].losses, rel=0.02)
+        results = ranks.run(2, train_all, {"it": plan, "none": exact(precision, replicate=2, zero=1)}, END)
+        assert results[0]["it"].losses == pytest.approx(results[0]["none"].losses, rel=0.02)
 
 
 def test_biased_codecs_in_bf16(ranks: Any) -> None:
     plans = {codec: compressed(codec, "bf16", replicate=2, zero=1) for codec in BIASED}
     plans["none"] = exact("bf16", replicate=2, zero=1)
-    found = ranks.run(2, train_all, plans, END)
+    results = ranks.run(2, train_all, plans, END)
     for codec in BIASED:
-        assert agreed([one[codec] for one in found]).losses == pytest.approx(found[0]["none"].losses, rel=0.1)
+        assert agreed([one[codec] for one in results]).losses == pytest.approx(results[0]["none"].losses, rel=0.1)
 
 
 # ── skipped steps ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -187,7 +187,7 @@ def test_a_skipped_step_freezes_everything(ranks: Any, mesh: str) -> None:
 def interrupt(plans: dict[str, Plan], folder: Path) -> dict[str, tuple[Seen, Seen]]:
     """Train to the end with a save on the way; and again from that save, by objects made anew."""
     mesh = shared_mesh(plans)
-    found: dict[str, tuple[Seen, Seen]] = {}
+    results: dict[str, tuple[Seen, Seen]] = {}
     for name, plan in plans.items():
         whole = Training(recipe(plan), plan, mesh=mesh)
         keeper = Checkpointer(folder / name, Peers.of_group(mesh["world"]), file_bytes=50_000)
@@ -199,18 +199,18 @@ def interrupt(plans: dict[str, Plan], folder: Path) -> dict[str, tuple[Seen, See
         again.state.restored(keeper.load("latest", again.state.checkpoint_shards()))
         for step in range(SAVED, END):
             again.step(step)
-        found[name] = whole.finished(), again.finished()
-    return found
+        results[name] = whole.finished(), again.finished()
+    return results
 
 
 @pytest.mark.parametrize("mesh", ["zero 0", "zero 2", "hybrid", "tensor and sequence", "pipeline"])
 def test_the_same_plan_goes_on_bit_for_bit(ranks: Any, tmp_path: Path, mesh: str) -> None:
     plans = {codec: compressed(codec, **MESHES[mesh]) for codec in CODECS if fits(codec, MESHES[mesh])}
-    found = ranks.run(plans["int8"].mesh.world_size, interrupt, plans, tmp_path, timeout=PATIENCE)
+    results = ranks.run(plans["int8"].mesh.world_size, interrupt, plans, tmp_path, timeout=PATIENCE)
     for name in plans:
-        whole, again = agreed([one[name][0] for one in found]), agreed([one[name][1] for one in found])
+        whole, again = agreed([one[name][0] for one in results]), agreed([one[name][1] for one in results])
         assert again.losses == whole.losses[SAVED:], name
-        for one in found:
+        for one in results:
             pairs = list(zip(one[name][0].state, one[name][1].state, strict=True))
             assert [a.name for a, b in pairs if not torch.equal(a.tensor, b.tensor)] == [], name
 
@@ -263,15 +263,15 @@ def test_other_ranks_go_on_owing_the_same_sum(ranks: Any, tmp_path: Path) -> Non
     for number, settings in enumerate(CHAIN):
         plans = {codec: compressed(codec, **settings) for codec in BIASED if codec != "onebit"}
         world, steps = plans["topk"].mesh.world_size, (2 * number, 2 * number + 2)
-        found = ranks.run(world, leg_of_all, plans, tmp_path, *steps, timeout=PATIENCE)
+        results = ranks.run(world, leg_of_all, plans, tmp_path, *steps, timeout=PATIENCE)
         for codec in plans:
-            begun = owed([one[codec][0] for one in found])
+            begun = owed([one[codec][0] for one in results])
             if number:
                 common = before[codec].keys() & begun.keys()
                 assert len(common) > 8, f"the plans compress the same matrices of {codec}, or nearly"
                 for name in common:
                     torch.testing.assert_close(begun[name], before[codec][name], rtol=1e-5, atol=1e-9)
-            before[codec] = owed([one[codec][1] for one in found])
+            before[codec] = owed([one[codec][1] for one in results])
             assert any(bool(tensor.any()) for tensor in before[codec].values()), codec
 
 
@@ -298,14 +298,14 @@ class Momenta:
     def of(cls, stored_shards: list[list[CheckpointShard]]) -> Momenta:
         def shared(kind: str) -> dict[str, Tensor]:
             mine = [[p for p in group if p.name.startswith(f"compression/{kind}/")] for group in stored_shards]
-            return {name.removeprefix(f"compression/{kind}/"): found for name, found in assemble(mine).items()}
+            return {name.removeprefix(f"compression/{kind}/"): results for name, results in assemble(mine).items()}
 
         averages = [[p for p in group if p.name.startswith("optimizer/exp_avg/")] for group in stored_shards]
         return cls(
-            owed={name.removeprefix("compression/residual/"): found for name, found in owed(stored_shards).items()},
+            owed={name.removeprefix("compression/residual/"): results for name, results in owed(stored_shards).items()},
             sent=shared("momentum"),
-            steps={name: int(found) for name, found in shared("steps").items()},
-            average={name.removeprefix("optimizer/exp_avg/"): found for name, found in assemble(averages).items()},
+            steps={name: int(results) for name, results in shared("steps").items()},
+            average={name.removeprefix("optimizer/exp_avg/"): results for name, results in assemble(averages).items()},
         )
 
 
@@ -339,8 +339,8 @@ def test_1_bit_adam_goes_on_on_other_ranks(ranks: Any, tmp_path: Path) -> None:
     before = Momenta({}, {}, {}, {})
     for number, settings in enumerate(ONEBIT_CHAIN):
         plan = compressed("onebit", **settings)
-        found = ranks.run(plan.mesh.world_size, leg_of_onebit, plan, tmp_path, 3 * number, 3 * number + 3)
-        begun, ended = (Momenta.of([one[moment] for one in found]) for moment in (0, 1))
+        results = ranks.run(plan.mesh.world_size, leg_of_onebit, plan, tmp_path, 3 * number, 3 * number + 3)
+        begun, ended = (Momenta.of([one[moment] for one in results]) for moment in (0, 1))
         if number:
             assert before.owed.keys() & begun.owed.keys()
             for name in before.owed.keys() & begun.owed.keys():
@@ -362,8 +362,8 @@ def test_a_second_warm_up_pays_what_was_owed(ranks: Any, tmp_path: Path) -> None
     ranks.run(2, leg_of_onebit, compressed("onebit", replicate=2), tmp_path / "it", 0, 3)
     shutil.copytree(tmp_path / "it", tmp_path / "none")
     plan, unclipped = compressed("onebit", **MESHES["hybrid"]), recipe(compressed("onebit"))
-    found = ranks.run(4, leg_of_onebit, plan, tmp_path / "it", 3, 4)
-    begun, ended = (Momenta.of([one[moment] for one in found]) for moment in (0, 1))
+    results = ranks.run(4, leg_of_onebit, plan, tmp_path / "it", 3, 4)
+    begun, ended = (Momenta.of([one[moment] for one in results]) for moment in (0, 1))
     forgot = ranks.run(4, leg_of_onebit, exact(**MESHES["hybrid"]), tmp_path / "none", 3, 4, unclipped)
     without = Momenta.of([one[1] for one in forgot]).average
     assert not any(bool(tensor.any()) for tensor in ended.owed.values())
@@ -379,20 +379,20 @@ def test_compression_may_begin_and_end_with_a_resume(ranks: Any, tmp_path: Path)
     begun = [one[0] for one in ranks.run(2, leg, compressed("topk", replicate=2), tmp_path, 2, 4)]
     assert owed(begun)
     assert all(not bool(tensor.any()) for tensor in owed(begun).values())
-    told = ranks.run(2, told_by, "weft.run.checkpoint", leg, plain, tmp_path, 4, 5)
-    assert len(told[0]) == 1
-    assert "what compressed gradients still owed to" in told[0][0]
-    assert "it is dropped" in told[0][0]
-    assert told[1] == []
+    messages = ranks.run(2, told_by, "weft.run.checkpoint", leg, plain, tmp_path, 4, 5)
+    assert len(messages[0]) == 1
+    assert "what compressed gradients still owed to" in messages[0][0]
+    assert "it is dropped" in messages[0][0]
+    assert messages[1] == []
 
 
 def told_by(room: str, job: Callable[..., Any], *args: Any, **settings: Any) -> list[str]:
     """Warnings of a room while this rank does a job."""
-    told = list[str]()
+    messages = list[str]()
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            told.append(record.getMessage())
+            messages.append(record.getMessage())
 
     logger, listener = logging.getLogger(room), Listener(logging.WARNING)
     logger.addHandler(listener)
@@ -400,7 +400,7 @@ def told_by(room: str, job: Callable[..., Any], *args: Any, **settings: Any) -> 
         job(*args, **settings)
     finally:
         logger.removeHandler(listener)
-    return told
+    return messages
 
 
 def what_is_told(plans: dict[str, Plan]) -> dict[str, list[str]]:
@@ -411,12 +411,12 @@ def what_is_told(plans: dict[str, Plan]) -> dict[str, list[str]]:
 def test_what_is_not_proven_to_converge_is_said_aloud_once(ranks: Any) -> None:
     plans = {codec: compressed(codec, replicate=2) for codec in CODECS}
     first, second = ranks.run(2, what_is_told, plans)
-    assert all(told == [] for told in second.values())
-    for codec, told in first.items():
+    assert all(messages == [] for messages in second.values())
+    for codec, messages in first.items():
         if codec not in ("randomk", "signsgd"):
-            assert told == [], codec
+            assert messages == [], codec
             continue
-        (message,) = told
+        (message,) = messages
         assert f'plan.data_parallel.compression = "{codec}": nothing guarantees that this training conv' in message
         assert 'or use "int8"' in message
 

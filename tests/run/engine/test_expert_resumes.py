@@ -48,14 +48,14 @@ def alone(recipe: Recipe) -> Seen:
 def test_experts_go_from_plan_to_plan(ranks: Any, tmp_path: Path) -> None:
     recipe = recipe_of(num_experts=4, top_k=2, expert_ffn_size=12, shared_experts=1, first_dense_layers=1)
     losses: list[float] = []
-    found: list[Seen] = []
+    actual: list[Seen] = []
     for first, plan in enumerate(LEGS):
-        found = ranks.run(plan.mesh.world_size, carry_on, recipe, plan, tmp_path, first)
-        losses += agreed(found).losses
-    (wanted,) = ranks.run(1, alone, recipe)
-    assert losses == pytest.approx(wanted.losses, rel=1e-10)
-    state = assemble([one.state for one in found])
-    worst = compare(assemble([wanted.state]), state)[0]
+        actual = ranks.run(plan.mesh.world_size, carry_on, recipe, plan, tmp_path, first)
+        losses += agreed(actual).losses
+    (expected,) = ranks.run(1, alone, recipe)
+    assert losses == pytest.approx(expected.losses, rel=1e-10)
+    state = assemble([one.state for one in actual])
+    worst = compare(assemble([expected.state]), state)[0]
     assert worst.relative < TOLERANCES["fp64"], str(worst)
     # Names and shapes are those of the model, whoever held which experts.
     whole = {f"model/{name}": tensor.shape for name, tensor in build_model(recipe).module.named_parameters()}

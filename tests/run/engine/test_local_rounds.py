@@ -102,7 +102,7 @@ def played(
     samples = [TrialData(blueprint, plan, data_index=i, seed=made.run.seed) for i in range(plan.mesh.data)]
     losses, norms, counted = list[float](), list[float](), [0.0] * len(replicas)
     for step in range(STEPS):
-        sums, counts, found = list[float](), list[float](), list[float]()
+        sums, counts, results = list[float](), list[float](), list[float]()
         for index, (module, optimizer) in enumerate(zip(replicas, inner, strict=True)):
             module.zero_grad()
             batches = [b for one in samples[index * shard : (index + 1) * shard] for b in one.microbatches(step)]
@@ -110,13 +110,13 @@ def played(
             loss, count = sum(total for total, _ in totals), sum(float(count) for _, count in totals)
             assert isinstance(loss, Tensor)
             (loss / (count or 1.0)).backward()
-            found.append(loop._clip(list(module.parameters())))
+            results.append(loop._clip(list(module.parameters())))
             if count:
                 loop._step(optimizer, step)
             sums.append(float(loss.detach()))
             counts.append(count)
         losses.append(sum(sums) / sum(counts))
-        norms.append(max(found))
+        norms.append(max(results))
         counted = [total + count for total, count in zip(counted, counts, strict=True)]
         if (step + 1) % data.local_steps == 0 or step + 1 == STEPS:
             with torch.no_grad():
@@ -141,12 +141,12 @@ def test_replicas_are_those_that_one_process_plays(ranks: Any, mesh: str) -> Non
     made, plan = recipe(), local(ROUND, **MESHES[mesh])
     check_plan(plan, made, facts_of(made), plan.mesh.world_size)
     check_runnable(plan)
-    found = ranks.run(plan.mesh.world_size, trained, made, plan, STEPS, timeout=LIMIT)
-    losses, norms, wanted = played(made, plan, weights([one[0] for one in found]))
-    seen = agreed([one[1] for one in found])
+    actual = ranks.run(plan.mesh.world_size, trained, made, plan, STEPS, timeout=LIMIT)
+    losses, norms, expected = played(made, plan, weights([one[0] for one in actual]))
+    seen = agreed([one[1] for one in actual])
     assert seen.losses == pytest.approx(losses, rel=TOLERANCES["fp64"])
     assert seen.norms == pytest.approx(norms, rel=TOLERANCES["fp64"])
-    worst = compare(wanted, weights([one[1].state for one in found]))[0]
+    worst = compare(expected, weights([one[1].state for one in actual]))[0]
     assert worst.relative < TOLERANCES["fp64"], str(worst)
 
 
@@ -154,8 +154,8 @@ def test_replicas_are_those_that_one_process_plays(ranks: Any, mesh: str) -> Non
 def test_rounds_of_one_plain_step_are_ordinary_data_parallelism(ranks: Any, mesh: str) -> None:
     made = recipe(replace(PLAIN, weight_decay=0.1))
     plans = {"local": local(1, rate=1.0, momentum=0.0, **MESHES[mesh]), "ordinary": plan_of(**MESHES[mesh])}
-    found = ranks.run(plans["local"].mesh.world_size, train_both, made, plans, timeout=LIMIT)
-    local_, ordinary = ([one[name] for one in found] for name in plans)
+    results = ranks.run(plans["local"].mesh.world_size, train_both, made, plans, timeout=LIMIT)
+    local_, ordinary = ([one[name] for one in results] for name in plans)
     assert agreed(local_).losses == pytest.approx(agreed(ordinary).losses, rel=TOLERANCES["fp64"])
     worst = compare(weights([one.state for one in ordinary]), weights([one.state for one in local_]))[0]
     assert worst.relative < TOLERANCES["fp64"], str(worst)
@@ -173,8 +173,8 @@ def train_both(made: Recipe, plans: Mapping[str, Plan], model: str = "") -> dict
 def test_parameters_of_some_samples_and_sparse_tables(ranks: Any, model: str) -> None:
     """A layer that only one replica used in a step stays as it is on the other; rows of tables meet inside one."""
     plans = {"local": local(1, rate=1.0, momentum=0.0, replicate=2), "ordinary": plan_of(replicate=2)}
-    found = ranks.run(2, train_both, recipe(PLAIN), plans, model, timeout=LIMIT)
-    local_, ordinary = ([one[name] for one in found] for name in plans)
+    results = ranks.run(2, train_both, recipe(PLAIN), plans, model, timeout=LIMIT)
+    local_, ordinary = ([one[name] for one in results] for name in plans)
     assert agreed(local_).losses == pytest.approx(agreed(ordinary).losses, rel=TOLERANCES["fp64"])
     worst = compare(weights([one.state for one in ordinary]), weights([one.state for one in local_]))[0]
     assert worst.relative < TOLERANCES["fp64"], str(worst)
@@ -184,12 +184,14 @@ def test_parameters_of_some_samples_and_sparse_tables(ranks: Any, model: str) ->
 def test_half_precision(ranks: Any, precision: str) -> None:
     """Masters are what is averaged: all replicas end with the same bits, near those of fp32."""
     settings: dict[str, Any] = {"replicate": 2, "shard": 2, "zero": 1, "micro": 1}
-    found = ranks.run(
+    results = ranks.run(
         4, trained, recipe(precision=precision), local(ROUND, precision, **settings), STEPS, timeout=LIMIT
     )
     wide = ranks.run(4, trained, recipe(precision="fp32"), local(ROUND, "fp32", **settings), STEPS, timeout=LIMIT)
-    assert agreed([one[1] for one in found]).losses == pytest.approx(wide[0][1].losses, rel=0.02)
-    assert not [name for name, tensor in weights([one[1].state for one in found]).items() if bool(tensor.isnan().any())]
+    assert agreed([one[1] for one in results]).losses == pytest.approx(wide[0][1].losses, rel=0.02)
+    assert not [
+        name for name, tensor in weights([one[1].state for one in results]).items() if bool(tensor.isnan().any())
+    ]
 
 
 # ── on the wire ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -199,7 +201,7 @@ def sent(plan: Plan) -> tuple[list[dict[str, int]], int, int]:
     """Bytes that each step handed to collectives between replicas, by axis; those of a round as claimed, and what is
     held for it."""
     training = Training(recipe(), plan)
-    found: list[dict[str, int]] = []
+    results: list[dict[str, int]] = []
     with CollectiveRecorder(training.mesh) as recorder:
         for step in range(STEPS):
             recorder.issued.clear()
@@ -208,21 +210,21 @@ def sent(plan: Plan) -> tuple[list[dict[str, int]], int, int]:
             for one in recorder.issued:
                 if one.axis == "replicate" or (one.axis == "data" and one.size_bytes > _AGREEMENT):
                     sizes[one.axis] = sizes.get(one.axis, 0) + one.size_bytes
-            found.append(sizes)
+            results.append(sizes)
     (rounds,) = (each for each in training.state.model.techniques if isinstance(each, LocalRounds))
-    return found, rounds.round_bytes(), rounds.state_bytes()
+    return results, rounds.round_bytes(), rounds.state_bytes()
 
 
 @pytest.mark.parametrize("mesh", ["2 replicas", "2 x 2 zero 3"])
 def test_replicas_send_their_weights_once_a_round(ranks: Any, mesh: str) -> None:
     plan = local(ROUND, **MESHES[mesh])
-    found = ranks.run(plan.mesh.world_size, sent, plan, timeout=LIMIT)
+    results = ranks.run(plan.mesh.world_size, sent, plan, timeout=LIMIT)
     ends = (ROUND - 1, 2 * ROUND - 1, STEPS - 1)
-    for steps, claimed, held in found:
+    for steps, claimed, held in results:
         assert steps == [{"replicate": claimed} if step in ends else {} for step in range(STEPS)]
         assert held == 2 * claimed, "the anchor and the momentum"
     parameters = sum(p.numel() for p in build_model(recipe()).module.parameters()) * 8
-    whole = sum(claimed for _, claimed, _ in found) / plan.mesh.replicate
+    whole = sum(claimed for _, claimed, _ in results) / plan.mesh.replicate
     assert parameters <= whole <= 1.2 * parameters, "weights in fp64, and padding"
 
 
@@ -256,15 +258,15 @@ def skip(
 @pytest.mark.parametrize("broken", [1, ROUND - 1])
 def test_a_step_that_one_replica_breaks_is_skipped_by_all(ranks: Any, broken: int) -> None:
     """Nothing changes in the middle of a round; a round whose last step is skipped ends all the same."""
-    found = ranks.run(2, skip, local(ROUND, replicate=2), broken, timeout=LIMIT)
-    for before, after, skipped, _ in found:
+    results = ranks.run(2, skip, local(ROUND, replicate=2), broken, timeout=LIMIT)
+    for before, after, skipped, _ in results:
         assert skipped == [step == broken for step in range(STEPS)]
         changed = [a.name for a, b in zip(before, after, strict=True) if not torch.equal(a.tensor, b.tensor)]
         assert bool(changed) == (broken == ROUND - 1)
         assert not [name for name in changed if "optimizer/" in name]
-    differ = [bool(tensor.isnan().any()) for tensor in weights([one[1] for one in found]).values()]
+    differ = [bool(tensor.isnan().any()) for tensor in weights([one[1] for one in results]).values()]
     assert any(differ) == (broken == 1)
-    assert not [name for name, tensor in weights([one[3] for one in found]).items() if bool(tensor.isnan().any())]
+    assert not [name for name, tensor in weights([one[3] for one in results]).items() if bool(tensor.isnan().any())]
 
 
 def evaluate(plan: Plan) -> list[tuple[float, bool]]:
@@ -272,24 +274,24 @@ def evaluate(plan: Plan) -> list[tuple[float, bool]]:
     training = Training(recipe(), plan)
     made = recipe()
     trainer = Trainer(made, training.state, training.data, training.mesh, Recorder(), checkpointer=None)
-    found: list[tuple[float, bool]] = []
+    results: list[tuple[float, bool]] = []
     for step in range(STEPS):
         training.step(step)
         before = snapshot(training.state)
         loss = trainer.evaluate()
         pairs = zip(before, snapshot(training.state), strict=True)
-        found.append((loss, all(torch.equal(a.tensor, b.tensor) for a, b in pairs)))
-    return found
+        results.append((loss, all(torch.equal(a.tensor, b.tensor) for a, b in pairs)))
+    return results
 
 
 @pytest.mark.parametrize("mesh", ["2 replicas", "2 x 2 zero 2", "2 x 2 zero 3"])
 def test_what_replicas_agreed_on_is_evaluated(ranks: Any, mesh: str) -> None:
     plan = local(ROUND, **MESHES[mesh])
-    found = ranks.run(plan.mesh.world_size, evaluate, plan, timeout=LIMIT)
-    assert all(kept for one in found for _, kept in one)
-    for one in found:
+    results = ranks.run(plan.mesh.world_size, evaluate, plan, timeout=LIMIT)
+    assert all(kept for one in results for _, kept in one)
+    for one in results:
         losses = [loss for loss, _ in one]
-        assert losses == [loss for loss, _ in found[0]]
+        assert losses == [loss for loss, _ in results[0]]
         assert losses[0] == losses[1]
         assert losses[2] == losses[3] == losses[4]
         assert losses[5] == losses[6]
@@ -319,10 +321,10 @@ def interrupt(plan: Plan, folder: Path, saved: int) -> tuple[Seen, Seen]:
 def test_the_same_plan_goes_on_bit_for_bit(ranks: Any, tmp_path: Path, mesh: str, saved: int) -> None:
     """From the end of a round, and from the middle of one."""
     plan = local(ROUND, **MESHES[mesh])
-    found = ranks.run(plan.mesh.world_size, interrupt, plan, tmp_path, saved, timeout=LIMIT)
-    whole, again = agreed([one[0] for one in found]), agreed([one[1] for one in found])
+    results = ranks.run(plan.mesh.world_size, interrupt, plan, tmp_path, saved, timeout=LIMIT)
+    whole, again = agreed([one[0] for one in results]), agreed([one[1] for one in results])
     assert again.losses == whole.losses[saved:]
-    for one in found:
+    for one in results:
         pairs = list(zip(one[0].state, one[1].state, strict=True))
         assert [a.name for a, b in pairs if not torch.equal(a.tensor, b.tensor)] == []
 
@@ -332,11 +334,11 @@ def leg(
 ) -> tuple[list[CheckpointShard], list[CheckpointShard], list[str]]:
     """Train steps [first, last) from what the folder holds and save: all state at the start and at the end, and what
     was said."""
-    told = list[str]()
+    messages = list[str]()
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            told.append(record.getMessage())
+            messages.append(record.getMessage())
 
     training = Training(recipe(), plan)
     keeper = Checkpointer(folder, Peers.of_group(training.mesh["world"]))
@@ -352,14 +354,14 @@ def leg(
         training.step(step)
     ended = snapshot(training.state)
     keeper.save(last, training.state.checkpoint_shards(), training.state.state())
-    return begun, ended, told
+    return begun, ended, messages
 
 
 def chain(ranks: Any, folder: Path, plan: Plan, first: int, last: int) -> tuple[Any, Any, list[str]]:
     """Begun and ended states of all ranks, and what rank 0 said; the others say nothing."""
-    found = ranks.run(plan.mesh.world_size, leg, plan, folder, first, last, timeout=LIMIT)
-    assert not [told for one in found[1:] for told in one[2]]
-    return [one[0] for one in found], [one[1] for one in found], found[0][2]
+    results = ranks.run(plan.mesh.world_size, leg, plan, folder, first, last, timeout=LIMIT)
+    assert not [messages for one in results[1:] for messages in one[2]]
+    return [one[0] for one in results], [one[1] for one in results], results[0][2]
 
 
 def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor], *prefixes: str) -> None:
@@ -374,35 +376,35 @@ def test_other_replicas_go_on_from_the_end_of_a_round(ranks: Any, tmp_path: Path
     optimizer states for all; what finds no place is told once."""
     two, two_by_two = local(2, replicate=2), local(2, replicate=2, shard=2, zero=3, micro=1)
     four, ordinary = local(2, replicate=4, micro=1), plan_of(replicate=2, zero=1)
-    _, ended, told = chain(ranks, tmp_path, two, 0, 2)
-    assert told == []
-    begun, more, told = chain(ranks, tmp_path, two_by_two, 2, 4)
+    _, ended, messages = chain(ranks, tmp_path, two, 0, 2)
+    assert messages == []
+    begun, more, messages = chain(ranks, tmp_path, two_by_two, 2, 4)
     same(written(begun), written(ended), "model/", "optimizer/", "local/momentum/", "local/1-of-2/optimizer/")
-    assert told == []
-    begun, ended, told = chain(ranks, tmp_path, four, 4, 6)
+    assert messages == []
+    begun, ended, messages = chain(ranks, tmp_path, four, 4, 6)
     same(assemble(begun), written(more), "model/", "optimizer/", "local/momentum/")
-    assert len(told) == 1
-    assert "holds the optimizer states of all replicas but the first, for which this plan has no place" in told[0]
-    begun, more, told = chain(ranks, tmp_path, ordinary, 6, 8)
+    assert len(messages) == 1
+    assert "holds the optimizer states of all replicas but the first, for which this plan has no place" in messages[0]
+    begun, more, messages = chain(ranks, tmp_path, ordinary, 6, 8)
     same(assemble(begun), written(ended), "model/", "optimizer/")
-    assert len(told) == 1
-    assert "of all replicas but the first, and the outer momentum of local steps, for which" in told[0]
-    begun, _, told = chain(ranks, tmp_path, two, 8, 9)
+    assert len(messages) == 1
+    assert "of all replicas but the first, and the outer momentum of local steps, for which" in messages[0]
+    begun, _, messages = chain(ranks, tmp_path, two, 8, 9)
     same(assemble(begun), written(more), "model/", "optimizer/")
-    assert told == []
+    assert messages == []
     assert not any(bool(t.any()) for name, t in assemble(begun).items() if name.startswith("local/momentum/"))
 
 
 def test_other_replicas_drop_a_round_that_was_under_way(ranks: Any, tmp_path: Path) -> None:
     """They start from what the replicas agreed on last, and say so."""
     _, agreed_on, _ = chain(ranks, tmp_path, local(ROUND, replicate=2), 0, ROUND)
-    _, ended, told = chain(ranks, tmp_path, local(ROUND, replicate=2), ROUND, ROUND + 1)
-    assert told == []
+    _, ended, messages = chain(ranks, tmp_path, local(ROUND, replicate=2), ROUND, ROUND + 1)
+    assert messages == []
     assert any(bool(tensor.isnan().any()) for tensor in weights(ended).values()), "replicas differ"
-    begun, _, told = chain(ranks, tmp_path, local(ROUND, replicate=4, micro=1), ROUND + 1, ROUND + 2)
+    begun, _, messages = chain(ranks, tmp_path, local(ROUND, replicate=4, micro=1), ROUND + 1, ROUND + 2)
     same(assemble(begun), written(agreed_on), "model/", "local/momentum/")
-    assert len(told) == 1
-    assert "what each replica has learnt since all were averaged" in told[0]
+    assert len(messages) == 1
+    assert "what each replica has learnt since all were averaged" in messages[0]
 
 
 def run_loop(
@@ -410,7 +412,7 @@ def run_loop(
 ) -> tuple[TrainingResult, TrainingResult, list[CheckpointShard], list[CheckpointShard]]:
     """The trainer's own loop to the end; and again from its save in the middle of the last round."""
     made = recipe(evaluate_every=2, save_every=STEPS - 1)
-    found: list[tuple[TrainingResult, list[CheckpointShard]]] = []
+    results: list[tuple[TrainingResult, list[CheckpointShard]]] = []
     for resumed in (False, True):
         training = Training(made, plan)
         keeper = Checkpointer(folder, Peers.of_group(training.mesh["world"]))
@@ -420,16 +422,16 @@ def run_loop(
         )  # fmt: skip
         if resumed:
             trainer.resume(folder / f"step-{STEPS - 1:06d}")
-        found.append((trainer.run(), snapshot(training.state)))
-    return found[0][0], found[1][0], found[0][1], found[1][1]
+        results.append((trainer.run(), snapshot(training.state)))
+    return results[0][0], results[1][0], results[0][1], results[1][1]
 
 
 def test_the_loop_ends_with_weights_that_all_agree_on(ranks: Any, tmp_path: Path) -> None:
-    found = ranks.run(2, run_loop, local(ROUND, replicate=2), tmp_path, timeout=LIMIT)
-    for whole, again, state, resumed in found:
+    results = ranks.run(2, run_loop, local(ROUND, replicate=2), tmp_path, timeout=LIMIT)
+    for whole, again, state, resumed in results:
         assert whole.steps == again.steps == STEPS
         assert again.losses == whole.losses[STEPS - 1 :]
-        assert again.validation_loss == whole.validation_loss == found[0][0].validation_loss
+        assert again.validation_loss == whole.validation_loss == results[0][0].validation_loss
         pairs = zip(state, resumed, strict=True)
         assert [a.name for a, b in pairs if not torch.equal(a.tensor, b.tensor)] == []
-    assert not [name for name, tensor in weights([one[2] for one in found]).items() if bool(tensor.isnan().any())]
+    assert not [name for name, tensor in weights([one[2] for one in results]).items() if bool(tensor.isnan().any())]

@@ -40,37 +40,37 @@ def run_many(jobs: dict[str, tuple[Recipe, Plan]]) -> dict[str, Seen]:
     return {name: train(recipe, plan, STEPS) for name, (recipe, plan) in jobs.items()}
 
 
-def judge(wanted: Seen, found: list[Seen], name: str) -> None:
+def judge(expected: Seen, actual: list[Seen], name: str) -> None:
     """Norms, losses and the whole state: masters, moments, counts."""
-    seen = agreed(found)
-    for ours, theirs in zip(seen.norms + seen.losses, wanted.norms + wanted.losses, strict=True):
+    seen = agreed(actual)
+    for ours, theirs in zip(seen.norms + seen.losses, expected.norms + expected.losses, strict=True):
         assert abs(ours - theirs) <= TOLERANCES["fp64"] * abs(theirs), name
-    worst = compare(assemble([wanted.state]), assemble([one.state for one in found]))[0]
+    worst = compare(assemble([expected.state]), assemble([one.state for one in actual]))[0]
     assert worst.relative < TOLERANCES["fp64"], f"{name}: {worst}"
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_clipping_and_norms_are_those_of_one_process(ranks: Any, tied: bool) -> None:
     recipe = recipe_of(optimizer=CLIPPED, tie_embeddings=tied)
-    (wanted,) = ranks.run(1, train, recipe, one_process(FOURS["tensor pipeline"]), STEPS)
-    assert min(wanted.norms) > 2 * 0.05, "every step is clipped"
-    found = ranks.run(4, run_many, {name: (recipe, plan) for name, plan in FOURS.items()})
+    (expected,) = ranks.run(1, train, recipe, one_process(FOURS["tensor pipeline"]), STEPS)
+    assert min(expected.norms) > 2 * 0.05, "every step is clipped"
+    actual = ranks.run(4, run_many, {name: (recipe, plan) for name, plan in FOURS.items()})
     for name in FOURS:
-        judge(wanted, [one[name] for one in found], name)
+        judge(expected, [one[name] for one in actual], name)
 
 
 def test_every_optimizer_is_itself_under_every_cut(ranks: Any) -> None:
     recipes = {name: recipe_of(optimizer=optimizer) for name, optimizer in OPTIMIZERS.items()}
     single = {name: (recipe, one_process(PAIRS["zero1"])) for name, recipe in recipes.items()}
-    (wanted,) = ranks.run(1, run_many, single)
+    (expected,) = ranks.run(1, run_many, single)
     jobs = {f"{o} {p}": (recipe, plan) for o, recipe in recipes.items() for p, plan in PAIRS.items()}
-    found = ranks.run(2, run_many, jobs)
+    actual = ranks.run(2, run_many, jobs)
     for name in jobs:
-        judge(wanted[name.split()[0]], [one[name] for one in found], name)
+        judge(expected[name.split()[0]], [one[name] for one in actual], name)
 
 
 def test_a_norm_below_the_limit_changes_nothing(ranks: Any) -> None:
     plan = one_process(plan_of())
     jobs = {limit: (recipe_of(optimizer=replace(ADAMW, max_grad_norm=limit)), plan) for limit in (1e3, None)}
-    (found,) = ranks.run(1, run_many, {str(limit): job for limit, job in jobs.items()})
-    assert found["1000.0"].losses == found["None"].losses
+    (results,) = ranks.run(1, run_many, {str(limit): job for limit, job in jobs.items()})
+    assert results["1000.0"].losses == results["None"].losses

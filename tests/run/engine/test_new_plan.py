@@ -97,8 +97,8 @@ def test_living_ranks_go_on_under_one_plan_after_another(
 ) -> None:
     names = random.Random(seed).sample(sorted(PLANS), STEPS // EACH)
     plans = [PLANS[name] for name in names]
-    found = ranks.run(2, go_on, str(tmp_path / "run"), plans, EACH, backend=backend, timeout=60)
-    for losses, after in found:
+    actual = ranks.run(2, go_on, str(tmp_path / "run"), plans, EACH, backend=backend, timeout=60)
+    for losses, after in actual:
         assert losses == pytest.approx(expected, rel=1e-9), names
         assert {groups for groups, _, _ in after} == {1}, "only the default group is left"
         assert max(threads for _, threads, _ in after) <= after[0][1] + 1

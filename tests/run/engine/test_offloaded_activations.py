@@ -70,9 +70,9 @@ def differing(one: Seen, other: Seen) -> list[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_activations_on_a_disk_change_no_bit(ranks: Any, name: str) -> None:
     plan = CASES[name]
-    found = ranks.run(plan.mesh.world_size, both, plan)
-    assert agreed([other for _, other, _ in found]).losses == agreed([one for one, _, _ in found]).losses
-    for one, other, moved in found:
+    results = ranks.run(plan.mesh.world_size, both, plan)
+    assert agreed([other for _, other, _ in results]).losses == agreed([one for one, _, _ in results]).losses
+    for one, other, moved in results:
         assert differing(one, other) == []
         assert moved > 0
 
@@ -159,10 +159,10 @@ def gradients(blocks: nn.Sequential, keeper: ActivationKeeper | None, microbatch
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_gradients_are_the_same_bits(keeper: ActivationKeeper, microbatches: int) -> None:
     blocks = blocks_of(6)
-    wanted = gradients(blocks, None, microbatches)
-    found = gradients(blocks, keeper, microbatches)
-    assert len(found) == len(wanted) == 6 + microbatches
-    assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
+    expected = gradients(blocks, None, microbatches)
+    actual = gradients(blocks, keeper, microbatches)
+    assert len(actual) == len(expected) == 6 + microbatches
+    assert all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
 
 
 def test_memory_is_moved_once_and_weights_never(keeper: ActivationKeeper) -> None:
@@ -185,20 +185,20 @@ def test_memory_is_moved_once_and_weights_never(keeper: ActivationKeeper) -> Non
 
 def held_bytes(blocks: nn.Sequential, keeper: ActivationKeeper) -> list[int]:
     """Bytes of what has not left, before each block's forward and at the end."""
-    found: list[int] = []
+    results: list[int] = []
     given = torch.randn(128, 64, requires_grad=True)
     for block in blocks:
         with keeper.within(None, block.parameters()):
-            found.append(keeper.bytes_here())
+            results.append(keeper.bytes_here())
             given = block(given)
     given.sum().backward()
-    return found
+    return results
 
 
 def test_no_more_than_a_block_waits_to_be_written(keeper: ActivationKeeper) -> None:
-    found = held_bytes(blocks_of(12), keeper)
-    assert found[0] == 0
-    assert max(found[2:]) <= 2 * keeper.peak_bytes / 12
+    results = held_bytes(blocks_of(12), keeper)
+    assert results[0] == 0
+    assert max(results[2:]) <= 2 * keeper.peak_bytes / 12
 
 
 def test_what_was_written_to_is_told_as_autograd_tells_it(keeper: ActivationKeeper) -> None:
@@ -254,8 +254,8 @@ def test_a_pass_that_nobody_ends_gives_its_room_back(keeper: ActivationKeeper, t
     blocks = blocks_of(3)
     for _ in range(4):
         run_blocks(blocks, torch.randn(128, 64, requires_grad=True), keeper, object())
-    wanted = gradients(blocks, None, 1)
-    assert all(torch.equal(a, b) for a, b in zip(wanted, gradients(blocks, keeper, 1), strict=True))
+    expected = gradients(blocks, None, 1)
+    assert all(torch.equal(a, b) for a, b in zip(expected, gradients(blocks, keeper, 1), strict=True))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -302,18 +302,18 @@ def test_what_does_not_go_together_is_refused() -> None:
 def peak(plan: Plan) -> int:
     training = Training(recipe_of(plan.compute.precision, steps=STEPS, **SHAPE), plan)
     training.step(0)
-    found = keeper_of(training).peak_bytes
+    results = keeper_of(training).peak_bytes
     training.finished()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("name", ["one process", "stages"])
 def test_the_dry_run_knows_the_bytes(ranks: Any, name: str) -> None:
     plan = away(CASES[name])
-    found = ranks.run(plan.mesh.world_size, peak, plan)
+    results = ranks.run(plan.mesh.world_size, peak, plan)
     made = recipe_of(plan.compute.precision, steps=STEPS, **SHAPE)
     report = dry_run_rank(made, plan, lambda: build_model(made))
     (note,) = (note for note in report.notes if "activations" in note)
     from weft.formatting import format_bytes
 
-    assert note == f"at most {format_bytes(found[0])} of activations are on the disk until their backward"
+    assert note == f"at most {format_bytes(results[0])} of activations are on the disk until their backward"

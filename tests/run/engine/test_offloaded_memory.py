@@ -43,9 +43,9 @@ def away(plan: Plan, what: str) -> Plan:
 def lies_in_a_file(tensor: Tensor) -> bool:
     """Whether a tensor's memory is pages of a file that has no name."""
     for line in Path("/proc/self/maps").read_text().splitlines():
-        found = re.match(r"(\w+)-(\w+) ...(.) .*\(deleted\)$", line)
-        if found and int(found[1], 16) <= tensor.data_ptr() < int(found[2], 16):
-            return found[3] == "s"
+        match = re.match(r"(\w+)-(\w+) ...(.) .*\(deleted\)$", line)
+        if match and int(match[1], 16) <= tensor.data_ptr() < int(match[2], 16):
+            return match[3] == "s"
     return False
 
 
@@ -53,13 +53,13 @@ def landed(plan: Plan, shape: dict[str, Any]) -> tuple[dict[str, list[bool]], di
     """By parameter, whether each of its gradients lay in a file once it was accumulated, and whether the shard does;
     and those whose gradient is no other between two microbatches."""
     training = Training(recipe_of("fp32", ADAMW, steps=2, **shape), plan)
-    found, places, moved = dict[str, list[bool]](), dict[str, int](), list[str]()
+    results, places, moved = dict[str, list[bool]](), dict[str, int](), list[str]()
 
     def note(name: str, parameter: Tensor) -> None:
         gradient = parameter.grad
         assert isinstance(gradient, DTensor)
         local = gradient.to_local()
-        found.setdefault(name, []).append(lies_in_a_file(local))
+        results.setdefault(name, []).append(lies_in_a_file(local))
         if places.setdefault(name, local.data_ptr()) != local.data_ptr():
             moved.append(name)
 
@@ -71,20 +71,20 @@ def landed(plan: Plan, shape: dict[str, Any]) -> tuple[dict[str, list[bool]], di
     for step in range(2):
         training.step(step)
     training.state.close()
-    return found, shards, moved
+    return results, shards, moved
 
 
 @pytest.mark.parametrize("every", ["auto", "step"])
 def test_gradients_land_beside_their_shards(ranks: Any, every: str) -> None:
     plan = away(plan_of("fp32", shard=2, zero=3, micro=2, every=every), "parameters")
-    for found, shards, moved in ranks.run(2, landed, plan, {"vocabulary_size": 33}):
+    for results, shards, moved in ranks.run(2, landed, plan, {"vocabulary_size": 33}):
         uneven = [name for name in shards if "embedding" in name or "head" in name]  # 33 rows on 2 ranks
         assert uneven
-        assert found.keys() == shards.keys()
+        assert results.keys() == shards.keys()
         for name in shards:
             assert shards[name] == (name not in uneven), name
-            assert found[name] == [name not in uneven] * len(found[name]), name
-        assert len(found["norm.weight"]) == (4 if every == "auto" else 2)
+            assert results[name] == [name not in uneven] * len(results[name]), name
+        assert len(results["norm.weight"]) == (4 if every == "auto" else 2)
         assert [name for name in moved if name not in uneven] == []
 
 
@@ -142,8 +142,8 @@ def _peaks(plans: Iterable[Plan], shape: dict[str, Any]) -> list[int]:
 def test_weights_and_gradients_are_not_in_memory(ranks: Any) -> None:
     plan = plan_of("fp32", shard=2, zero=3, micro=4)
     with ranks.fresh() as unused:
-        found = unused.run(2, peaks_of, (away(plan, "parameters"), plan), WIDE, timeout=SECONDS)
-    for other, plain in found:
+        results = unused.run(2, peaks_of, (away(plan, "parameters"), plan), WIDE, timeout=SECONDS)
+    for other, plain in results:
         assert plain > 95e6
         assert other < 0.5 * plain
 

@@ -49,11 +49,11 @@ def both(optimizer: OptimizerRecipe, plan: Plan, what: str, recompute: str = "no
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_on_a_disk_change_no_bit(ranks: Any, name: str) -> None:
     optimizer, plan, what = CASES[name]
-    found = ranks.run(plan.mesh.world_size, both, optimizer, plan, what)
-    plain, other = agreed([one for one, _ in found]), agreed([other for _, other in found])
+    results = ranks.run(plan.mesh.world_size, both, optimizer, plan, what)
+    plain, other = agreed([one for one, _ in results]), agreed([other for _, other in results])
     assert other.losses == plain.losses
     assert other.norms == plain.norms
-    for one, there in found:
+    for one, there in results:
         assert differing(one, there) == []
 
 

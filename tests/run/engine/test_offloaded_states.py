@@ -61,11 +61,11 @@ def differing(one: Seen, other: Seen) -> list[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_states_on_a_disk_change_no_bit(ranks: Any, name: str) -> None:
     optimizer, plan = CASES[name]
-    found = ranks.run(plan.mesh.world_size, both, optimizer, plan)
-    plain, away = agreed([one for one, _ in found]), agreed([other for _, other in found])
+    results = ranks.run(plan.mesh.world_size, both, optimizer, plan)
+    plain, away = agreed([one for one, _ in results]), agreed([other for _, other in results])
     assert away.losses == plain.losses
     assert away.norms == plain.norms
-    for one, other in found:
+    for one, other in results:
         assert differing(one, other) == []
         assert other.bytes["masters"] == 0
         assert other.bytes["optimizer"] < one.bytes["optimizer"] or optimizer.name == "adafactor"
@@ -212,9 +212,9 @@ def refusal(optimizer: OptimizerRecipe, plan: Plan) -> str:
 
 def test_what_would_move_nothing_is_refused(ranks: Any) -> None:
     to_host = replace(plan_of(), memory=MemoryPlan(offload="optimizer"))
-    found = [ranks.run(1, refusal, *case)[0] for case in ((SGD, on_disk(plan_of())), (ADAMW, to_host))]
-    assert "would move nothing: this optimizer keeps no state" in found[0]
-    assert "this rank computes on the host's cores: nothing would get smaller" in found[1]
+    results = [ranks.run(1, refusal, *case)[0] for case in ((SGD, on_disk(plan_of())), (ADAMW, to_host))]
+    assert "would move nothing: this optimizer keeps no state" in results[0]
+    assert "this rank computes on the host's cores: nothing would get smaller" in results[1]
     with pytest.raises(PlanError, match='with compute.device = "cpu" ranks compute on the host\'s cores'):
         check_runnable(replace(to_host, compute=ComputePlan(device="cpu")))
     check_runnable(on_disk(plan_of()))
@@ -260,6 +260,6 @@ def test_a_dry_run_of_host_memory_needs_no_accelerator() -> None:
 def test_one_process_and_two_agree_to_rounding(ranks: Any) -> None:
     """Where states lie beside ZeRO-2 against one process with everything in memory."""
     made = recipe_of("fp64", LAMB, steps=STEPS)
-    (wanted,) = ranks.run(1, train, made, plan_of(), STEPS)
-    found = ranks.run(2, train, made, on_disk(plan_of(replicate=2, zero=2)), STEPS)
-    assert agreed(found).losses == pytest.approx(wanted.losses, rel=TOLERANCES["fp64"])
+    (expected,) = ranks.run(1, train, made, plan_of(), STEPS)
+    actual = ranks.run(2, train, made, on_disk(plan_of(replicate=2, zero=2)), STEPS)
+    assert agreed(actual).losses == pytest.approx(expected.losses, rel=TOLERANCES["fp64"])

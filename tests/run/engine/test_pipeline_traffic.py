@@ -16,11 +16,11 @@ def _second_step() -> tuple[Counter[tuple[str, int]], int]:
     """Messages of a step by kind and bytes, and how many collectives of the axis a record counts in it."""
     training = Training(recipe_of(), plan_of(pipeline=2, micro=2))
     training.step(0)  # in which the shapes are told
-    found: list[TraceEvent] = []
+    results: list[TraceEvent] = []
     log = CollectiveLog()
-    training.mesh.watch(lambda seen: (found.append(seen), log.add(seen)))
+    training.mesh.watch(lambda seen: (results.append(seen), log.add(seen)))
     training.step(1)
-    messages = [seen for seen in found if seen.operation in ("send", "receive")]
+    messages = [seen for seen in results if seen.operation in ("send", "receive")]
     for seen in messages:
         assert seen.axis == "pipeline"
         assert 0 < seen.launched_ns <= seen.wait_entered_ns <= seen.wait_exited_ns

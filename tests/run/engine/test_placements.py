@@ -166,14 +166,14 @@ class Placed(Training):
 
 
 def train(recipe: Recipe, plans: dict[str, Plan]) -> dict[str, Seen]:
-    found: dict[str, Seen] = {}
+    results: dict[str, Seen] = {}
     for name, plan in plans.items():
         training = Placed(recipe, plan)
         for step in range(STEPS):
             training.step(step)
-        found[name] = training.finished()
+        results[name] = training.finished()
         training.state.close()
-    return found
+    return results
 
 
 def plans_of(mesh: MeshPlan, stages: tuple[int, ...] = (0, 1, 2, 3)) -> dict[str, Plan]:
@@ -183,16 +183,16 @@ def plans_of(mesh: MeshPlan, stages: tuple[int, ...] = (0, 1, 2, 3)) -> dict[str
             for z in stages}  # fmt: skip
 
 
-def judge(wanted: Seen, found: list[Seen], name: str) -> None:
-    seen = agreed(found)
-    for ours, theirs in zip(seen.norms + seen.losses, wanted.norms + wanted.losses, strict=True):
+def judge(expected: Seen, actual: list[Seen], name: str) -> None:
+    seen = agreed(actual)
+    for ours, theirs in zip(seen.norms + seen.losses, expected.norms + expected.losses, strict=True):
         assert abs(ours - theirs) <= TOLERANCES["fp64"] * abs(theirs), name
-    worst = compare(assemble([wanted.state]), assemble([one.state for one in found]))[0]
+    worst = compare(assemble([expected.state]), assemble([one.state for one in actual]))[0]
     assert worst.relative < TOLERANCES["fp64"], f"{name}: {worst}"
     counted: dict[str, int] = {}
-    for stored in (stored for one in found for stored in one.state if stored.counts):
+    for stored in (stored for one in actual for stored in one.state if stored.counts):
         counted[stored.name] = counted.get(stored.name, 0) + stored.tensor.numel()
-    assert counted == {stored.name: stored.shape.numel() for stored in wanted.state}, (
+    assert counted == {stored.name: stored.shape.numel() for stored in expected.state}, (
         f"{name}: every element counts once"
     )
 
@@ -202,11 +202,11 @@ def judge(wanted: Seen, found: list[Seen], name: str) -> None:
 def test_any_mesh_trains_as_one_process(ranks: Any, mesh: str, optimizer: str) -> None:
     plans = plans_of(MESHES[mesh], (0, 1, 2, 3) if optimizer != "adafactor" else (1, 3))
     recipe = recipe_of(optimizer=OPTIMIZERS[optimizer])
-    (wanted,) = ranks.run(1, train, recipe, {"alone": one_process(plans["zero 1"])})
-    assert min(wanted["alone"].norms) > CLIP, "every step is clipped"
-    found = ranks.run(4, train, recipe, plans)
+    (expected,) = ranks.run(1, train, recipe, {"alone": one_process(plans["zero 1"])})
+    assert min(expected["alone"].norms) > CLIP, "every step is clipped"
+    actual = ranks.run(4, train, recipe, plans)
     for name in plans:
-        judge(wanted["alone"], [one[name] for one in found], name)
+        judge(expected["alone"], [one[name] for one in actual], name)
 
 
 def carry_on(recipe: Recipe, plan: Plan, folder: Path, first: int) -> Seen:
@@ -229,11 +229,11 @@ def test_a_checkpoint_goes_from_mesh_to_mesh(ranks: Any, tmp_path: Path, optimiz
     chain = [plans_of(MESHES[mesh], (zero,))[f"zero {zero}"] for mesh, zero in legs]
     alone = one_process(chain[0])
     losses: list[float] = []
-    found: list[Seen] = []
+    actual: list[Seen] = []
     for first, plan in enumerate([*chain[: STEPS - 1], alone]):
-        found = ranks.run(plan.mesh.world_size, carry_on, recipe, plan, tmp_path, first)
-        losses += agreed(found).losses
-    (wanted,) = ranks.run(1, train, recipe, {"alone": alone})
-    assert losses == pytest.approx(wanted["alone"].losses, rel=1e-10)
-    worst = compare(assemble([wanted["alone"].state]), assemble([one.state for one in found]))[0]
+        actual = ranks.run(plan.mesh.world_size, carry_on, recipe, plan, tmp_path, first)
+        losses += agreed(actual).losses
+    (expected,) = ranks.run(1, train, recipe, {"alone": alone})
+    assert losses == pytest.approx(expected["alone"].losses, rel=1e-10)
+    worst = compare(assemble([expected["alone"].state]), assemble([one.state for one in actual]))[0]
     assert worst.relative < TOLERANCES["fp64"], str(worst)

@@ -42,16 +42,16 @@ def in_precision(plan: Any, precision: str) -> Any:
 
 def run_stages(precision: str) -> dict[str, tuple[Seen, list[bool]]]:
     """Every stage on this rank; besides, whether after each step the weights are the masters, cast."""
-    found: dict[str, tuple[Seen, list[bool]]] = {}
+    results: dict[str, tuple[Seen, list[bool]]] = {}
     for name, plan in STAGES.items():
         training = Training(recipe_of(precision, UNCLIPPED, dropout=0.0), in_precision(plan, precision))
         published: list[bool] = []
         for step in range(STEPS):
             training.step(step)
             published.append(_weights_are_masters(training) if name != "zero3" else True)
-        found[name] = training.finished(), published
-    found["fp32"] = train(recipe_of("fp32", UNCLIPPED, dropout=0.0), in_precision(STAGES["zero1"], "fp32"), STEPS), []
-    return found
+        results[name] = training.finished(), published
+    results["fp32"] = train(recipe_of("fp32", UNCLIPPED, dropout=0.0), in_precision(STAGES["zero1"], "fp32"), STEPS), []
+    return results
 
 
 def _weights_are_masters(training: Training) -> bool:
@@ -68,21 +68,23 @@ def _weights_are_masters(training: Training) -> bool:
 
 
 def test_bf16_is_the_same_under_every_zero_stage_and_near_fp32(ranks: Any) -> None:
-    found = ranks.run(2, run_stages, "bf16")
-    first = agreed([one["zero0"][0] for one in found])
-    wanted = assemble([one["zero0"][0].state for one in found])
+    actual = ranks.run(2, run_stages, "bf16")
+    first = agreed([one["zero0"][0] for one in actual])
+    expected = assemble([one["zero0"][0].state for one in actual])
     for name in STAGES:
-        seen = agreed([one[name][0] for one in found])
-        state = assemble([one[name][0].state for one in found])
-        assert state.keys() == wanted.keys(), name
+        seen = agreed([one[name][0] for one in actual])
+        state = assemble([one[name][0].state for one in actual])
+        assert state.keys() == expected.keys(), name
         if name == "zero3":
             assert near(seen.losses, first.losses), name
         else:
             assert seen.losses == first.losses, name
-            assert [key for key in wanted if not torch.equal(state[key], wanted[key])] == [], name
-        assert all(all(one[name][1]) for one in found), f"{name}: the weights are not the masters, cast once"
-    assert all(stored.tensor.dtype == torch.float32 for stored in found[0]["zero1"][0].state if "model/" in stored.name)
-    exact = found[0]["fp32"][0]
+            assert [key for key in expected if not torch.equal(state[key], expected[key])] == [], name
+        assert all(all(one[name][1]) for one in actual), f"{name}: the weights are not the masters, cast once"
+    assert all(
+        stored.tensor.dtype == torch.float32 for stored in actual[0]["zero1"][0].state if "model/" in stored.name
+    )
+    exact = actual[0]["fp32"][0]
     assert first.losses != exact.losses
     distance = abs(sum(first.losses[3:]) - sum(exact.losses[3:])) / 3
     assert distance < SEED_NOISE, f"bf16 is {distance} from fp32, and another seed only {SEED_NOISE}"
@@ -130,16 +132,16 @@ def run_overflows() -> dict[str, tuple[Seen, list[bool]]]:
 
 
 def test_fp16_skips_on_all_ranks_together_and_the_scale_falls_and_rises(ranks: Any) -> None:
-    found = ranks.run(2, run_overflows)
+    results = ranks.run(2, run_overflows)
     for name in STAGES:
-        seen = agreed([one[name][0] for one in found])
+        seen = agreed([one[name][0] for one in results])
         assert seen.skipped == [False, False, True, False, False, False], name
         assert seen.scales == [1024.0, 1024.0, 2048.0, 1024.0, 1024.0, 2048.0], name
-        for one in found:
+        for one in results:
             assert one[name][1] == [False, False, True, False, False, False], (
                 f"{name}: a skipped step changed something"
             )
-        assert near(seen.losses, agreed([one["zero0"][0] for one in found]).losses), name
+        assert near(seen.losses, agreed([one["zero0"][0] for one in results]).losses), name
 
 
 def broken_sample(index: int) -> dict[str, Tensor]:
@@ -152,7 +154,7 @@ def broken_sample(index: int) -> dict[str, Tensor]:
 
 def run_broken_samples() -> dict[str, tuple[Seen, bool, list[float]]]:
     """All stages in fp64 with a bad sample on the last data rank; besides, whether the skipped step changed nothing."""
-    found: dict[str, tuple[Seen, bool, list[float]]] = {}
+    results: dict[str, tuple[Seen, bool, list[float]]] = {}
     for name, plan in STAGES.items():
         training = Training(recipe_of(optimizer=ADAMW), plan, branches_blueprint, broken_sample)
         training.step(0)
@@ -162,8 +164,8 @@ def run_broken_samples() -> dict[str, tuple[Seen, bool, list[float]]]:
         training.step(2)
         stored_shards = training.state.optimizer.checkpoint_shards()
         counts = [float(p.tensor) for p in stored_shards if p.name == "optimizer/step/stem.weight"]
-        found[name] = training.finished(), same, counts
-    return found
+        results[name] = training.finished(), same, counts
+    return results
 
 
 def test_a_sample_that_is_not_a_number_skips_the_step_everywhere(ranks: Any) -> None:

@@ -51,7 +51,7 @@ PLANS = {
 
 def interrupt(plans: dict[str, Plan], folder: Path) -> dict[str, tuple[Seen, Seen]]:
     """Train to the end with a save on the way; and again from that save, by objects made anew."""
-    found: dict[str, tuple[Seen, Seen]] = {}
+    results: dict[str, tuple[Seen, Seen]] = {}
     for name, plan in plans.items():
         recipe = recipe_of(plan.compute.precision, ADAMW, steps=END)
         whole = Training(recipe, plan)
@@ -66,19 +66,19 @@ def interrupt(plans: dict[str, Plan], folder: Path) -> dict[str, tuple[Seen, See
         again.state.restored(keeper.load("latest", again.state.checkpoint_shards()))
         for step in range(SAVED, END):
             again.step(step)
-        found[name] = whole.finished(), again.finished()
-    return found
+        results[name] = whole.finished(), again.finished()
+    return results
 
 
 @pytest.mark.parametrize("world", PLANS)
 def test_the_same_plan_goes_on_bit_for_bit(ranks: Any, tmp_path: Path, world: int) -> None:
-    found = ranks.run(world, interrupt, PLANS[world], tmp_path)
+    results = ranks.run(world, interrupt, PLANS[world], tmp_path)
     for name in PLANS[world]:
-        whole, again = agreed([one[name][0] for one in found]), agreed([one[name][1] for one in found])
+        whole, again = agreed([one[name][0] for one in results]), agreed([one[name][1] for one in results])
         assert again.losses == whole.losses[SAVED:], name
         assert again.norms == whole.norms[SAVED:], name
         assert again.scales == whole.scales[SAVED:], name
-        for one in found:
+        for one in results:
             pairs = list(zip(one[name][0].state, one[name][1].state, strict=True))
             assert [a.name for a, b in pairs if not torch.equal(a.tensor, b.tensor)] == [], name
 
@@ -104,16 +104,16 @@ def test_a_run_changes_its_plan_on_the_way(ranks: Any, tmp_path: Path) -> None:
         one_process(plan_of()),
     ]
     recipe = recipe_of(optimizer=ADAMW, steps=8)
-    (wanted,) = ranks.run(1, train, recipe, chain[-1], 8)
+    (expected,) = ranks.run(1, train, recipe, chain[-1], 8)
     losses, ids = list[float](), list[int]()
-    found: list[Seen] = []
+    actual: list[Seen] = []
     for leg, plan in enumerate(chain):
-        found = ranks.run(plan.mesh.world_size, carry_on, recipe, plan, tmp_path, 2 * leg, 2 * leg + 2)
-        losses += agreed(found).losses
-        ids += [i for one in found for step in one.sample_ids for i in step]
-    assert losses == pytest.approx(wanted.losses, rel=TOLERANCES["fp64"])
+        actual = ranks.run(plan.mesh.world_size, carry_on, recipe, plan, tmp_path, 2 * leg, 2 * leg + 2)
+        losses += agreed(actual).losses
+        ids += [i for one in actual for step in one.sample_ids for i in step]
+    assert losses == pytest.approx(expected.losses, rel=TOLERANCES["fp64"])
     assert set(ids) == set(range(8 * BATCH))
-    worst = compare(assemble([wanted.state]), assemble([one.state for one in found]))[0]
+    worst = compare(assemble([expected.state]), assemble([one.state for one in actual]))[0]
     assert worst.relative < TOLERANCES["fp64"], str(worst)
 
 
@@ -141,12 +141,12 @@ class Noted:
         self.ids: list[int] = []
 
     def microbatches(self, step: int) -> list[Any]:
-        found = self._batches.microbatches(step)
-        self.ids += [int(i) for batch in found for i in batch["sample_ids"]]
+        results = self._batches.microbatches(step)
+        self.ids += [int(i) for batch in results for i in batch["sample_ids"]]
         if step in self._broken:
-            for batch in found:
+            for batch in results:
                 batch["images"] = batch["images"] * torch.nan
-        return found
+        return results
 
     def evaluation(self, global_batches: int | None) -> Iterator[list[Any]]:
         return self._batches.evaluation(global_batches)
@@ -199,15 +199,15 @@ def test_the_loop_sees_every_sample_once_and_evaluates_all_of_the_validation_set
     ((outcome, ids, seen),) = ranks.run(1, run_loop, whole, LOOPS[1], tmp_path / "whole")
     assert len(set(ids)) == 8 * BATCH
     losses, together = list[float](), list[int]()
-    found: Any = None
+    results: Any = None
     for world, end in ((1, 3), (2, 6), (4, 8)):
-        found = ranks.run(world, run_loop, digits_recipe(end, evaluate_every=4), LOOPS[world], tmp_path / "legs")
-        losses += found[0][0].losses
-        together += [i for at, one in enumerate(found) if world < 4 or at % 2 == 0 for i in one[1]]
+        results = ranks.run(world, run_loop, digits_recipe(end, evaluate_every=4), LOOPS[world], tmp_path / "legs")
+        losses += results[0][0].losses
+        together += [i for at, one in enumerate(results) if world < 4 or at % 2 == 0 for i in one[1]]
     assert losses == pytest.approx(outcome.losses, rel=1e-9)
     assert sorted(together) == sorted(ids)
     assert outcome.validation_loss is not None
-    for one in found:
+    for one in results:
         assert one[0].validation_loss == pytest.approx(outcome.validation_loss, rel=1e-9)
         assert one[2].extra["validation"] == pytest.approx(seen.extra["validation"], rel=1e-9)
 

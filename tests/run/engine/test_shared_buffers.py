@@ -30,8 +30,8 @@ def _ordinary_memory() -> Iterator[None]:
 
 
 def _groups(training: Training) -> list[Any]:
-    found = {id(g): g for g in (shared_memory_group(training.mesh[n].group) for n in ("data", "shard", "replicate"))}
-    return [group for group in found.values() if group is not None]
+    groups = {id(g): g for g in (shared_memory_group(training.mesh[n].group) for n in ("data", "shard", "replicate"))}
+    return [group for group in groups.values() if group is not None]
 
 
 def _trained(layout: dict[str, int], precision: str) -> tuple[Seen, int, int, int]:
@@ -87,9 +87,9 @@ def test_buffers_in_shared_memory_change_no_bit(layout: dict[str, int], precisio
     world = layout.get("replicate", 1) * layout.get("shard", 1)
     with closing(RankPool(world)) as pool:
         outcomes = pool.run(world, _both, layout, precision, backend="cpu:weft")
-    for found in outcomes:
-        assert found["same"]
-        assert found["in place"] > 0
-        assert found["staged only"] == 0
-        assert found["held by the model"] == 0 or layout["zero"] == 3
-        assert found["left"] == 0
+    for results in outcomes:
+        assert results["same"]
+        assert results["in place"] > 0
+        assert results["staged only"] == 0
+        assert results["held by the model"] == 0 or layout["zero"] == 3
+        assert results["left"] == 0

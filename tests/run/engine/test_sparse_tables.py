@@ -110,12 +110,12 @@ def run_rules(plans: dict[str, Plan]) -> dict[str, dict[str, Seen]]:
 @pytest.mark.parametrize("world", PLANS)
 def test_tables_equal_a_dense_process_of_plain_torch(ranks: Any, world: int) -> None:
     seen = ranks.run(world, run_rules, PLANS[world])
-    wanted = {rule: torch_loop(optimizers, sparse=sparse) for rule, (optimizers, sparse) in REFERENCES.items()}
+    expected = {rule: torch_loop(optimizers, sparse=sparse) for rule, (optimizers, sparse) in REFERENCES.items()}
     for name in PLANS[world]:
         for rule in REFERENCES:
-            found = [one[name][rule] for one in seen]
-            agreed(found)
-            worst = compare(wanted[rule], masters(found))[0]
+            actual = [one[name][rule] for one in seen]
+            agreed(actual)
+            worst = compare(expected[rule], masters(actual))[0]
             assert worst.relative < TOLERANCES["fp64"], f"{rule} under {name}: {worst}"
 
 
@@ -140,10 +140,10 @@ def test_a_table_in_a_pipeline_and_under_sequence_parallelism(ranks: Any) -> Non
         "sequence": plan_of(tensor=2, replicate=2, zero=2, sequence=True),
         "zero3": plan_of(pipeline=2, shard=2, zero=3),
     }
-    (wanted,) = ranks.run(1, run_decoders, {"one": one_process(plan_of())}, sparse=False)
-    found = ranks.run(4, run_decoders, plans, sparse=True)
+    (expected,) = ranks.run(1, run_decoders, {"one": one_process(plan_of())}, sparse=False)
+    actual = ranks.run(4, run_decoders, plans, sparse=True)
     for name in plans:
-        worst = compare(masters([wanted["one"]]), masters([one[name] for one in found]))[0]
+        worst = compare(masters([expected["one"]]), masters([one[name] for one in actual]))[0]
         assert worst.relative < TOLERANCES["fp64"], f"{name}: {worst}"
 
 
@@ -154,9 +154,9 @@ def run_vocabulary(plan: Plan, rule: str) -> Seen:
 
 def test_a_table_cut_over_the_tensor_axis(ranks: Any) -> None:
     plan = plan_of(tensor=2, replicate=2, zero=1)
-    found = ranks.run(4, run_vocabulary, plan, "adagrad")
+    results = ranks.run(4, run_vocabulary, plan, "adagrad")
     optimizers, sparse = REFERENCES["adagrad"]
-    worst = compare(torch_loop(optimizers, sparse=sparse), masters(found))[0]
+    worst = compare(torch_loop(optimizers, sparse=sparse), masters(results))[0]
     assert worst.relative < 1e-10, str(worst)
     with pytest.raises(PlanError, match=r'words\.weight has sparse gradients.*Give words the kind "replicate"'):
         ranks.run(4, run_vocabulary, plan, "adam")

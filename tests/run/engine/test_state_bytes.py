@@ -46,7 +46,7 @@ def expected_bytes(zero: int, precision: str, reduce: str) -> float:
 
 def measure(plans: dict[str, Plan], precision: str) -> dict[str, tuple[int, int, int]]:
     """(bytes said, bytes of the tensors alive, parameters) of each plan on this rank, after two steps."""
-    found: dict[str, tuple[int, int, int]] = {}
+    results: dict[str, tuple[int, int, int]] = {}
     for name, plan in plans.items():
         gc.collect()
         before = _alive()
@@ -57,9 +57,9 @@ def measure(plans: dict[str, Plan], precision: str) -> dict[str, tuple[int, int,
         training.state.model.stores.release()
         gc.collect()
         alive = sum(storage.nbytes() for address, storage in _alive().items() if address not in before)
-        found[name] = sum(training.finished().bytes.values()), alive, parameters
+        results[name] = sum(training.finished().bytes.values()), alive, parameters
         del training, before
-    return found
+    return results
 
 
 def _alive() -> dict[int, torch.UntypedStorage]:
@@ -92,14 +92,14 @@ def test_bytes_per_rank_follow_the_formulas(ranks: Any, precision: str, reduce: 
     for one in ranks.run(N, measure, plans, precision):
         for zero in range(4):
             said, alive, parameters = one[f"zero{zero}"]
-            wanted = expected_bytes(zero, precision, reduce) * parameters
-            assert said == pytest.approx(wanted, rel=0.05), f"ZeRO-{zero}"
-            assert alive == pytest.approx(wanted, rel=0.05), f"ZeRO-{zero}: what is really held"
+            expected = expected_bytes(zero, precision, reduce) * parameters
+            assert said == pytest.approx(expected, rel=0.05), f"ZeRO-{zero}"
+            assert alive == pytest.approx(expected, rel=0.05), f"ZeRO-{zero}: what is really held"
 
 
 def held_between(plans: dict[str, Plan], precision: str) -> dict[str, int]:
     """By plan, bytes of the gradients that this rank holds when a step's second microbatch begins."""
-    found: dict[str, int] = {}
+    results: dict[str, int] = {}
     for name, plan in plans.items():
         training = Training(recipe_of(precision, ADAMW, hidden_size=64, ffn_size=128), plan)
         training.step(0)
@@ -109,9 +109,9 @@ def held_between(plans: dict[str, Plan], precision: str) -> dict[str, int]:
         training.step(1)
         handle.remove()
         assert sizes[0] == 0
-        found[name] = sizes[1]
+        results[name] = sizes[1]
         training.finished()
-    return found
+    return results
 
 
 def _gradient_bytes(module: nn.Module) -> int:
@@ -145,5 +145,5 @@ def test_gradients_between_microbatches_are_what_was_priced(ranks: Any, precisio
         for name, plan in plans.items():
             (stage,) = memories.of(Layout.of(plan))
             # With copies, what is summed over shards waits for the copies outside of the parameters.
-            wanted = 0 if name == "auto-2" or name == "microbatch-2" else stage.kinds.gradients
-            assert one[name] == pytest.approx(wanted, rel=0.05), name
+            expected = 0 if name == "auto-2" or name == "microbatch-2" else stage.kinds.gradients
+            assert one[name] == pytest.approx(expected, rel=0.05), name

@@ -61,9 +61,9 @@ def test_scripts_hear_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
 def test_a_script_finds_its_pipe_in_the_environment() -> None:
     rank_info = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for more, pipe in (({}, None), ({"WEFT_SUPERVISOR": "word-of-rank-1"}, "word-of-rank-1")):
-        found = RankInfo.from_environment({**rank_info, **more})
-        assert found is not None
-        assert found.failure_pipe == pipe
+        read = RankInfo.from_environment({**rank_info, **more})
+        assert read is not None
+        assert read.failure_pipe == pipe
 
 
 def _close(listener: FailureListener, words: list[int]) -> None:

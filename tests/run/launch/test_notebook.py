@@ -87,16 +87,16 @@ class Notebook:
 
 
 def _seen(outputs: list[Any]) -> str:
-    found: list[str] = []
+    results: list[str] = []
     for output in outputs:
         match output.output_type:
             case "stream":
-                found.append(output.text)
+                results.append(output.text)
             case "error":
-                found.append("\n".join(output.traceback))
+                results.append("\n".join(output.traceback))
             case _:
-                found.append(output.data.get("text/plain", ""))
-    return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(found))
+                results.append(output.data.get("text/plain", ""))
+    return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(results))
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +127,9 @@ def _losses(text: str) -> list[float]:
 def test_a_cells_function_is_a_session_on_two_ranks_and_the_cell_can_run_again(notebook: Notebook) -> None:
     assert notebook.run(TRAIN) == ""
     alone = notebook.run("train(0.1)")
-    found = notebook.run(SPAWN.format(2, {"lr": 0.1}))
-    assert found.count("ranks: 2") == 1
-    losses = _losses(found)
+    results = notebook.run(SPAWN.format(2, {"lr": 0.1}))
+    assert results.count("ranks: 2") == 1
+    losses = _losses(results)
     assert len(losses) == 2
     assert losses == pytest.approx([float(alone.splitlines()[-1])] * 2, rel=1e-5)
     assert _losses(notebook.run(SPAWN.format(2, {"lr": 0.1}))) == losses
@@ -141,29 +141,29 @@ def test_a_cells_function_is_a_session_on_two_ranks_and_the_cell_can_run_again(n
 def test_an_error_of_a_rank_is_read_in_the_first_lines_and_the_cell_can_run_again(notebook: Notebook) -> None:
     notebook.run(TRAIN)
     number = sum(cell.cell_type == "code" for cell in notebook.book.cells)
-    found = notebook.run(SPAWN.format(2, {"lr": 0.1, "breaks": True}))
-    assert "rank 1 of 2" in _first(found)
-    assert "ValueError: of the loop" in _first(found)
+    results = notebook.run(SPAWN.format(2, {"lr": 0.1, "breaks": True}))
+    assert "rank 1 of 2" in _first(results)
+    assert "ValueError: of the loop" in _first(results)
     line = TRAIN.strip().splitlines().index('                raise ValueError("of the loop")') + 1
-    assert f"cell_{number}.py, line {line}, in train" in _first(found)
-    assert len(found.splitlines()) <= FIRST_LINES
+    assert f"cell_{number}.py, line {line}, in train" in _first(results)
+    assert len(results.splitlines()) <= FIRST_LINES
     assert len(_losses(notebook.run(SPAWN.format(2, {"lr": 0.1})))) == 2
 
 
 def test_an_error_of_wefts_own_names_the_cells_line(notebook: Notebook) -> None:
     wrong = TRAIN.replace("if breaks and session.rank == 1:", "if breaks and session.rank == 1 and state.save():")
     notebook.run(wrong)
-    found = notebook.run(SPAWN.format(2, {"lr": 0.1, "breaks": True}))
-    assert "the ranks do different things" in _first(found)
-    assert "state.save() at cell_" in _first(found)
-    assert len(found.splitlines()) <= FIRST_LINES
+    results = notebook.run(SPAWN.format(2, {"lr": 0.1, "breaks": True}))
+    assert "the ranks do different things" in _first(results)
+    assert "state.save() at cell_" in _first(results)
+    assert len(results.splitlines()) <= FIRST_LINES
 
 
 def test_an_error_in_the_kernels_own_process_is_short_too(notebook: Notebook) -> None:
-    found = notebook.run("with weft.session(collective_timeout_seconds=-1):\n    pass")
-    assert "collective_timeout_seconds = -1" in _first(found)
-    assert "line 1" in _first(found)
-    assert len(found.splitlines()) <= FIRST_LINES
+    results = notebook.run("with weft.session(collective_timeout_seconds=-1):\n    pass")
+    assert "collective_timeout_seconds = -1" in _first(results)
+    assert "line 1" in _first(results)
+    assert len(results.splitlines()) <= FIRST_LINES
 
 
 @pytest.mark.parametrize(
@@ -182,9 +182,9 @@ def test_an_error_in_the_kernels_own_process_is_short_too(notebook: Notebook) ->
     ],
 )
 def test_what_ranks_cannot_have_is_refused_by_name(notebook: Notebook, cell: str, text: str) -> None:
-    found = notebook.run(cell + "weft.spawn(use, processes=1, fork_server=fork_server)")
-    assert text in _first(found)
-    assert len(found.splitlines()) <= FIRST_LINES
+    results = notebook.run(cell + "weft.spawn(use, processes=1, fork_server=fork_server)")
+    assert text in _first(results)
+    assert len(results.splitlines()) <= FIRST_LINES
 
 
 def test_arguments_are_those_of_the_function(notebook: Notebook) -> None:
@@ -205,9 +205,9 @@ def test_an_interrupted_cell_leaves_no_rank_and_runs_again(notebook: Notebook) -
     other = Thread(target=interrupt)
     begun = time.monotonic()
     other.start()
-    found = notebook.run("weft.spawn(wait, processes=2, fork_server=fork_server)")
+    results = notebook.run("weft.spawn(wait, processes=2, fork_server=fork_server)")
     other.join()
-    assert "KeyboardInterrupt" in found
+    assert "KeyboardInterrupt" in results
     assert time.monotonic() - begun < 30
     assert not [path.name for path in folder.glob("[0-9]*") if Path("/proc", path.name).exists()]
     notebook.run(TRAIN)
@@ -215,7 +215,7 @@ def test_an_interrupted_cell_leaves_no_rank_and_runs_again(notebook: Notebook) -
 
 
 def test_a_recipe_trains(notebook: Notebook) -> None:
-    found = notebook.run("""
+    results = notebook.run("""
 from weft.config.recipe import BatchRecipe, ConvNetShape, DataRecipe, DataSource, ModelRecipe, Recipe, RunRecipe
 recipe = Recipe(
     model=ModelRecipe(shape=ConvNetShape(num_layers=2, channels=16)),
@@ -225,4 +225,4 @@ recipe = Recipe(
 )
 len(weft.train(recipe, processes=2, quiet=True, folder=here / "recipe", fork_server=fork_server).losses)
 """)
-    assert found.strip().splitlines()[-1] == "3"
+    assert results.strip().splitlines()[-1] == "3"

@@ -118,7 +118,7 @@ def scatter(stored: CheckpointShard, whole: Tensor) -> None:
 
 def gather(shards: Sequence[Shard]) -> dict[str, Tensor]:
     """Whole parameters out of the shards of one rank or of all; what nobody holds stays nan."""
-    found = {name: torch.full(shape, math.nan, dtype=torch.float64) for name, shape in SHAPES.items()}
+    results = {name: torch.full(shape, math.nan, dtype=torch.float64) for name, shape in SHAPES.items()}
     for shard in shards:
         for segment in shard.segments:
             run = shard.master[segment.offset : segment.offset + segment.length]
@@ -127,16 +127,16 @@ def gather(shards: Sequence[Shard]) -> dict[str, Tensor]:
                 CheckpointShard(
                     name=layout.name, shape=layout.shape, tensor=run, split=layout.split, start=segment.start
                 ),
-                found[layout.name],
+                results[layout.name],
             )
-    return found
+    return results
 
 
-def relative_difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    norm = math.sqrt(sum(float(w.double().square().sum()) for w in wanted.values()))
+def relative_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    norm = math.sqrt(sum(float(w.double().square().sum()) for w in expected.values()))
     differences = [
-        float((found[n].double() - w.double()).norm()) / max(float(w.double().norm()), 1e-6 * norm)
-        for n, w in wanted.items()
+        float((actual[n].double() - w.double()).norm()) / max(float(w.double().norm()), 1e-6 * norm)
+        for n, w in expected.items()
     ]
     return math.inf if any(math.isnan(d) for d in differences) else max(differences)
 

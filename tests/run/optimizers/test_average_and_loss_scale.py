@@ -36,15 +36,15 @@ def moved(shards: list[Shard], seed: int) -> list[Tensor]:
 def test_the_average_follows_the_masters() -> None:
     shards = two_shards()
     average = WeightAverage(shards, 0.9)
-    wanted = [shard.master.double() for shard in shards]
+    expected = [shard.master.double() for shard in shards]
     for step in range(1, 4):
         for index, master in enumerate(moved(shards, step)):
-            wanted[index] = 0.9 * wanted[index] + 0.1 * master.double()
+            expected[index] = 0.9 * expected[index] + 0.1 * master.double()
         average.update()
-    found = {(stored.name, stored.start): stored.tensor for stored in average.checkpoint_shards()}
-    assert set(found) == {("average/embedding.weight", 5), ("average/scale", 0), ("average/norm.weight", 0)}
-    torch.testing.assert_close(found["average/embedding.weight", 5], wanted[0][:80].float())
-    torch.testing.assert_close(found["average/norm.weight", 0], wanted[1].float())
+    actual = {(stored.name, stored.start): stored.tensor for stored in average.checkpoint_shards()}
+    assert set(actual) == {("average/embedding.weight", 5), ("average/scale", 0), ("average/norm.weight", 0)}
+    torch.testing.assert_close(actual["average/embedding.weight", 5], expected[0][:80].float())
+    torch.testing.assert_close(actual["average/norm.weight", 0], expected[1].float())
     assert average.state_bytes() == sum(shard.master.numel() * 4 for shard in shards)
 
 

@@ -39,21 +39,21 @@ def test_constant_is_constant() -> None:
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "warmup_stable_decay"])
 def test_warm_up_rises_to_the_peak_in_its_last_step(schedule: str) -> None:
-    found = rates(recipe_with(schedule=schedule, warmup_steps=7))
-    assert found[6] == 0.3
-    assert found[:7] == pytest.approx([0.3 * k / 7 for k in range(1, 8)])
-    assert max(found) == 0.3
+    values = rates(recipe_with(schedule=schedule, warmup_steps=7))
+    assert values[6] == 0.3
+    assert values[:7] == pytest.approx([0.3 * k / 7 for k in range(1, 8)])
+    assert max(values) == 0.3
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 9])
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "warmup_stable_decay"])
 def test_decay_ends_exactly_at_its_ratio(schedule: str, warmup: int) -> None:
     recipe = recipe_with(schedule=schedule, warmup_steps=warmup, final_learning_rate_ratio=0.07)
-    found = rates(recipe)
-    assert found[max(warmup - 1, 0)] == 0.3
-    assert found[-1] == 0.3 * 0.07
-    assert learning_rate(recipe, 10_000) == found[-1]
-    after = found[max(warmup - 1, 0) :]
+    values = rates(recipe)
+    assert values[max(warmup - 1, 0)] == 0.3
+    assert values[-1] == 0.3 * 0.07
+    assert learning_rate(recipe, 10_000) == values[-1]
+    after = values[max(warmup - 1, 0) :]
     assert after == sorted(after, reverse=True)
 
 
@@ -64,9 +64,9 @@ def test_schedules_in_the_middle() -> None:
 
 
 def test_stable_part_lasts_until_the_decay() -> None:
-    found = rates(recipe_with(schedule="warmup_stable_decay", decay_steps=10, final_learning_rate_ratio=0.0))
-    assert found[:91] == [0.3] * 91
-    assert found[91:] == pytest.approx([0.3 * k / 10 for k in range(9, -1, -1)])
+    values = rates(recipe_with(schedule="warmup_stable_decay", decay_steps=10, final_learning_rate_ratio=0.0))
+    assert values[:91] == [0.3] * 91
+    assert values[91:] == pytest.approx([0.3 * k / 10 for k in range(9, -1, -1)])
     by_default = rates(recipe_with(steps=100, schedule="warmup_stable_decay"))
     assert by_default.count(0.3) == 80
 

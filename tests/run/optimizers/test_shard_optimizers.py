@@ -102,8 +102,8 @@ def trained_by_torch(
 def test_adamw_equals_torch_wherever_it_is_cut(points: list[int], gap: int, decay: float) -> None:
     shards = shards_cut_at(points, gap, draw(0))
     train(AdamW(shards, whole_groups(decay), betas=(0.9, 0.95), epsilon=1e-8), shards, 4, learning_rate=0.02)
-    wanted = trained_by_torch(lambda w: torch.optim.AdamW(w, 0.02, (0.9, 0.95), 1e-8, decay), 4)
-    assert relative_difference(gather(shards), wanted) < 1e-12
+    expected = trained_by_torch(lambda w: torch.optim.AdamW(w, 0.02, (0.9, 0.95), 1e-8, decay), 4)
+    assert relative_difference(gather(shards), expected) < 1e-12
 
 
 @settings(max_examples=25, deadline=None)
@@ -141,10 +141,10 @@ def test_sgd_equals_torch_wherever_it_is_cut(points: list[int], momentum: float,
     nesterov = nesterov and momentum > 0
     shards = shards_cut_at(points, 0, draw(0))
     train(SGD(shards, whole_groups(decay), momentum=momentum, nesterov=nesterov), shards, 4, learning_rate=0.02)
-    wanted = trained_by_torch(
+    expected = trained_by_torch(
         lambda w: torch.optim.SGD(w, 0.02, momentum=momentum, nesterov=nesterov, weight_decay=decay), 4
     )
-    assert relative_difference(gather(shards), wanted) < 1e-12
+    assert relative_difference(gather(shards), expected) < 1e-12
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.37, 1e-3])
@@ -157,21 +157,21 @@ def test_gradient_scale_is_a_factor_on_gradients(dtype: torch.dtype, scale: floa
         lambda s, g: LARS(s, g, one_process()),
         lambda s, g: Adafactor(s, g, one_process()),
     ):
-        found: list[dict[str, Tensor]] = []
+        results: list[dict[str, Tensor]] = []
         for factor in (1.0, scale):
             shards = whole_shards(draw(0, dtype=dtype))
             set_gradients(shards, draw(1, 1e-3 * (scale / factor), dtype=dtype))
             make(shards, whole_groups()).step(0.1, factor)
-            found.append(gather(shards))
-        assert relative_difference(*found) < (1e-12 if dtype == torch.float64 else 1e-5)
+            results.append(gather(shards))
+        assert relative_difference(*results) < (1e-12 if dtype == torch.float64 else 1e-5)
 
 
 def test_scales_without_an_inverse_in_fp32_work_too() -> None:
     shards = whole_shards(draw(0, dtype=torch.float32))
     set_gradients(shards, draw(1, 1e30, dtype=torch.float32))
     SGD(shards, whole_groups(), momentum=0.0).step(10.0, 1e-31)
-    wanted = {name: value - draw(1)[name] for name, value in draw(0).items()}
-    assert relative_difference(gather(shards), wanted) < 1e-5
+    expected = {name: value - draw(1)[name] for name, value in draw(0).items()}
+    assert relative_difference(gather(shards), expected) < 1e-5
 
 
 def test_a_gradient_in_bf16_updates_masters_in_fp32() -> None:
@@ -207,8 +207,8 @@ def test_lars_equals_its_paper_wherever_it_is_cut(decay: float) -> None:
 def test_adafactor_equals_its_paper(decay: float, relative: bool) -> None:
     shards = whole_shards(draw(0))
     train(Adafactor(shards, whole_groups(decay), one_process(), relative_step=relative), shards, 4, learning_rate=0.6)
-    wanted = reference_adafactor(4, 0.6, decay, relative=relative)
-    assert relative_difference(gather(shards), wanted) < 1e-12
+    expected = reference_adafactor(4, 0.6, decay, relative=relative)
+    assert relative_difference(gather(shards), expected) < 1e-12
 
 
 def test_adafactor_equals_another_implementation() -> None:
@@ -216,8 +216,8 @@ def test_adafactor_equals_another_implementation() -> None:
     shards = whole_shards(draw(0))
     train(Adafactor(shards, whole_groups(0.1), one_process()), shards, 4, learning_rate=0.02)
     options = {"lr": 0.02, "scale_parameter": False, "relative_step": False, "warmup_init": False, "weight_decay": 0.1}
-    wanted = trained_by_torch(lambda w: transformers.Adafactor(w, **options), 4)
-    assert relative_difference(gather(shards), wanted) < 1e-12
+    expected = trained_by_torch(lambda w: transformers.Adafactor(w, **options), 4)
+    assert relative_difference(gather(shards), expected) < 1e-12
 
 
 def test_adafactor_refuses_a_cut_inside_a_row() -> None:
@@ -298,14 +298,14 @@ def test_groups_have_their_own_rate_and_decay() -> None:
         for i, name in enumerate(SHAPES)
     ]
     train(AdamW(shards, groups), shards, 3, learning_rate=0.01)
-    wanted = trained_by_torch(
+    expected = trained_by_torch(
         lambda ws: torch.optim.AdamW(
             [{"params": [w], "lr": 0.01 * (1 + i), "weight_decay": 0.1 * i} for i, w in enumerate(ws)],
             betas=(0.9, 0.95),
         ),
         3,
     )
-    assert relative_difference(gather(shards), wanted) < 1e-12
+    assert relative_difference(gather(shards), expected) < 1e-12
 
 
 def test_settings_of_parameters_come_from_the_first_group_that_matches() -> None:
@@ -321,8 +321,8 @@ def test_settings_of_parameters_come_from_the_first_group_that_matches() -> None
     )
     assert parameter_settings(recipe, "norm.weight", (3,)) == GroupSettings(learning_rate_scale=1.0, weight_decay=0.3)
     assert parameter_settings(recipe, "norm.bias", (3,)) == GroupSettings(learning_rate_scale=1.0, weight_decay=0.0)
-    found = group_parameters(recipe, {"a.weight": (2, 2), "a.bias": (2,), "b.weight": (2,), "embedding.x": (1, 1)})
-    assert [group.names for group in found] == [("a.weight", "b.weight"), ("a.bias",), ("embedding.x",)]
+    groups = group_parameters(recipe, {"a.weight": (2, 2), "a.bias": (2,), "b.weight": (2,), "embedding.x": (1, 1)})
+    assert [group.names for group in groups] == [("a.weight", "b.weight"), ("a.bias",), ("embedding.x",)]
 
 
 def test_a_glob_that_matches_nothing_is_an_error_with_a_suggestion() -> None:

@@ -104,15 +104,15 @@ def cut_shards(mesh: Mesh, cut: Cut, values: dict[str, Tensor]) -> list[Shard]:
     total = sum(local_shape(layout).numel() for layout in layouts)
     share = -(-total // view.size)
     low, high = view.index * share, min((view.index + 1) * share, total)
-    found: list[tuple[ParameterLayout, int, int]] = []
+    results: list[tuple[ParameterLayout, int, int]] = []
     first = 0
     for layout in layouts:
         size = local_shape(layout).numel()
         start, stop = max(low - first, 0), min(high - first, size)
         if start < stop:
-            found.append((layout, start, stop - start))
+            results.append((layout, start, stop - start))
         first += size
-    return shards_of(mesh, found, values, gap=1, cut_group=view)
+    return shards_of(mesh, results, values, gap=1, cut_group=view)
 
 
 def row_shards(mesh: Mesh, layouts: list[ParameterLayout], values: dict[str, Tensor]) -> list[Shard]:
@@ -161,15 +161,15 @@ def reference(name: Name) -> dict[str, Tensor]:
             return reference_adafactor(4, 0.3, 0.1)
 
 
-def check_against(wanted: dict[str, Tensor], results: list[Result], tolerance: float) -> None:
+def check_against(expected: dict[str, Tensor], results: list[Result], tolerance: float) -> None:
     """Every rank's own elements equal the reference, and together they are all there are."""
-    whole = {name: torch.full_like(value, math.nan) for name, value in wanted.items()}
+    whole = {name: torch.full_like(value, math.nan) for name, value in expected.items()}
     for masters, _ in results:
-        mine = {name: torch.where(masters[name].isnan(), wanted[name], masters[name]) for name in wanted}
-        assert relative_difference(mine, wanted) <= tolerance
+        mine = {name: torch.where(masters[name].isnan(), expected[name], masters[name]) for name in expected}
+        assert relative_difference(mine, expected) <= tolerance
         for name, value in masters.items():
             whole[name].copy_(torch.where(value.isnan(), whole[name], value))
-    assert relative_difference(whole, wanted) <= tolerance
+    assert relative_difference(whole, expected) <= tolerance
 
 
 @pytest.mark.parametrize(("plan", "cut", "name"), cases("lamb", "lars", "adafactor"), ids=name_plan)
@@ -202,14 +202,14 @@ def written_once(results: list[Result]) -> dict[str, Tensor]:
 def test_states_of_all_ranks_make_the_states_of_one_process(
     ranks: RankPool, plan: MeshPlan, cut: Cut, name: Name
 ) -> None:
-    found = written_once(ranks.run(plan.world_size, train_on_a_rank, plan, cut, name, torch.float64))
+    actual = written_once(ranks.run(plan.world_size, train_on_a_rank, plan, cut, name, torch.float64))
     mesh = Mesh(MeshPlan(), torch.device("cpu"))
     shards = cut_shards(mesh, "none", draw(0))
     alone = make(name, shards, mesh)
     train(alone, shards, 4, learning_rate=0.3)
-    wanted = written_once([({}, alone.checkpoint_shards())])
-    assert found.keys() == wanted.keys()
-    assert relative_difference(found, wanted) <= 1e-10
+    expected = written_once([({}, alone.checkpoint_shards())])
+    assert actual.keys() == expected.keys()
+    assert relative_difference(actual, expected) <= 1e-10
 
 
 def resume_on_a_rank(
@@ -234,8 +234,8 @@ def test_states_load_into_another_plan(ranks: RankPool, name: Name) -> None:
     results = ranks.run(4, train_on_a_rank, *before, name, torch.float64)
     saved = written_once(results)
     masters = {name: torch.full(shape, math.nan, dtype=torch.float64) for name, shape in SHAPES.items()}
-    for found, _ in results:
-        for key, value in found.items():
+    for actual, _ in results:
+        for key, value in actual.items():
             masters[key].copy_(torch.where(value.isnan(), masters[key], value))
     mesh = Mesh(MeshPlan(), torch.device("cpu"))
     shards = cut_shards(mesh, "none", draw(0))

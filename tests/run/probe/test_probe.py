@@ -96,7 +96,7 @@ def _probe() -> dict[str, object]:
     said: list[str] = []
     rank, world = dist.get_rank(), dist.get_world_size()
     threads = torch.get_num_threads()
-    found = probe_rank(
+    results = probe_rank(
         RankInfo(rank, world, rank, world),
         cores=1 + rank,
         memory_bytes=4 << 30,
@@ -105,35 +105,35 @@ def _probe() -> dict[str, object]:
         log=said.append,
     )
     assert torch.get_num_threads() == threads
-    return {"found": dataclasses.asdict(found), "said": said}
+    return {"found": dataclasses.asdict(results), "said": said}
 
 
 def test_ranks_measure_together_and_agree(ranks: pool.RankPool) -> None:
     first, second = ranks.run(2, _probe, timeout=240)
     assert first["found"]["measured"] == second["found"]["measured"]
     assert first["found"]["links"] == second["found"]["links"]
-    found = typed(Findings, first["found"])
-    assert dataclasses.asdict(found) == first["found"]
-    assert found.cores == 1  # of the node that has fewest
-    assert found.measured.settings == ((1, 1), (2, 1))
-    assert {row.kind for row in found.links["inside"]} == set(KINDS)
-    assert len(found.links["inside"]) == number_of_times(RankInfo(0, 2, 0, 2), CPU)
-    rows = [*found.measured.matrix, *found.measured.attention, *found.measured.memory]
-    assert len(rows) + 2 * len(found.measured.blocks) + 2 == 2 * number_of_figures(CPU, ["fp32"])
-    assert all(math.isfinite(row.seconds) and 0 < row.seconds < 60 for row in [*rows, *found.links["inside"]])
-    assert 0 < found.measured.operator_seconds < 1e-2
+    results = typed(Findings, first["found"])
+    assert dataclasses.asdict(results) == first["found"]
+    assert results.cores == 1  # of the node that has fewest
+    assert results.measured.settings == ((1, 1), (2, 1))
+    assert {row.kind for row in results.links["inside"]} == set(KINDS)
+    assert len(results.links["inside"]) == number_of_times(RankInfo(0, 2, 0, 2), CPU)
+    rows = [*results.measured.matrix, *results.measured.attention, *results.measured.memory]
+    assert len(rows) + 2 * len(results.measured.blocks) + 2 == 2 * number_of_figures(CPU, ["fp32"])
+    assert all(math.isfinite(row.seconds) and 0 < row.seconds < 60 for row in [*rows, *results.links["inside"]])
+    assert 0 < results.measured.operator_seconds < 1e-2
     assert [line.split(":")[0] for line in first["said"]][:3] == [
         "1 rank x 1 thread",
         "2 ranks x 1 thread",
         "links inside a node",
     ]
-    (text,) = found.tables
+    (text,) = results.tables
     table = table_from_json(text)
     assert table.members == 2
     assert [row.collective for row in table.rows] == ["all_reduce", "reduce_scatter", "all_gather"]
     assert first["said"][3].startswith("choices of 2 ranks: up to 1K, ")
-    assert len(first["said"]) == 4 + (unsteady(found.measured) is not None)
-    cluster = cluster_of(found, parse_cluster_spec("cpu").nodes[0])
+    assert len(first["said"]) == 4 + (unsteady(results.measured) is not None)
+    cluster = cluster_of(results, parse_cluster_spec("cpu").nodes[0])
     assert parse_cluster(dump_cluster(cluster)) == cluster
     assert cluster.is_predictable
     world = Network(cluster).groups(Layout(replicate=2)).world

@@ -273,14 +273,14 @@ def test_one_number_may_lie_close_to_the_exact_one_by_chance() -> None:
         made = many | {"gradient/scale": torch.tensor([1.0 + error], dtype=torch.float64)}
         return TrialResult(initial={}, gradients=made, state={}, losses=[1.0], norms=[1.0], validation=1.0)
 
-    once = several = found = 0
+    once = several = results = 0
     for _ in range(400):
         one, other, *more = (torch.randn(5, generator=generator, dtype=torch.float64) * 1e-3).tolist()
         alone, nudged = outcome(one), [outcome(one + each) for each in more]
         compare = partial(compare_results, alone, precision="fp32", exact=outcome(0.0))
         once += not compare(outcome(other)).is_equal
         several += not compare(outcome(other), nudged=nudged).is_equal
-        found += not compare(outcome(0.1), nudged=nudged).is_equal
+        results += not compare(outcome(0.1), nudged=nudged).is_equal
     assert once > 40
     assert several < 8
-    assert found == 400
+    assert results == 400

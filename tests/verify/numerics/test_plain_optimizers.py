@@ -86,10 +86,10 @@ def _broken(what: str) -> Any:
 
 
 def against_plain(recipe: Recipe, breakage: str | None = None) -> tuple[Comparison, int]:
-    found = join_trials([trial(recipe, ALONE, breakage)], ALONE)
+    actual = join_trials([trial(recipe, ALONE, breakage)], ALONE)
     loop = PlainLoop(recipe=recipe, plan=ALONE, label_range=None)
-    wanted = loop.run(build_model(recipe), found.initial)
-    return compare_results(wanted, comparable(found, loop.steps), precision="fp64"), loop.steps
+    expected = loop.run(build_model(recipe), actual.initial)
+    return compare_results(expected, comparable(actual, loop.steps), precision="fp64"), loop.steps
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -116,8 +116,8 @@ def test_a_wrong_rule_is_seen_in_one_process(name: str, breakage: str):
 @pytest.mark.parametrize("name", ["lamb", "lars", "adafactor"])
 def test_a_norm_that_is_not_summed_over_ranks_is_seen(ranks: RankPool, name: str):
     recipe = recipe_of(name, **({"relative_step": True} if name == "adafactor" else {}))
-    wanted = join_trials([trial(recipe, ALONE)], ALONE)
+    expected = join_trials([trial(recipe, ALONE)], ALONE)
     plan = TWO if name != "adafactor" else replace(TWO, mesh=MeshPlan(tensor=2), microbatch=MicrobatchPlan(size=4))
     for breakage, is_equal in ((None, True), ("norms of a shard", False)):
-        found = join_trials(ranks.run(2, trial, recipe, plan, breakage), plan)
-        assert compare_results(wanted, found, precision="fp64").is_equal is is_equal
+        actual = join_trials(ranks.run(2, trial, recipe, plan, breakage), plan)
+        assert compare_results(expected, actual, precision="fp64").is_equal is is_equal

@@ -67,14 +67,14 @@ def test_a_decoder_of_405_billion_parameters(tmp_path: Path) -> None:
         sequence_length=8192, tie_embeddings=False, dropout=0.1, rope_theta=5e5,
     )  # fmt: skip
     small = shrunk(recipe(ModelRecipe(shape=shape), warmup_steps=900), PLAN, tmp_path)
-    found = small.recipe.model.shape
-    assert isinstance(found, DecoderShape)
-    assert found.num_layers == 3
-    assert found.num_heads // (found.num_kv_heads or 0) == 16  # the same grouping
-    assert (found.num_kv_heads, found.sequence_length) == (2, 11)  # one key-value head per rank, as with 8 over 8
-    assert (found.dropout, found.tie_embeddings, found.rope_theta) == (0.1, False, 5e5)
-    assert abs(found.ffn_size / found.hidden_size - 53248 / 16384) < 0.1  # type: ignore[operator]
-    assert found.ffn_size // 2 % 2 == 1  # type: ignore[operator]  # an odd share for each rank
+    results = small.recipe.model.shape
+    assert isinstance(results, DecoderShape)
+    assert results.num_layers == 3
+    assert results.num_heads // (results.num_kv_heads or 0) == 16  # the same grouping
+    assert (results.num_kv_heads, results.sequence_length) == (2, 11)  # one key-value head per rank, as with 8 over 8
+    assert (results.dropout, results.tie_embeddings, results.rope_theta) == (0.1, False, 5e5)
+    assert abs(results.ffn_size / results.hidden_size - 53248 / 16384) < 0.1  # type: ignore[operator]
+    assert results.ffn_size // 2 % 2 == 1  # type: ignore[operator]  # an odd share for each rank
     parameters = sum(parameter.numel() for parameter in build_model(small.recipe).module.parameters())
     assert parameters < 300_000
     assert small.recipe.optimizer.warmup_steps == 2
@@ -139,10 +139,10 @@ def test_heads_wider_than_the_model_stay_so() -> None:
 def test_other_shapes(shape: EncoderShape | MlpShape, tmp_path: Path) -> None:
     plan = Plan(mesh=MeshPlan(tensor=4, pipeline=2), microbatch=MicrobatchPlan(size=4, per_step=8))
     small = shrunk(recipe(ModelRecipe(shape=shape), 32), plan, tmp_path)
-    found = small.recipe.model.shape
-    assert isinstance(found, type(shape))
-    assert found.hidden_size < 100
-    assert found.dropout == shape.dropout
+    results = small.recipe.model.shape
+    assert isinstance(results, type(shape))
+    assert results.hidden_size < 100
+    assert results.dropout == shape.dropout
     check_plan(small.plan, small.recipe, facts_of(small.recipe), 8)
 
 

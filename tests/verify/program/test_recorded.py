@@ -116,7 +116,7 @@ CASES: dict[int, dict[str, Case]] = {
 
 def recorded(cases: dict[str, Case]) -> dict[str, list[list[str]]]:
     """On this rank: what each step of each case sent otherwise than predicted."""
-    found: dict[str, list[list[str]]] = {}
+    results: dict[str, list[list[str]]] = {}
     for name, one in cases.items():
         recipe, plan = one.recipe, one.plan
         mesh, recorder = Mesh(plan.mesh, torch.device("cpu")), Recorder()
@@ -125,7 +125,7 @@ def recorded(cases: dict[str, Case]) -> dict[str, list[list[str]]]:
         training = create_training(recipe, plan, blueprint, mesh, recorder)
         tables = [store for store in training.model.stores.stores if isinstance(store, SparseReducer)]
         data = TrialData(blueprint, plan, data_index=mesh.data_index, seed=7)
-        found[name] = []
+        results[name] = []
         for step in range(STEPS):
             batches, fingerprint = data.microbatches(step), 7.0 if one.is_fingerprinted else None
             recorder.collectives.take_launched()
@@ -139,15 +139,15 @@ def recorded(cases: dict[str, Case]) -> dict[str, list[list[str]]]:
                 sent=[(*kind, count) for kind, count in recorder.collectives.take_launched().items()],
             )
             fingerprinted = one.is_fingerprinted
-            found[name].append(unlike_plan(recipe, plan, outline, mesh.rank, traffic, is_fingerprinted=fingerprinted))
+            results[name].append(unlike_plan(recipe, plan, outline, mesh.rank, traffic, is_fingerprinted=fingerprinted))
         training.close()
         mesh.leave()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:weft"])
 @pytest.mark.parametrize("world", CASES)
 def test_recorded_is_predicted(ranks: Any, world: int, backend: str) -> None:
-    for rank, found in enumerate(ranks.run(world, recorded, CASES[world], timeout=240.0, backend=backend)):
-        for name, steps in found.items():
+    for rank, results in enumerate(ranks.run(world, recorded, CASES[world], timeout=240.0, backend=backend)):
+        for name, steps in results.items():
             assert steps == [[]] * STEPS, f"rank {rank} of {name}"

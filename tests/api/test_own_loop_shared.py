@@ -51,6 +51,36 @@ def test_models_step_together(ranks: RankPool, name: str) -> None:
         assert_alike(found, expected)
 
 
+def clamped_by_groups(hands: Hands) -> tuple[list[float], list[Tensor]]:
+    """What is written into the optimizer's groups reaches the weights of all models."""
+    with fp64():
+        torch.manual_seed(0)
+        encoder, head = nn.Linear(FEATURES, 8), nn.Linear(8, 4)
+        optimizer = torch.optim.AdamW([*encoder.parameters(), *head.parameters()], lr=2e-2)
+        loader = DataLoader(samples(), BATCH, shuffle=True)
+        encoder, head, optimizer, loader = hands.prepare(encoder, head, optimizer, loader)
+        found = list[float]()
+        for x, y in loader:
+            loss = F.cross_entropy(head(encoder(x).tanh()), y)
+            hands.backward(loss)
+            found.append(hands.mean(loss))
+            optimizer.step()
+            optimizer.zero_grad()
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            assert sum(p.numel() for p in held) == sum(p.numel() for m in (encoder, head) for p in m.parameters())
+            with torch.no_grad():
+                for p in held:
+                    p.clamp_(-0.1, 0.1)
+        return found, []
+
+
+@pytest.mark.parametrize("name", ["alone", "data"])
+def test_a_loop_may_write_into_its_groups(ranks: RankPool, name: str) -> None:
+    expected = ranks.run(1, plainly, clamped_by_groups)[0]
+    for found in ranks.run(PLANS[name].mesh.world_size, under, PLANS[name], clamped_by_groups):
+        assert_alike(found, expected)
+
+
 def prepared(session: weft.Session, seed: int) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     first, second = nn.Linear(4, 4), nn.Linear(4, 2)

@@ -45,10 +45,12 @@ class SharedOptimizer:
         return made
 
     def add(self, model: OpenModel, taken: nn.Module) -> None:
-        """A model has begun; `taken` are its parameters, which the user's object leaves to the model's."""
+        """A model has begun; `taken` are its parameters, in whose place the user's object has what the model's holds: a
+        loop may write into it."""
         gone = {id(parameter) for parameter in taken.parameters()}
-        for group in self.optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in gone]
+        for group, own in zip(self.optimizer.param_groups, model.optimizer.param_groups, strict=True):
+            left = [parameter for parameter in group["params"] if id(parameter) not in gone]
+            group["params"] = [*left, *own["params"]]
         self._models.append(model)
 
     def take_settings(self) -> None:

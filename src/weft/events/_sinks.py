@@ -17,7 +17,7 @@ _PACKAGE = "weft.events.sinks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listening:
-    """What the sinks of a rank are created from."""
+    """The things from which the sinks of a rank are created."""
 
     rank: int
     folder: RunFolder | None = None
@@ -35,7 +35,7 @@ class Listening:
     track: Track | None = None
     """Function of the user's that is given every number of rank 0."""
     track_prefix: str = ""
-    """What stands before the names of these numbers."""
+    """Prefix of the names of these numbers."""
 
     @property
     def of_model(self) -> RunFolder | None:

@@ -1,4 +1,4 @@
-"""What ranks leave for the generation after theirs, in a file that outlives them: losses, and the measured peak."""
+"""Losses and the measured peak, in a file that outlives the ranks: the next generation reads them there."""
 
 from __future__ import annotations
 

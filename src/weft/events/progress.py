@@ -1,4 +1,4 @@
-"""How far each rank of a job has come, in memory that the launcher reads while the ranks run.
+"""Progress of each rank of a job, in memory that the launcher reads while the ranks run.
 
 The board is a small file that all processes of a host map.  Each rank writes its own row and nobody else's; the reader
 never stops a rank.  It says where a rank was when it hung or was killed, because the memory outlives the process.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self, final
 
 PHASES = ("data_wait", "forward_backward", "reduce_wait", "optimizer", "checkpoint", "evaluation")
-"""What a training step is made of; other names may be recorded besides."""
+"""Phases of a training step; other names may be recorded besides."""
 
 _NUMBERS = 8
 """Numbers of a row: 64 bytes, a cache line, so that ranks do not slow one another down by writing."""
@@ -24,7 +24,7 @@ _NO_PHASE, _OTHER_PHASE = 0, len(PHASES) + 1
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank is."""
+    """Position of a rank in its training."""
 
     pid: int
     """Its process; 0 before it has written anything."""

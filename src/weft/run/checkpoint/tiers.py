@@ -78,7 +78,7 @@ class Drained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What a save has done when training goes on."""
+    """State of a save at the moment when training goes on."""
 
     path: Path
     is_durable: bool

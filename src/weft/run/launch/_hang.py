@@ -44,7 +44,7 @@ _SHOWN_FRAMES = 4
 
 @dataclass(frozen=True, slots=True)
 class HangLimits:
-    """How long a step may make no progress."""
+    """Limits of the time that a step may make no progress."""
 
     hang_seconds: float | None
     """The recipe's `run.on_failure.hang_seconds`: then a rank that computes hangs, too.  None: by the steps so far."""
@@ -54,7 +54,7 @@ class HangLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What the ranks did at one moment."""
+    """Stacks and processor times of the ranks at one moment."""
 
     at: float
     cpu_seconds: dict[int, float]
@@ -75,7 +75,7 @@ class HangWatch:
         self._step = -1
         """Finished steps of the rank that has finished fewest."""
         self._advanced_at = 0.0
-        """When it finished the last of them, or left a phase whose time says nothing."""
+        """Monotonic time at which it finished the last of them, or left a phase whose time says nothing."""
         self._is_uneven = False
         self._num_steps = 0
         self._step_seconds: deque[float] = deque(maxlen=_KEPT_STEPS)

@@ -58,7 +58,7 @@ class RankInfo:
         return None
 
     def progress_row(self) -> ProgressRow | None:
-        """Where this rank writes how far it has come, for its launcher to read; None where there is no launcher."""
+        """Return the board on which this rank writes its progress for its launcher; None without a launcher."""
         if self.failure_pipe is None:
             return None
         try:

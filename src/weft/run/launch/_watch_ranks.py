@@ -55,7 +55,7 @@ class RunningJob:
     """Whether the other ranks are killed as soon as a signal has killed one: the job starts again from what is saved,
     and nothing that they could still say matters."""
     positions: dict[int, Position] = field(default_factory=dict[int, Position])
-    """Where each rank was in its training when the job had ended."""
+    """Rank → its position in the training when the job had ended."""
 
     def receive(self, line: bytes) -> None:
         """Take a line of the ranks' parent: `rank pid` of a new process, or `rank code time` of a rank that ended."""

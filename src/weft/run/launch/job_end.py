@@ -1,4 +1,4 @@
-"""How a job of ranks ended, and the error that its caller gets."""
+"""The end of a job of ranks, and the error that its caller gets."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ class RankError(LaunchError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
-    """How a job ended on this host."""
+    """The end of a job on this host."""
 
     num_processes: int
     outcomes: Mapping[int, RankExit | None]
-    """What each rank left, by rank; None: it ended without a word."""
+    """Rank → its exit as it reported it; None: it ended without a report."""
     cause: RankExit | None
-    """How the rank ended that failed first; None where all ended well."""
+    """Exit of the rank that failed first; None if all ended well."""
     signals: tuple[signal.Signals, ...] = ()
     """Signals that this process got and passed on while the ranks ran."""
     has_failed_rank: bool = False
     """Whether a rank had an exit status other than 0."""
     positions: Mapping[int, Position] = field(default_factory=dict[int, Position])
-    """Where each rank was in its training when it ended, by rank; none of ranks that do not train."""
+    """Rank → its position in the training when it ended; ranks that do not train are absent."""
 
     @property
     def values(self) -> list[Any]:
-        """What the function returned on each rank, by rank."""
+        """Return values of the function, by rank."""
         outcomes = (self.outcomes[rank] for rank in range(self.num_processes))
         return [outcome.value for outcome in outcomes if outcome is not None]
 

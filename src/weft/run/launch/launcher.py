@@ -316,7 +316,7 @@ def _run(
 
 
 def _end_of(running: RunningJob, folder: Path) -> JobEnd:
-    """What is known of a job whose ranks have all ended."""
+    """Return the end of a job whose ranks have all ended."""
     outcomes = {rank: RankExit.read(folder, rank) for rank in range(running.num_processes)}
     return JobEnd(
         num_processes=running.num_processes,

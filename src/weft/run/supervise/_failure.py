@@ -1,4 +1,4 @@
-"""What kind of failure ended a generation of ranks."""
+"""Judges the kind of failure that ended a generation of ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ FailureKind = Literal["killed", "error", "hang", "host_memory", "device_memory",
 """The policies of `[run.on_failure]`, and `input`: what only the user can mend."""
 
 _NO_HOST_MEMORY = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "unable to mmap")
-"""What torch's allocators and the system say on the CPU."""
+"""Texts of torch's allocators and of the system on the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationFailure:
-    """How a generation of ranks failed: the first cause, not what it made other ranks say."""
+    """The failure of a generation of ranks: its first cause, and not the errors that this made in other ranks."""
 
     kind: FailureKind
     rank: int

@@ -8,7 +8,7 @@ from weft.errors import LaunchError
 from weft.run.launch._rank_info import RankInfo
 
 FAILURE_PIPE_VARIABLE = "WEFT_SUPERVISOR"
-"""What `weft launch` sets beside the standard variables: the rank's `RankInfo.failure_pipe`."""
+"""Environment variable that `weft launch` sets beside the standard ones: the rank's `RankInfo.failure_pipe`."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -40,12 +40,12 @@ class NodeMemory:
     place: Arrangement
     """The arrangement of the group's ranks on hosts."""
     members: tuple[int, ...]
-    """Ranks within the group that are of this node, in the order of its collectives."""
+    """The group's ranks on this node, in the order of the node's collectives."""
     index: int
     """Position of this rank among them."""
 
     def carries(self, arrangement: Arrangement | None, dtype: torch.dtype, combine: Combine | None) -> bool:
-        """Whether a collective can go over it: it takes the ranks as they lie, and its sums are defined here."""
+        """Return whether a collective can use it: it must take the ranks as they lie, and its sums be defined here."""
         if arrangement is None or (*arrangement.order,) != (*self.place.order,):
             return False
         if arrangement.nodes != self.place.nodes:
@@ -92,6 +92,8 @@ def share_node_memory(
     """
     if view.group is None or len(place.nodes) < 2 or max(place.nodes) < 2:
         return None
+    # The gather tells each rank which others run under the same kernel; the first rank's random number names the
+    # rendezvous, so that groups formed one after another do not meet at an old one.
     mine = torch.tensor([kernel_number(), secrets.randbits(_NONCE_BITS)], dtype=torch.int64)
     segments = all_gather(mine, view)
     node, members = _node_of(place, view.index)
@@ -115,7 +117,7 @@ def share_node_memory(
 
 
 def _node_of(place: Arrangement, rank: int) -> tuple[int, tuple[int, ...]]:
-    """A rank's node by number, and its ranks in the order of the arrangement."""
+    """Return the number of a rank's node, and the node's ranks in the order of the arrangement."""
     start = 0
     for node, count in enumerate(place.nodes):
         members = tuple(place.order[start : start + count])

@@ -65,12 +65,14 @@ _NAMED: dict[GroupName, _Over] = {
     "context_data": _over(*BATCH_AXES, holding=("context",)),
     "context_shard": _over(*EXPERT_LENDERS, holding=("context",)),
 }
-"""Groups that exist from the start, in the order in which they are made: of the axes that cut weights and activations,
-and over what gradients can have to be summed (`…data`) and ZeRO-3 can cut weights (`…shard`, with context ranks, who
-hold the same ones)."""
+"""Groups that exist from the start, in the order of their creation.
+
+These are the axes that cut weights and activations, the groups over which gradients may be summed (`…data`), and those
+over which ZeRO-3 may shard weights (`…shard`, with context ranks, which hold the same weights)."""
 _OWN: frozenset[str] = frozenset(("pipeline", "replicate", "shard", "context", "tensor", "expert"))
-"""Groups that have their ranks to themselves, although another may have the same ones: their collectives run beside
-those of the gradients."""
+"""Groups with a communicator of their own even if another group has the same ranks.
+
+Their collectives run beside those of the gradients, and one communicator would run them one after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +115,9 @@ class Mesh:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.coordinates = axis_coordinates(plan, self.rank)
         self._hidden: frozenset[Axis] = frozenset()
-        """Axes on which this rank knows of nobody else."""
+        """Axes that `within_replica` hides: this rank acts as if it were alone on them."""
         self._made: dict[tuple[tuple[int, ...], ...], GroupView] = {}
-        """Groups that others with the same ranks share, by all parts of the partition."""
+        """Groups by all parts of their partition, which axes with the same ranks share."""
         self._own: list[dist.ProcessGroup] = []
         """Groups that were made for this mesh."""
         self._watched: dict[WatchedGroup, str] = {}
@@ -124,6 +126,8 @@ class Mesh:
         """Groups inside the tensor axis by name, where its ranks form a grid."""
         self._loss_replicas: GroupView | None = None
         self._views: dict[_Over, GroupView] = {}
+        # Created in one order on all ranks, as `new_group` is collective.  A group that holds something (experts,
+        # context) is the same as one without, where that axis has one rank.
         for name, over in _NAMED.items():
             same = self._views.get(self._reduced(over)) if over.holding else None
             self._views[over] = same if same is not None else self._create(name, over)
@@ -152,7 +156,7 @@ class Mesh:
         return view
 
     def _reduced(self, over: _Over) -> _Over:
-        """The same without axes that have one rank."""
+        """Return the same group without axes that have one rank."""
         one = {axis for axis in AXES if getattr(self.plan, axis) == 1}
         return _Over(over.axes - one, over.holding - one)
 
@@ -167,7 +171,7 @@ class Mesh:
         return self._loss_replicas or self["tensor"]
 
     def set_loss_replicas(self, view: GroupView | None) -> None:
-        """Say which tensor ranks see the same tokens; None: all.  Not collective."""
+        """Set the tensor ranks that see the same tokens; None: all of them.  Not collective."""
         self._loss_replicas = view
 
     @property
@@ -293,7 +297,7 @@ class Mesh:
         return GroupView(tuple(ranks), tuple(ranks).index(self.rank), group, self.timeout_seconds)
 
     def _backend(self) -> str | None:
-        """What carries new groups: the default group's backend, but Gloo in a form that can be watched."""
+        """Return the backend of new groups: the default group's, but Gloo in a form that can be watched."""
         if self.device.type != "cpu" or not dist.is_initialized():
             return None
         if "cpu:gloo" not in dist.get_backend_config().split(","):
@@ -302,7 +306,7 @@ class Mesh:
         return WATCHED_GLOO
 
     def _create(self, name: str, over: _Over) -> GroupView:
-        """Make the groups of a kind, on all ranks, and return this rank's."""
+        """Create the groups of a kind on all ranks, and return this rank's."""
         partition = groups_over(self.plan, over.axes, over.holding)
         if name in _OWN:
             return self.create_group(partition, name)

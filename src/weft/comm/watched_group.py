@@ -34,15 +34,15 @@ _TINY = timedelta(milliseconds=1)
 
 
 class GroupMethod(NamedTuple):
-    """A method of a process group, for whoever watches."""
+    """A method of a process group, as watches and profilers describe it."""
 
     operation: Operation
     whole: int | None
-    """Number of the argument that is the whole tensor, on every rank; None: there is none."""
+    """Index of the argument that is the full tensor on every rank; None: there is none."""
     title: str
     """Name in profilers, as Gloo has it."""
     given: int | None
-    """Number of the argument that holds what this rank gives."""
+    """Index of the argument with this rank's input; None: there is none."""
 
 
 METHODS: Mapping[str, GroupMethod] = {
@@ -66,7 +66,7 @@ METHODS: Mapping[str, GroupMethod] = {
     "recv_anysource": GroupMethod("receive", 0, "recvAnySource", 0),
     "barrier": GroupMethod("barrier", None, "barrier", None),
 }
-"""Methods of a process group that carry something, by their names in torch 2.13."""
+"""Methods of a process group that move tensors, by their names in torch 2.13."""
 OLDER_NAMES: Mapping[str, str] = {
     "_reduce_scatter_base": "reduce_scatter_single",
     "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
@@ -131,6 +131,7 @@ def close_connections(group: dist.ProcessGroup) -> None:
 
     Gloo has one way to do so: a wait that times out closes them, and wakes all other waits of the process, too.
     """
+    # A receive that no rank will ever match, with a timeout of a millisecond.
     never = torch.empty(1, dtype=torch.uint8)
     for peer in range(group.size()):
         if peer == group.rank():
@@ -165,13 +166,13 @@ def register_watched_backend() -> None:
 
 
 def _create(options: Any, _: object) -> WatchedGroup:
-    """What torch calls on every rank of a new group."""
+    """Create the group; torch calls this on every rank of a new group."""
     rank, num_ranks = options.group_rank, options.group_size
     return WatchedGroup(gloo_backend(options.store, rank, num_ranks, options.timeout), rank=rank, num_ranks=num_ranks)
 
 
 def watch_of(group: dist.ProcessGroup | None) -> Watch | None:
-    """Who watches a group; None also where it cannot be watched."""
+    """Return the watch of a group; None: nobody watches it, or it cannot be watched."""
     return group.watch if isinstance(group, WatchedGroup) else None
 
 

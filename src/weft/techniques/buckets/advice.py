@@ -99,6 +99,7 @@ def _advice(
     first, others = data.bucket_limits
     seen = [[*step.reductions, *step.gathers] for step in steps]
     exposed = mean(sum(event.exposed_ns for event in step) for step in seen) / 1e9
+    # The closed form is believed only if it explains what was seen; its forecast is scaled by the same factor.
     modelled = sum(flow.exposed(others, first) for flow in flows)
     if exposed < _EXPOSED_SHARE * step_seconds or not exposed / _TRUSTED <= modelled <= exposed * _TRUSTED:
         return None
@@ -134,7 +135,7 @@ def _gaps(starts: Sequence[int]) -> list[float]:
 
 
 def _flows(steps: Sequence[_Step], tail_bytes: int) -> list[Flow]:
-    """Reductions, and gathers where there are any, as the closed form wants them; none where they do not tell."""
+    """Return reductions, and gathers if there are any, as the closed form takes them; empty: they do not tell."""
     size = median(_bytes(step.reductions) for step in steps)
     window = median(_window_seconds(step.reductions) for step in steps)
     reduce = _line(step.reductions for step in steps)
@@ -151,7 +152,7 @@ def _flows(steps: Sequence[_Step], tail_bytes: int) -> list[Flow]:
 
 
 def _flow(size: float, window: float, line: tuple[float, float], share: float, tail_bytes: int) -> Flow:
-    """`share`: bytes that travel over those of the gradients."""
+    """Return a flow; `share` is the ratio of the bytes that travel to those of the gradients."""
     start, per_byte = line
     return Flow(size=size, window=window, seconds=lambda x: start + per_byte * share * x, tail=float(tail_bytes))
 
@@ -169,13 +170,15 @@ def _window_seconds(reductions: Sequence[TraceEvent]) -> float:
 
 
 def _line(steps: Iterable[Sequence[TraceEvent]]) -> tuple[float, float] | None:
-    """α and β of those that found the network idle; where these are too alike, of all, less the time in which they
-    stood behind others."""
+    """Return α and β of the collectives that found the network idle.
+
+    If these are too similar in size, all collectives count, less the time that they waited for earlier ones.
+    """
     alone, behind = list[tuple[int, float]](), list[tuple[int, float]]()
     for seen in steps:
         free = 0
         for event in seen:
-            if not event.is_done_exact:  # when the network was free again is not known either
+            if not event.is_done_exact:  # then the moment at which the network was free again is not known either
                 break
             (alone if event.launched_ns >= free else behind).append(
                 (event.num_bytes, (event.done_ns - max(event.launched_ns, free)) / 1e9)
@@ -194,6 +197,7 @@ def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
     if len(rows) < 2 or max(rows)[0] < _LEAST_SPREAD * min(rows)[0]:
         return None
     w, x, y, xx, xy = (sum(column) for column in zip(*_weighted(rows), strict=True))
+    # Weights 1 / seconds² make errors relative: a short collective says as much about α as a long one about β.
     slope = (w * xy - x * y) / (w * xx - x * x)
     start = (y - slope * x) / w
     if slope < 0.0:

@@ -1,4 +1,4 @@
-"""What compressed gradients are on the wire: which are taken, how they lie, and what a reduction sends.  No torch.
+"""Compressed gradients as bytes: which are compressed, their layout, and what a reduction sends.  No torch.
 
 The codecs pack and send by it, and the predicted program of a rank reads its sends off it.
 """
@@ -75,7 +75,7 @@ class ParameterSpan:
     """One parameter inside a flat storage of gradients."""
 
     name: str
-    """Name in the whole model: what state is kept by."""
+    """Name in the full model, under which residuals and bases are kept."""
     offset: int
     """First element in the flat storage."""
     shape: Sequence[int]
@@ -110,7 +110,7 @@ class Frame:
 
     @property
     def num_values(self) -> int:
-        """Elements that are no padding."""
+        """Number of elements without padding."""
         return sum(span.num_elements for span in self.spans)
 
     def gaps(self) -> Iterator[slice]:
@@ -124,7 +124,7 @@ class Frame:
             yield slice(stop, self.num_elements)
 
     def parts(self, members: int, block: int) -> Sequence[tuple[int, int]]:
-        """The run that each member adds up, where sums are made by owners."""
+        """Return the run that each member sums, for codecs whose sums are made by owners."""
         return self.regions if self.regions is not None else part_bounds(self.num_elements, members, block)
 
 
@@ -135,7 +135,7 @@ def part_bounds(length: int, parts: int, multiple: int) -> list[tuple[int, int]]
 
 
 def storages_of(sizes: Sequence[int], most: int) -> Iterator[range]:
-    """Runs of places with at most so many elements together, or a single one with more."""
+    """Yield runs of places with at most `most` elements together, or a single place with more."""
     start, size = 0, 0
     for place, own in enumerate(sizes):
         if place > start and size + own > most:
@@ -150,44 +150,43 @@ def storages_of(sizes: Sequence[int], most: int) -> Iterator[range]:
 
 
 def bf16_bytes(length: int) -> int:
-    """Bytes of a run of so many elements as bfloat16, padded to 4."""
+    """Return the bytes of a run of `length` elements as bfloat16, padded to 4."""
     return 2 * (length + length % _PAIR)
 
 
 def int8_bytes(length: int) -> int:
-    """The same as 8-bit integers with an fp32 scale for every block."""
+    """Return the bytes of a run as 8-bit integers with an fp32 scale for every block."""
     return 4 * -(-length // SCALED_BLOCK) + -(-length // 4) * 4
 
 
 def sign_bytes(length: int) -> int:
-    """The same as one bit each with an fp32 scale for every block."""
+    """Return the bytes of a run as one bit per element with an fp32 scale for every block."""
     return 4 * -(-length // SCALED_BLOCK) + 4 * -(-length // 32)
 
 
 def packet_words(frame: Frame, share: float, element_bytes: int) -> int:
-    """Words of 4 bytes in a packet of top-k: values, then indices, then room for the next one's values to be
-    aligned."""
+    """Return the 4-byte words of a packet of top-k: values, indices, and padding that aligns the next packet."""
     width = element_bytes // INDEX_BYTES
     return -(-chosen_count(frame, share) * (width + 1) // width) * width
 
 
 def chosen_count(frame: Frame, share: float) -> int:
-    """Elements of a storage that top-k sends."""
+    """Return the number of elements of a storage that top-k sends."""
     return max(1, math.ceil(share * frame.num_values))
 
 
 def count_of(length: int, share: float) -> int:
-    """Elements that random-k draws of `length`: at least one, where there is one."""
+    """Return the number of elements that random-k draws of `length`: at least one, if there is one."""
     return min(length, max(1, math.ceil(share * length)))
 
 
 def factor_width(span: ParameterSpan, rank: int) -> int:
-    """Columns of PowerSGD's factors: the rank, unless a shard has fewer rows."""
+    """Return the columns of PowerSGD's factors: the rank, unless a shard has fewer rows or columns."""
     return min(rank, span.rows, span.columns)
 
 
 def is_worthwhile(shape: Sequence[int], rank: int) -> bool:
-    """Whether the two factors of a gradient of this shape are at most half as large as the gradient."""
+    """Return whether PowerSGD's factors, rank · (rows + columns), save enough of rows · columns (`_LEAST_GAIN`)."""
     if len(shape) < 2:
         return False
     rows, columns = shape[0], math.prod(shape[1:])
@@ -210,7 +209,7 @@ class WireBytes:
         return WireBytes(self.sent + other.sent, self.reduced + other.reduced)
 
     def leaving(self, members: int) -> float:
-        """Bytes that leave a rank when all-reduces run as rings, each moving 2(n − 1)/n of its tensor."""
+        """Return the bytes that leave a rank when all-reduces run as rings, each moving 2(n − 1)/n of its tensor."""
         return self.sent + 2 * (members - 1) / members * self.reduced
 
 
@@ -219,7 +218,7 @@ class CodecCollective(NamedTuple):
 
     operation: Literal["all_reduce", "all_to_all", "all_gather"]
     sizes: Sequence[int]
-    """Bytes of every member's part; of an all-reduce the whole alone."""
+    """Bytes of every member's part; for an all-reduce, one number: the bytes of the tensor."""
 
     @property
     def size_bytes(self) -> int:
@@ -227,7 +226,7 @@ class CodecCollective(NamedTuple):
         return sum(self.sizes)
 
     def wire_bytes(self, index: int) -> WireBytes:
-        """What member `index` hands over."""
+        """Return the bytes that member `index` hands over."""
         if self.operation == "all_reduce":
             return WireBytes(reduced=self.size_bytes)
         own = self.sizes[index]

@@ -65,7 +65,8 @@ def _is_seeded(func: Any) -> bool:
 
 
 def is_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an ATen operator takes numbers from a generator."""
+    """Return whether a call of an ATen operator takes numbers from a generator."""
+    # The tag is of the operator, and not of the call: dropout with p = 0 and evaluation draw nothing.
     if not _is_seeded(func):
         return False
     settings = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
@@ -79,7 +80,7 @@ def is_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 class DrawMode(TorchDispatchMode):
-    """Gives operators that draw to `answer`, and runs the others."""
+    """Calls `answer` in place of operators that draw, and runs the others."""
 
     def __init__(self, answer: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> None:
         super().__init__()
@@ -118,7 +119,7 @@ class OwnPython:
 
     def __init__(self) -> None:
         self.drew = False
-        """Whether anything drew since somebody last set it back."""
+        """Whether this thread drew since the flag was last cleared."""
         self._global: Any = getattr(random, "_inst")  # noqa: B009  # what the module's functions are bound to
         self.is_busy = sys.getprofile() is not None
 
@@ -153,6 +154,8 @@ def watched(device: torch.device) -> Generator[DrawWatch]:
         yield watch
         watch.whose = before.moved(Generators.now(device))
         return
+    # Another thread may move the same global generators (a loader's): then a mode and a profiler tell whether this
+    # thread drew, and numpy is locked meanwhile.
     own_torch, own_python = _OwnTorch(), OwnPython()
     with ExitStack() as stack:
         lock = numpy_lock()

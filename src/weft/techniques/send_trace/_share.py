@@ -138,7 +138,7 @@ class ModelShare:
 
     @property
     def shard_index(self) -> int:
-        """Its place among them."""
+        """This rank's index among the ranks that share out weights."""
         return self._place_among("shard", "context")
 
     @property
@@ -193,11 +193,11 @@ class ModelShare:
         return (shape[0] * self.plan.microbatch.size // (self.outline.samples * parts), *shape[1:])
 
     def activation_bytes(self, shape: Shape, element_bytes: int | None = None) -> int:
-        """Bytes of an activation of this rank's tokens, of one microbatch; `shape` is that of the whole."""
+        """Return the bytes of an activation of this rank's tokens, of one microbatch; `shape` is the full one."""
         return math.prod(self.of_microbatch(self.of_tokens(shape))) * (element_bytes or self.compute_bytes)
 
     def read_bytes(self, call: ModuleCall) -> int:
-        """Bytes of an element of what a call reads."""
+        """Return the bytes of an element of a call's input."""
         return self.compute_bytes if self.is_widened else dict(call.widths).get(self.compute_bytes, self.compute_bytes)
 
     def gathered(self, sizes: Sequence[int]) -> tuple[Operation, Sequence[int]]:
@@ -207,7 +207,7 @@ class ModelShare:
         return "broadcast", [size for size in sizes if size]
 
     def shares_out(self, parameter: Parameter) -> bool:
-        """Whether this rank has some of a parameter's experts only."""
+        """Return whether this rank has only some of a parameter's experts."""
         return parameter.is_expert and self.plan.mesh.expert > 1
 
     # ── its part of the model ─────────────────────────────────────────────────────────────────────────────────────────
@@ -247,12 +247,12 @@ class ModelShare:
         )
 
     def _is_on(self, name: str, stage: int) -> bool:
-        """Whether a stage has the module or parameter; what stands in no table is on all."""
+        """Return whether a stage has a module or parameter; names in no table are on all stages."""
         return len(self.stage_ranks) == 1 or stage_of(name, self.outline, self.cuts) in (stage, None)
 
     @cached_property
     def ties(self) -> Mapping[str, Tie]:
-        """What several stages hold, by its first name."""
+        """Parameters that several stages hold, by their first name."""
         if len(self.stage_ranks) == 1:
             return {}
         return {tie.name: tie for tie in ties_of(self.outline.names, self.outline, self.cuts)}
@@ -277,6 +277,7 @@ class ModelShare:
         partial = parameter.partial == "always" or (
             parameter.partial == "sequence" and self.plan.tensor_parallel.sequence
         )
+        # As the engine's `ParameterLayout`: unsplit parameters that see a part of the tokens have partial gradients.
         over = "tensor" if tensor > 1 and not is_split and partial else ""
         is_first = is_split or self.coordinates["tensor"] == 0
         if self.grid is not None:

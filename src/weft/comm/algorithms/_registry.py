@@ -36,22 +36,23 @@ LineSteps = Callable[[Line, Sequence[Runs]], list[Step]]
 def _flat(
     seconds: FlatCost, num_blocks: Callable[[Task], int], steps: Callable[[Task, Sequence[Runs]], list[Step]]
 ) -> Method:
-    """A method that knows one kind of links only, and is priced at the slower ones."""
+    """Return a method that knows one kind of links only."""
+    # A step ends when its slowest message does, so a method that does not tell links apart costs what the slower do.
     return Method(lambda place, size, links: seconds(place.members, size, *links.across), num_blocks, steps)
 
 
 def _on_line(seconds: FlatCost, num_blocks: Callable[[Task], int], steps: LineSteps) -> Method:
-    """One in which all ranks are alike."""
+    """Return a flat method in which all ranks do the same."""
     return _flat(seconds, num_blocks, lambda task, blocks: steps(task.line, blocks))
 
 
 def _rooted(seconds: FlatCost, num_blocks: Callable[[Task], int], steps: LineSteps) -> Method:
-    """One that begins at a root."""
+    """Return a flat method that begins at a root."""
     return _flat(seconds, num_blocks, lambda task, blocks: steps(task.rooted, blocks))
 
 
 def _whole(seconds: FlatCost, steps: Callable[[Line, Runs], list[Step]], *, rooted: bool = False) -> Method:
-    """One that sends the buffer uncut."""
+    """Return a flat method that sends the buffer as one block."""
     return _flat(seconds, _one, lambda task, blocks: steps(task.rooted if rooted else task.line, blocks[0]))
 
 
@@ -79,7 +80,8 @@ def _halves(
     scatter_steps: LineSteps,
     gather_steps: LineSteps,
 ) -> dict[Collective, Method]:
-    """Reduce-scatter and all-gather, which cost the same."""
+    """Return methods for reduce-scatter and all-gather."""
+    # They are the two halves of an all-reduce: one sends the messages of the other backwards, so they cost the same.
     return {
         "reduce_scatter": _on_line(seconds, num_blocks, scatter_steps),
         "all_gather": _on_line(seconds, num_blocks, gather_steps),
@@ -261,7 +263,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         )
     }
 )
-"""Every algorithm by its name.  `find_algorithm` also knows `hierarchical+direct` and the like."""
+"""Every algorithm by its name; `find_algorithm` also knows `hierarchical+direct` and the like."""
 
 
 def find_algorithm(name: str) -> Algorithm:

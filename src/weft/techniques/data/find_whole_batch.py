@@ -155,7 +155,9 @@ def _gathered(tensor: Tensor, dim: int | None, gather: Gather) -> Tensor:
 
 
 def _site() -> Site:
-    """The innermost place outside of torch and of this file from which an operator is called."""
+    """Return the innermost place outside of torch and of this file from which an operator is called."""
+    # Several operators may share a line, and a loop may come back to one: only the instruction tells them apart, and
+    # it is the same in the forward without values and in the one that trains.
     frame: Any = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # what `inspect` and `logging` use
     while frame.f_globals.get("__name__", "").partition(".")[0] == "torch" and frame.f_back is not None:
         frame = frame.f_back
@@ -207,6 +209,7 @@ class _Noting(Gathering):
         result, name = func(*args, **keywords), getattr(func, "__name__", "").strip("_")
         if name in _COUNTS and _is(result):
             self._numbers.append(result)
+        # Views of an `arange` have its storage, and so are recognized; sums and products of it are not.
         numbers = {_storage(tensor) for tensor in self._numbers}
         reads = any(_is(leaf) and _storage(leaf) in numbers for leaf in tree_leaves((args, keywords)) if numbers)
         self.calls.append(_Call(site, name, _shapes((args, keywords)), _shapes(result), reads))
@@ -241,7 +244,7 @@ class _Look:
         )
 
     def _run(self, samples: int, products: Mapping[Site, Dims] | None = None) -> _Run:
-        """One forward; with products, as on one of two ranks with so many samples each."""
+        """Run one forward of `samples` samples; with products, as on one of two ranks with so many samples each."""
         blueprint = self._blueprint
         module = copy_on_meta(blueprint.module).train(blueprint.module.training)
         fields = {name: self._field(name, like) for name, like in self._example(samples).items()}
@@ -257,7 +260,8 @@ class _Look:
         return self._twice(tensor, dim, "operand of a product over samples")
 
     def _twice(self, tensor: Tensor, dim: int, what: str, *, is_activation: bool = True) -> Tensor:
-        """What two ranks with equal samples gather; noted."""
+        """Return what two ranks with equal samples gather, twice as long along `dim`, and note the gather."""
+        # Two ranks suffice: what holds the samples of all ranks differs in size from what holds one rank's.
         is_narrowed = is_activation and tensor.is_floating_point()
         self._gathers.append(
             GatheredTensor(
@@ -273,7 +277,7 @@ class _Look:
         return self._twice(tensor, dim, "field of the batch that the loss reads", is_activation=False)
 
     def _field(self, name: str, like: Tensor) -> Tensor:
-        """Integers have values, because masks and routes are made of them."""
+        """Return a field of the batch, shaped as `like`.  Integers have values: masks and routes are made of them."""
         if like.is_floating_point():
             return torch.empty(like.shape, dtype=like.dtype, device="meta")
         if like.dtype == torch.bool:
@@ -285,11 +289,13 @@ class _Look:
         return torch.zeros(like.shape, dtype=like.dtype)
 
     def _read_by_loss(self, whole: _Run, outputs: Dims) -> list[bool]:
-        """Which outputs the loss reads; what is gathered for it is noted."""
+        """Return which outputs the loss reads, and note what is gathered for it."""
         model = type(self._blueprint.module).__name__
         leaves = tree_leaves(whole.outputs)
         if opaque := [leaf for leaf in leaves if not isinstance(leaf, Tensor | int | float | str | None)]:
             raise _NotUnderstood(f"{model} returns a {type(opaque[0]).__name__}, whose tensors are not known")
+        # The loss runs on outputs of two ranks and notes what it reads: an output that it ignores costs no gather, and
+        # may have its samples anywhere.
         watching = _Watching()
         twice = gathered(whole.outputs, tuple(None if dim == _MIXED else dim for dim in outputs), _plainly_twice)
         loss = on_trial(self._blueprint.loss)
@@ -309,6 +315,7 @@ class _Look:
 
 
 _MIXED = -1
+"""Stands for a dim where an output has samples in several dims, or in a part of one, and so cannot be gathered."""
 
 
 class _Watching(TorchFunctionMode):
@@ -350,6 +357,8 @@ def _products(few: _Run, more: _Run) -> dict[Site, Dims]:
     for one, two in zip(few.calls, more.calls, strict=True):
         read = [_growing(*shapes) for shapes in zip(one.read, two.read, strict=True)]
         made = [_growing(*shapes) for shapes in zip(one.made, two.made, strict=True)]
+        # Later calls (a softmax of the table) also grow in two dims, but read what does: the table starts where the
+        # operands do not yet.
         starts = any(len(dims) > 1 for dims in made) and all(len(dims) < 2 for dims in read)
         if not starts:
             plain.add(one.site)
@@ -357,14 +366,18 @@ def _products(few: _Run, more: _Run) -> dict[Site, Dims]:
         dims = tuple(next(iter(dims), None) for dims in read)
         if products.setdefault(one.site, dims) != dims:
             plain.add(one.site)
+        # In a table made of one operand the second dim may come from a number in the code, which no gather changes; a
+        # dim that grows without being as long as the samples mixes them with something else.
         if sum(dim is not None for dim in dims) < 2 or any(
             dim is not None and shape[dim] != _SAMPLES for dim, shape in zip(dims, one.read, strict=True)
         ):
             raise _NotUnderstood(f"{one.name} in {_shown(one.site)} makes a table over samples of one operand")
+        # `arange(samples)` gives sample 0 to every rank, so a gathered table would take ranks' samples for each other.
         if one.reads_numbers:
             raise _NotUnderstood(f"{one.name} in {_shown(one.site)} compares numbers of samples")
         if one.site in few.in_blocks:
             raise _NotUnderstood(f"{one.name} in {_shown(one.site)} multiplies samples inside of a block")
+    # A training forward knows the site alone, so every call there must gather.
     for site in products.keys() & plain:
         raise _NotUnderstood(f"{_shown(site)} multiplies samples in some of its calls and not in others")
     return products
@@ -379,6 +392,8 @@ def _check_joined(few: _Run, more: _Run, whole: _Run) -> None:
     """Refuse a forward that goes back from the samples of all ranks to its own."""
     _check_alike(few, whole)
     for one, two, all_ in zip(few.calls, more.calls, whole.calls, strict=True):
+        # Only a call that reads the samples of all ranks can go back from them; before the gathers every dim is one
+        # rank's.
         reads_all = any(_growing(*shapes) for shapes in zip(one.read, all_.read, strict=True))
         for shapes in zip(one.made, two.made, all_.made, strict=True) if reads_all else ():
             if _own_dim(*shapes) is not None:
@@ -410,6 +425,7 @@ def _own_dim(few: tuple[int, ...], more: tuple[int, ...], whole: tuple[int, ...]
     own = [dim for dim in grows if dim not in joined]
     if not own:
         return None
+    # A gather needs one dim that is the samples and nothing else: `samples * heads` would come interleaved by rank.
     return own[0] if not joined and len(own) == 1 and few[own[0]] == _SAMPLES else _MIXED
 
 

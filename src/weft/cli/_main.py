@@ -24,6 +24,7 @@ from weft.cli import (
     _migrate,
     _plan,
     _probe,
+    _replan,
     _train,
 )
 from weft.cli._refuse_words import refuse_words
@@ -53,6 +54,7 @@ def build_app() -> App:
     app.command(_probe.probe)
     app.command(_generate.generate)
     app.command(_export.export)
+    app.command(_replan.replan)
     app.command(_migrate.migrate)
     app.command(_launch.launch)
     data = App(name="data", help="Prepare data for training.", help_format="plaintext")

@@ -23,6 +23,7 @@ from weft.events._format import text_of as text_of
 from weft.events._logs import loggers_to as loggers_to
 from weft.events._owner import FolderToken as FolderToken
 from weft.events._owner import Owned as Owned
+from weft.events._owner import read_owner as read_owner
 from weft.events._run import Emitted as Emitted
 from weft.events._run import Run as Run
 from weft.events._run import Sink as Sink

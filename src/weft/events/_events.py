@@ -192,7 +192,7 @@ class FailureEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationEvent:
-    """The ranks start again after a failure: another generation of the job begins."""
+    """The ranks start again, after a failure or under another plan: another generation of the job begins."""
 
     kind: ClassVar[str] = "generation"
     number: int
@@ -201,13 +201,14 @@ class GenerationEvent:
     plan: str
     """Digest of the plan."""
     failure: str
-    """Kind of the failure that ended the generation before, a policy of `[run.on_failure]`."""
+    """Kind of the failure that ended the generation before, a policy of `[run.on_failure]`; `replan` where it handed
+    over to another plan."""
     rank: int
     """Rank that failed first."""
     host: str
     """Host of that rank."""
     cause: str
-    """One line: how the rank failed."""
+    """One line: how the rank failed; for `replan`, from which plan to which."""
     failed_step: int
     """Step in which it failed, counted from 1; 0 where the loop had not begun."""
     restored_step: int

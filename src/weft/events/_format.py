@@ -40,6 +40,8 @@ def text_of(event: Event) -> str | None:
 
 def _of_generation(event: GenerationEvent) -> str:
     ranks = f"{event.world_size} rank{'s' if event.world_size != 1 else ''}"
+    if event.failure == "replan":
+        return f"replan    generation {event.number}: {ranks} go on from step {event.restored_step}, {event.cause}"
     again = max(0, event.failed_step - 1 - event.restored_step)
     if event.restored_step:
         goes_on = f"go on from step {event.restored_step}"

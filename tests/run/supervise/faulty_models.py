@@ -75,7 +75,7 @@ class FaultyModel(nn.Module):
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = hidden + block(hidden)
-        if self.training and self.fault and tokens.device.type == "cpu" and dist.is_initialized():
+        if self.training and self.fault not in ("", "alone") and tokens.device.type == "cpu" and dist.is_initialized():
             self._reach(hidden)
         return self.head(hidden)
 
@@ -114,4 +114,6 @@ def restored_step(run: Path) -> int:
 def build(
     fault: str = "", where: str = "forward", rank: int = 1, step: int = 8, mark: str = "", times: int = 1
 ) -> nn.Module:
+    if fault == "alone" and dist.is_initialized() and dist.get_world_size() == 1:
+        raise RuntimeError("this model needs company")
     return FaultyModel(fault, where, rank, step, mark, times)

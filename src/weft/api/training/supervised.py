@@ -12,21 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.document import typed
-from weft.config.plan import Plan
+from weft.config.plan import Plan, dump_plan
 from weft.config.recipe import Recipe
 from weft.events import Event, Run, RunFolder, text_of
 from weft.events.folder_lock import FolderLock
 from weft.events.loss_board import LossBoard
 from weft.events.sinks.log import LogSink
 from weft.events.sinks.metrics import MetricsSink
+from weft.files import write_whole
 from weft.run.checkpoint import KEEP, newest_saved_step
 from weft.run.checkpoint.tiers import Drain, create_memory_folder, remove_memory_folder
 from weft.run.data import PreparedData
-from weft.run.engine import TrainingResult
+from weft.run.engine import HAND_OVER, TrainingResult
 from weft.run.engine.proof import ProveMode
 from weft.run.launch.job_end import JobEnd
 from weft.run.launch.launcher import ForkServer, HangLimits, run_function
-from weft.run.supervise import Supervisor
+from weft.run.supervise import PlanChange, Supervisor
+from weft.run.supervise.replan import ReplanRequests
+from weft.techniques.check import mesh_sizes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,6 +45,14 @@ class SupervisedTraining:
     prove: ProveMode
     quiet: bool
     fork_server: ForkServer | None
+    check: Callable[[Plan], Plan]
+    """Returns a plan complete, or raises where this run cannot go on under it."""
+    _asked: Plan | None = None
+    """Plan under which the next generation shall go on."""
+    _is_handing_over: bool = False
+    """Whether the ranks that run have been asked to stop for others."""
+    _before: Plan | None = None
+    """Plan before the last change of it, until a step has been done under the new one."""
 
     def train(self, *, resumes: bool) -> TrainingResult:
         """Run generations of ranks until the training is done, was stopped, or failed for good.
@@ -54,21 +65,23 @@ class SupervisedTraining:
                 self.recipe.run.on_failure,
                 saved_step=lambda: self._saved_step(memory),
                 samples_per_step=self.recipe.batch.global_batch_size,
-                world_size=self.plan.mesh.world_size,
-                plan=self.plan.digest,
+                plan=lambda: self.plan,
+                plan_change=self._plan_change,
                 log=self._log,
                 report=self._report,
             )
+            requests = ReplanRequests(self.run, self.check)
             first = self._saved_step(None) if resumes else 0
 
             def start(number: int, resumes: bool) -> JobEnd:
-                return self._generation(number, resumes, losses, memory)
+                return self._generation(number, resumes, losses, memory, requests)
 
             with _signals_stop(supervisor.stop) as signals:
                 end, reason = supervisor.run(start, resumes=resumes)
             signals.added_to(end).raise_cause(reason)
             outcome = typed(TrainingResult, end.values[0])
-            return replace(outcome, losses=losses.of_steps(first, outcome.steps))
+            stop_signal = end.signals[0] if end.signals else outcome.stop_signal
+            return replace(outcome, losses=losses.of_steps(first, outcome.steps), stop_signal=stop_signal)
 
     @contextmanager
     def _saves_in_memory(self) -> Generator[Path | None]:
@@ -88,8 +101,11 @@ class SupervisedTraining:
         finally:
             remove_memory_folder(memory)
 
-    def _generation(self, number: int, resumes: bool, losses: LossBoard, memory: Path | None) -> JobEnd:
+    def _generation(
+        self, number: int, resumes: bool, losses: LossBoard, memory: Path | None, requests: ReplanRequests
+    ) -> JobEnd:
         """Start the ranks of a generation, and return how they ended."""
+        self._is_handing_over = False
         if number > 1:
             self.lock.renew()
         assert self.lock.token is not None
@@ -116,7 +132,41 @@ class SupervisedTraining:
             stopped_timeout_seconds=min(compute.timeout_seconds, hang_seconds or compute.timeout_seconds),
             hang_limits=HangLimits(hang_seconds, compute.timeout_seconds),
             memory=memory,
+            signal_to_send=lambda: self._hand_over(requests),
         )
+
+    def _hand_over(self, requests: ReplanRequests) -> signal.Signals | None:
+        """Ask the ranks to stop for others where another plan has been asked for."""
+        if self._asked is None:
+            self._asked = requests.take()
+        if self._asked is None or self._is_handing_over:
+            return None
+        self._is_handing_over = True
+        return HAND_OVER
+
+    def _plan_change(self, end: JobEnd) -> PlanChange | None:
+        """Whether the next generation goes on under another plan: the one that was asked for, or the one before, where
+        no step could be done under the new one."""
+        failed = end.cause is not None
+        if failed and self._before is not None and not any(place.has_begun for place in end.positions.values()):
+            self._report(end)
+            why = f"since no step could be done under {mesh_sizes(self.plan)}"
+            asked, self._before = self._before, None
+            return self._change_to(asked, why)
+        self._before = None
+        if failed or self._asked is None:
+            return None
+        result = typed(TrainingResult, end.values[0])
+        if not result.stopped_early or result.stop_signal != HAND_OVER:
+            return None
+        self._before, asked, self._asked = self.plan, self._asked, None
+        return self._change_to(asked, "as was asked for")
+
+    def _change_to(self, plan: Plan, why: str) -> PlanChange:
+        text = f"{mesh_sizes(self.plan)} → {mesh_sizes(plan)}, {why}"
+        self.plan = plan
+        write_whole(self.run.plan, dump_plan(plan), durable=True)
+        return PlanChange(text=text)
 
     def _saved_step(self, memory: Path | None) -> int:
         """Finished steps of the newest save in either tier."""

@@ -248,9 +248,23 @@ class _TrainingJob:
                 prove=self.prove,
                 quiet=self.quiet,
                 fork_server=self.fork_server,
+                check=self._checked_plan,
             )
             outcome = training.train(resumes=resume is not None)
         return self._finalise(run, outcome)
+
+    def _checked_plan(self, plan: Plan) -> Plan:
+        """Return a plan complete under which this training could go on.
+
+        Raises:
+            WeftError: it does not fit the recipe, the model or this machine.
+        """
+        plan = over_ranks(plan, None, num_accelerators=self.cluster.num_accelerators)
+        plan, _ = complete_plan(plan, self.recipe, {}, threads_of_user(), is_chosen=False)
+        check_plan(plan, self.recipe, self.facts, None)
+        check_runnable(plan)
+        backend_for(device_for_rank(plan.compute.device, 0), wanted=plan.compute.backend)
+        return plan
 
     def run_as_rank(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
         """Take part as one of the ranks that somebody else has started.  All hosts must see the run's folder."""

@@ -13,8 +13,13 @@ _TOGETHER_SECONDS = 1.0
 """Signals this close are one: a terminal sends Ctrl-C to every process of a job, and the launcher passes it on."""
 
 
+HAND_OVER = signal.SIGUSR1
+"""Signal of the supervisor: stop after this step, so that the next generation of ranks goes on, maybe under another
+plan."""
+
+
 class StopRequest:
-    """Remembers SIGINT and SIGTERM so that the training loop can stop at a step all ranks agree on.
+    """Remembers SIGINT, SIGTERM and `HAND_OVER` so that the training loop can stop at a step all ranks agree on.
 
     Use it as a context around the loop.  The engine adds `flag` to what it sums over all ranks in every step; when the
     sum is not zero every rank stops after that very step.  A further SIGINT raises `KeyboardInterrupt` at once; a
@@ -58,11 +63,13 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         """Take over the signals; outside the main thread Python allows no handlers and only `request` works."""
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, HAND_OVER):
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._previous.get(HAND_OVER) == signal.SIG_DFL:
+            self._previous[HAND_OVER] = signal.SIG_IGN  # one that comes late finds nothing to stop, and must not kill
         for number, handler in self._previous.items():
             # None: the handler was not installed by Python and cannot be put back
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # pyright: ignore[reportArgumentType]
@@ -73,7 +80,7 @@ class StopRequest:
         now = time.monotonic()
         if self._requested_at is None:
             self._requested_at, self._signal = now, signal.Signals(number)
-            if self._announce:
+            if self._announce and number != HAND_OVER:
                 once_more = "once more" if number == signal.SIGINT else "Ctrl-C"
                 self._say(f"\n{self._signal.name}: stopping after this step and saving; {once_more} stops at once\n")
         elif number == signal.SIGINT and now - self._requested_at > _TOGETHER_SECONDS:

@@ -24,7 +24,7 @@ from weft.run.checkpoint.tiers import TieredCheckpointer
 from weft.run.engine._report import StepReporter
 from weft.run.engine._saves import TrainingSaves
 from weft.run.engine._setup import TrainingState
-from weft.run.engine._signals import StopRequest
+from weft.run.engine._signals import HAND_OVER, StopRequest
 from weft.techniques.registry import saved_states
 
 _TRAFFIC_STEPS = 100
@@ -174,14 +174,14 @@ class Trainer:
         last = recipe.run.steps if until is None else min(until, recipe.run.steps)
         losses: list[float] = []
         validation: float | None = None
-        step, stopped = self._first_step, False
+        step, stopped, number = self._first_step, False, 0
         reporter = self._reporter
         reporter.measure_peak(peak_flops)
-        reporter.start(self._first_step, recipe.run.steps)
         saves = self._saves
         if saves is not None:
             saves.begin(self._first_step)
         with StopRequest(announce=self._mesh.rank == 0) as stop:
+            reporter.start(self._first_step, recipe.run.steps)  # from now on this rank may get signals
             while step < last and not stopped:
                 result = self._step(step, stop)
                 losses.append(result.loss)
@@ -189,6 +189,8 @@ class Trainer:
                 self._refuse_endless_skips(result)
                 # Some rank's signal, summed with the step: all ranks leave the loop after the same step.
                 stopped = result.stop
+                if stopped:
+                    number = self._agree_on_signal(stop)
                 if self._reports(step) or stopped:
                     reporter.report(recipe.run.steps - step)
                 if not stopped and self._due(step, recipe.run.evaluate_every):
@@ -198,7 +200,8 @@ class Trainer:
                 # Evaluation comes first: where both are due, the line in the log has the loss of the weights that are
                 # saved.
                 if stopped or self._due(step, recipe.run.save_every):
-                    saves.save(step, at_once=stopped or step == last)
+                    # Ranks that hand over are followed by others, who read what lies in memory.
+                    saves.save(step, at_once=step == last or (stopped and number != HAND_OVER))
                 else:
                     saves.after_step(step)
             is_done = step == recipe.run.steps and not stopped
@@ -206,7 +209,6 @@ class Trainer:
                 validation = self._evaluate(step)
             if saves is not None and saves.saved_step != step:
                 saves.save(step, at_once=True)
-            number = self._agree_on_signal(stop) if stopped else 0
             reporter.report(recipe.run.steps - step)
             self._advise()
         self._run.emit(EndEvent(step=step, stopped=stopped))

@@ -13,7 +13,7 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
@@ -51,6 +51,8 @@ class RunningJob:
     """The rank that hangs, once it is known."""
     parent_status: int | None = None
     """Status of the process that started the ranks, where that ended before they did."""
+    signal_to_send: Callable[[], signal.Signals | None] = lambda: None
+    """Asked twice a second: a signal that the ranks shall get now, or None."""
     kills_survivors: bool = False
     """Whether the other ranks are killed as soon as a signal has killed one: the job starts again from what is saved,
     and nothing that they could still say matters."""
@@ -74,6 +76,8 @@ class RunningJob:
     def poll(self) -> None:
         """Look for ranks that are stopped, and for one that hangs, which ends the job at once."""
         self.stopped.poll()
+        if (number := self.signal_to_send()) is not None:
+            self.send_command(number)
         if self.hang is not None and self.hanging is None and (hanging := self.hang.poll()) is not None:
             self.hanging = hanging
             self.send_command(signal.SIGKILL)  # it would not notice a kinder one, and the others wait for it

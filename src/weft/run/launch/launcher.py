@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,20 +90,23 @@ def run_function(
     stopped_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
     hang_limits: HangLimits | None = None,
     memory: Path | None = None,
+    signal_to_send: Callable[[], signal.Signals | None] = lambda: None,
 ) -> JobEnd:
     """Call `function(rank_info, **arguments)` as `launch_function` does, and return how that ended: nothing that a rank
     fails by is raised.
 
     With `hang_limits` a training whose step makes no progress is ended, too.  The other ranks are killed as soon as a
     signal has killed one: this is for a caller that starts them again.  `memory` is a folder in the host's memory that
-    belongs to this process; it is removed when this process is killed.
+    belongs to this process; it is removed when this process is killed.  `signal_to_send` is asked twice a second for a
+    signal that the ranks shall get.
 
     Raises:
         LaunchError: no ranks could be started, or the process that started them was killed.
     """
     job = _job("function", function, dict(arguments), num_processes, threads_per_rank, None, None)
     job = replace(job, memory=None if memory is None else str(memory))
-    return _run_to_end(job, fork_server, stopped_timeout_seconds, hang_limits=hang_limits, restarts=True)
+    supervision = _Supervision(hang_limits, signal_to_send)
+    return _run_to_end(job, fork_server, stopped_timeout_seconds, supervision=supervision)
 
 
 def launch_cells(
@@ -134,22 +137,38 @@ def launch_cells(
     return end.values
 
 
+@dataclass(frozen=True, slots=True)
+class _Supervision:
+    """What a caller asks for that starts ranks again."""
+
+    hang_limits: HangLimits | None
+    signal_to_send: Callable[[], signal.Signals | None]
+
+    def signal_once_begun(self, board: ProgressBoard) -> Callable[[], signal.Signals | None]:
+        """Ask for signals only while all ranks are in their loops: one that has no handler yet would die of them."""
+
+        def ask() -> signal.Signals | None:
+            begun = all(board.position(rank).has_begun for rank in range(board.num_ranks))
+            return self.signal_to_send() if begun else None
+
+        return ask
+
+
 def _run_to_end(
     job: LaunchJob,
     fork_server: ForkServer | None,
     stopped_timeout_seconds: float,
     meanwhile: Callable[[], object] | None = None,
     *,
-    hang_limits: HangLimits | None = None,
-    restarts: bool = False,
+    supervision: _Supervision | None = None,
 ) -> JobEnd:
-    """Run a job to its end, and write into the folder of its run how it failed.  `restarts`: the caller may start the
-    ranks again, so nothing is said yet of how to go on."""
+    """Run a job to its end, and write into the folder of its run how it failed.  With `supervision` the caller may
+    start the ranks again, so nothing is said yet of how to go on."""
     with _private_folder() as folder, _LauncherRun(folder, WarningSink()) as run:
-        running = _run(job, folder, fork_server, stopped_timeout_seconds, run, meanwhile, hang_limits, restarts)
+        running = _run(job, folder, fork_server, stopped_timeout_seconds, run, meanwhile, supervision)
         end = _end_of(running, folder)
         if end.cause is not None and not running.signals:
-            run.fail_with(end, None, is_final=not restarts)
+            run.fail_with(end, None, is_final=supervision is None)
     return end
 
 
@@ -275,8 +294,7 @@ def _run(
     stopped_timeout_seconds: float,
     run: _LauncherRun,
     meanwhile: Callable[[], object] | None = None,
-    hang_limits: HangLimits | None = None,
-    restarts: bool = False,
+    supervision: _Supervision | None = None,
 ) -> RunningJob:
     """Run the job to the end of its last rank."""
     job.write(folder)
@@ -287,9 +305,12 @@ def _run(
             for end, mode in zip((*os.pipe(), *os.pipe()), ("rb", "wb", "rb", "wb"), strict=True)
         )
         running = RunningJob(commands, job.num_processes, StoppedProcesses(stopped_timeout_seconds, run.warn))
-        running.kills_survivors = restarts
-        if hang_limits is not None:
-            running.hang = HangWatch(board, folder, hang_limits, lambda: running.send_command(STACKS_SIGNAL))
+        if supervision is not None:
+            running.kills_survivors = True
+            running.signal_to_send = supervision.signal_once_begun(board)
+            if supervision.hang_limits is not None:
+                limits = supervision.hang_limits
+                running.hang = HangWatch(board, folder, limits, lambda: running.send_command(STACKS_SIGNAL))
         # With `meanwhile` the caller's own code runs here first, which Ctrl-C must interrupt; handlers come after it.
         if meanwhile is None:
             stack.enter_context(forwarding_signals(running))

@@ -7,4 +7,5 @@ from weft.run.supervise._failure import kernel_memory_kills as kernel_memory_kil
 from weft.run.supervise._policy import Restart as Restart
 from weft.run.supervise._policy import RestartPolicy as RestartPolicy
 from weft.run.supervise._policy import Stop as Stop
+from weft.run.supervise._supervisor import PlanChange as PlanChange
 from weft.run.supervise._supervisor import Supervisor as Supervisor

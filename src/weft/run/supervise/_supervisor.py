@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
+from weft.config.plan import Plan
 from weft.config.recipe import OnFailure
 from weft.events import Event, GenerationEvent
 from weft.run.launch.job_end import JobEnd
-from weft.run.supervise._failure import GenerationFailure, failure_of, kernel_memory_kills
+from weft.run.supervise._failure import failure_of, kernel_memory_kills
 from weft.run.supervise._policy import RestartPolicy, Stop
+
+_REPLAN = "replan"
+"""`GenerationEvent.failure` where nothing has failed: the run goes on under another plan."""
 
 
 class StartGeneration(Protocol):
@@ -24,6 +29,14 @@ class StartGeneration(Protocol):
     def __call__(self, number: int, resumes: bool) -> JobEnd:
         """Start all ranks of generation `number`, from the newest saved state where it `resumes`, else anew."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanChange:
+    """The next generation goes on under another plan."""
+
+    text: str
+    """From which plan to which, and why."""
 
 
 class Supervisor:
@@ -35,8 +48,8 @@ class Supervisor:
         *,
         saved_step: Callable[[], int],
         samples_per_step: int,
-        world_size: int,
-        plan: str,
+        plan: Callable[[], Plan],
+        plan_change: Callable[[JobEnd], PlanChange | None],
         log: Callable[[Event], object],
         report: Callable[[JobEnd], object],
     ) -> None:
@@ -46,15 +59,15 @@ class Supervisor:
             policies: the recipe's `[run.on_failure]`.
             saved_step: returns the finished steps of the newest saved state, 0 where nothing is saved.
             samples_per_step: samples of a global batch, by which the batch of a step that fails again is named.
-            world_size: ranks of the run.
-            plan: digest of the plan.
+            plan: returns the plan of the generation that runs, or is about to.
+            plan_change: is told how a generation ended, and says whether the next one goes on under another plan.
             log: takes what happened, for the terminal and the folder of the run.
             report: shows the first cause of a failure after which the ranks start again.
         """
         self._saved_step = saved_step
         self._policy = RestartPolicy(policies, saved_step(), samples_per_step)
-        self._world_size = world_size
         self._plan = plan
+        self._plan_change = plan_change
         self._log = log
         self._report = report
         self._stopping = threading.Event()
@@ -73,6 +86,11 @@ class Supervisor:
         while True:
             kills = kernel_memory_kills()
             end = start(number, resumes)
+            if not end.signals and (change := self._plan_change(end)) is not None:
+                saved_step = self._saved_step()
+                number, resumes = number + 1, saved_step > 0
+                self._log(self._generation(number, _REPLAN, 0, "", change.text, saved_step + 1, saved_step, 0))
+                continue
             failure = failure_of(end, out_of_memory_kills=kernel_memory_kills() - kills)
             if failure is None or end.signals:
                 return end, ""
@@ -84,20 +102,40 @@ class Supervisor:
             if self._stopping.wait(decision.pause_seconds):
                 return end, "A signal stopped the run before the ranks started again."
             number, resumes = number + 1, saved_step > 0
-            self._log(self._generation(number, failure, saved_step, decision.num_restarts))
+            self._log(
+                self._generation(
+                    number,
+                    failure.kind,
+                    failure.rank,
+                    failure.host,
+                    failure.cause,
+                    failure.step,
+                    saved_step,
+                    decision.num_restarts,
+                )
+            )
 
     def _generation(
-        self, number: int, failure: GenerationFailure, saved_step: int, num_restarts: int
+        self,
+        number: int,
+        failure: str,
+        rank: int,
+        host: str,
+        cause: str,
+        failed_step: int,
+        restored_step: int,
+        num_restarts: int,
     ) -> GenerationEvent:
+        plan = self._plan()
         return GenerationEvent(
             number=number,
-            world_size=self._world_size,
-            plan=self._plan,
-            failure=failure.kind,
-            rank=failure.rank,
-            host=failure.host,
-            cause=failure.cause,
-            failed_step=failure.step,
-            restored_step=saved_step,
+            world_size=plan.mesh.world_size,
+            plan=plan.digest,
+            failure=failure,
+            rank=rank,
+            host=host,
+            cause=cause,
+            failed_step=failed_step,
+            restored_step=restored_step,
             num_restarts=num_restarts,
         )

@@ -70,7 +70,8 @@ def train(
             fork_server=fork_server,
         )
     if result.stopped_early:
-        return os.EX_TEMPFAIL if result.stop_signal == signal.SIGTERM else 128 + signal.SIGINT
+        # A job engine starts again later what it has stopped; a person at the terminal knows what to do.
+        return 128 + signal.SIGINT if result.stop_signal in (0, signal.SIGINT) else os.EX_TEMPFAIL
     if rank_info is None or rank_info.rank == 0:
         _show_what_it_learnt(result.folder, recipe)
     return 0

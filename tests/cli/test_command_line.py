@@ -71,7 +71,8 @@ def test_demo_plan_has_three_axes_and_fits_its_recipe() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "train", "plan", "check", "generate", "export", "launch", "data", "data prepare"]
+    "command",
+    ["", "train", "plan", "check", "generate", "export", "replan", "checkpoint", "launch", "data", "data prepare"],
 )
 def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert run([*command.split(), "--help"]) == 0

@@ -13,6 +13,7 @@ from cyclopts import App, CycloptsError, UnknownOptionError
 
 from weft.cli import (
     _check,
+    _checkpoint,
     _comm_advise,
     _comm_draw,
     _comm_explain,
@@ -57,6 +58,12 @@ def build_app() -> App:
     app.command(_replan.replan)
     app.command(_migrate.migrate)
     app.command(_launch.launch)
+    checkpoint = App(name="checkpoint", help="List, verify, compare and keep saved states.", help_format="plaintext")
+    for command in (_checkpoint.ls, _checkpoint.show, _checkpoint.verify, _checkpoint.diff, _checkpoint.pin):
+        checkpoint.command(command)
+    checkpoint.command(_checkpoint.unpin)
+    checkpoint.command(_checkpoint.prune)
+    app.command(checkpoint)
     data = App(name="data", help="Prepare data for training.", help_format="plaintext")
     data.command(_data.prepare)
     app.command(data)

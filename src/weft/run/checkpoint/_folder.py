@@ -25,6 +25,8 @@ from weft.run.checkpoint._format import MANIFEST, Manifest, read_manifest
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"
+PINNED = "pinned"
+"""Empty file in a checkpoint that no save removes."""
 OWNER = "owner.json"
 """File in a partial folder that says which process writes it."""
 _COMPLETE = re.compile(r"step-\d{6,}(\.replaced-[0-9a-f]+)?", re.ASCII)
@@ -82,9 +84,11 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def remove_old(folder: Path, keep: int, token: str) -> None:
-    """Remove complete checkpoints but the newest `keep`; best effort."""
+    """Remove complete checkpoints but the newest `keep` and those that are pinned; best effort."""
     # Renamed first, at one moment: an interrupted removal leaves no folder that looks complete and lacks files.
     for one in complete_checkpoints(folder)[keep:]:
+        if (one.path / PINNED).exists():
+            continue
         gone = folder / f"{step_name(one.manifest.step)}.removing-{token}{one.manifest.sequence:x}"
         with tolerated(f"old checkpoint {one.path.name} could not be removed"):
             one.path.rename(gone)

@@ -1,0 +1,158 @@
+"""`weft checkpoint`: ls, show, verify, diff, pin, unpin, prune."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+
+from weft.errors import CheckpointError
+from weft.formatting import format_bytes
+
+_MOST_LINES = 20
+
+
+def ls(run: Path, /) -> None:
+    """List the checkpoints of a run, the newest first.
+
+    Parameters
+    ----------
+    run
+        Folder of the run.
+    """
+    from weft.run.checkpoint.inspect import list_checkpoints
+
+    print(f"{'step':>9}  {'size':>9}  {'ranks':>5}  {'plan':12}  saved")
+    for entry in list_checkpoints(run):
+        when = datetime.datetime.fromtimestamp(entry.unix_time_seconds).isoformat(" ", "seconds")
+        marks = ", ".join(word for word, is_so in (("newest", entry.is_newest), ("pinned", entry.is_pinned)) if is_so)
+        size = format_bytes(entry.num_bytes)
+        print(f"{entry.step:>9,}  {size:>9}  {entry.num_ranks:>5}  {entry.plan:12}  {when}  {marks}".rstrip())
+
+
+def show(checkpoint: Path, /) -> None:
+    """Show what is in a checkpoint, without its tensors' values.
+
+    Parameters
+    ----------
+    checkpoint
+        A checkpoint, or the folder of a run: then its newest.
+    """
+    from weft.run.checkpoint import StoredCheckpoint
+    from weft.run.checkpoint.inspect import folder_of, sizes_by_kind
+
+    path = checkpoint if (checkpoint / "manifest.json").exists() else _newest(folder_of(checkpoint))
+    stored = StoredCheckpoint(path)
+    manifest = stored.manifest
+    print(f"checkpoint  {os.path.relpath(path)}")
+    print(f"step        {manifest.step:,}, by {manifest.world} rank{'s' if manifest.world != 1 else ''}")
+    for kind, (count, num_bytes) in sizes_by_kind(stored).items():
+        print(f"{'tensors' if kind == 'model' else '':10}  {kind:24} {count:>6,}  {format_bytes(num_bytes):>9}")
+    for key, value in manifest.provenance.items():
+        print(f"{'from':10}  {key:24} {value}")
+    for key, value in manifest.state.items():
+        print(f"{'state':10}  {key:24} {str(value):.90}")
+
+
+def _newest(folder: Path) -> Path:
+    from weft.run.checkpoint.inspect import list_checkpoints
+
+    return list_checkpoints(folder)[0].path
+
+
+def verify(checkpoint: Path, /) -> None:
+    """Read every byte of a checkpoint, or of all of a run, and compare it with its digest.
+
+    Parameters
+    ----------
+    checkpoint
+        A checkpoint, or the folder of a run.
+    """
+    from weft.run.checkpoint import StoredCheckpoint
+    from weft.run.checkpoint.inspect import list_checkpoints
+
+    is_one = (checkpoint / "manifest.json").exists()
+    paths = [checkpoint] if is_one else [entry.path for entry in list_checkpoints(checkpoint)]
+    problems: list[str] = []
+    for path in paths:
+        try:
+            StoredCheckpoint(path).verify()
+            print(f"sound     {os.path.relpath(path)}", flush=True)
+        except CheckpointError as problem:
+            problems.append(str(problem))
+            print(f"damaged   {os.path.relpath(path)}", flush=True)
+    if problems:
+        raise CheckpointError("\n".join(problems))
+
+
+def diff(first: Path, second: Path, /) -> int:
+    """Compare two checkpoints tensor by tensor, whatever plans saved them; status 1 where they differ.
+
+    Parameters
+    ----------
+    first
+        A checkpoint, or the folder of a run: then its newest.
+    second
+        Another.
+    """
+    from weft.run.checkpoint.inspect import compare
+
+    found = compare(first, second)
+    for difference in found.tensors[:_MOST_LINES]:
+        if difference.only_in:
+            what = f"only in the {difference.only_in}"
+        elif difference.shapes is not None:
+            what = f"shape {list(difference.shapes[0])} and {list(difference.shapes[1])}"
+        else:
+            what = f"relative {difference.relative:.2e}, largest element {difference.largest:.2e}"
+        print(f"{difference.name:48} {what}")
+    if len(found.tensors) > _MOST_LINES:
+        print(f"… and {len(found.tensors) - _MOST_LINES:,} more")
+    for key in found.state[:_MOST_LINES]:
+        print(f"state {key:42} differs")
+    print(f"{found.num_equal:,} tensors are equal bit for bit, {len(found.tensors):,} differ")
+    return 1 if found.tensors or found.state else 0
+
+
+def pin(checkpoint: Path, /) -> None:
+    """Keep a checkpoint: no save of the run removes it any more.
+
+    Parameters
+    ----------
+    checkpoint
+        A checkpoint, or the folder of a run: then its newest.
+    """
+    from weft.run.checkpoint.inspect import pin as keep
+
+    print(f"pinned    {os.path.relpath(keep(checkpoint))}")
+
+
+def unpin(checkpoint: Path, /) -> None:
+    """Let a pinned checkpoint go with the old ones again.
+
+    Parameters
+    ----------
+    checkpoint
+        A checkpoint, or the folder of a run: then its newest.
+    """
+    from weft.run.checkpoint.inspect import pin as keep
+
+    print(f"unpinned  {os.path.relpath(keep(checkpoint, is_pinned=False))}")
+
+
+def prune(run: Path, /, *, keep: int = 2) -> None:
+    """Remove old checkpoints of a run, after the newest was verified. Pinned ones stay.
+
+    Parameters
+    ----------
+    run
+        Folder of the run.
+    keep
+        Newest checkpoints to keep.
+    """
+    from weft.run.checkpoint.inspect import prune as remove
+
+    removed = remove(run, keep)
+    for path in removed:
+        print(f"removed   {os.path.relpath(path)}")
+    print(f"{len(removed)} removed")

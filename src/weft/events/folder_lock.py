@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 import weakref
 from dataclasses import asdict, replace
@@ -44,6 +45,7 @@ class FolderLock:
         self._silent_seconds = max(silent_seconds, SILENT_SECONDS)
         self._descriptor: int | None = None
         self._token: FolderToken | None = None
+        self._renewing = threading.Lock()
 
     @property
     def token(self) -> FolderToken | None:
@@ -93,8 +95,9 @@ class FolderLock:
         """
         if self._token is None and (line := self.acquire()):
             logger.warning("%s", line)
-        assert self._token is not None
-        self._token.check()
+        with self._renewing:  # the file and the token change together
+            assert self._token is not None
+            self._token.check()
 
     def renew(self) -> None:
         """Take the next token: whoever was given the one before can name no checkpoint any more.  Call it on the owner
@@ -107,8 +110,9 @@ class FolderLock:
         assert self._descriptor is not None
         self._token.check()
         owner = replace(self._token.owner, token=self._token.owner.token + 1, nonce=os.urandom(8).hex())
-        _write(self._descriptor, owner)
-        self._token = FolderToken(self._path.parent, owner)
+        with self._renewing:
+            _write(self._descriptor, owner)
+            self._token = FolderToken(self._path.parent, owner)
 
     def beat(self) -> None:
         """Give a sign of life, if this process is the owner."""

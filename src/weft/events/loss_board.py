@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -10,11 +11,10 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from weft.events import Emitted, RateEvent, StepEvent
+from weft.events import Emitted, EvaluationEvent, RateEvent, StepEvent
 
 _BYTES = 8
-_PEAK = 0
-_FIRST_LOSS = 1
+_PEAK, _VALIDATION, _FIRST_LOSS = 0, 1, 2
 
 
 class LossBoard:
@@ -22,9 +22,12 @@ class LossBoard:
     (`LossSink`); steps that are repeated after a failure are written again."""
 
     def __init__(self, path: Path, num_steps: int) -> None:
-        """Make the file.  It takes no room before losses are written."""
+        """Make the file, with room for all steps.  Raises `OSError` where the disk has none."""
         self.path = path
-        os.truncate(path, (_FIRST_LOSS + num_steps) * _BYTES)
+        with path.open("r+b") as file:
+            # A sparse file that meets a full disk later would kill the rank that writes, by a signal.
+            os.posix_fallocate(file.fileno(), 0, (_FIRST_LOSS + num_steps) * _BYTES)
+            file.write(struct.pack("2d", 0.0, math.nan))
 
     @classmethod
     @contextmanager
@@ -45,9 +48,19 @@ class LossBoard:
     @property
     def peak_flops(self) -> float | None:
         """FLOP/s of matrix products of all ranks, as the first generation measured them; None before it reported."""
+        return self._number(_PEAK) or None
+
+    @property
+    def validation_loss(self) -> float | None:
+        """Loss of the newest evaluation; None before the first."""
+        loss = self._number(_VALIDATION)
+        return None if math.isnan(loss) else loss
+
+    def _number(self, index: int) -> float:
         with self.path.open("rb") as file:
-            (peak,) = struct.unpack("d", file.read(_BYTES))
-        return peak or None
+            file.seek(index * _BYTES)
+            (number,) = struct.unpack("d", file.read(_BYTES))
+        return float(number)
 
 
 class LossSink:
@@ -62,6 +75,8 @@ class LossSink:
         match emitted.event:
             case StepEvent(step=step, loss=loss):
                 self._numbers[_FIRST_LOSS + step - 1] = loss
+            case EvaluationEvent(validation_loss=loss):
+                self._numbers[_VALIDATION] = loss
             case RateEvent(flops_per_second=float() as flops, peak_share=float() as share) if share:
                 self._numbers[_PEAK] = flops / share
             case _:

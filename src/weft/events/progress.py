@@ -17,7 +17,8 @@ PHASES = ("data_wait", "forward_backward", "reduce_wait", "optimizer", "checkpoi
 
 _NUMBERS = 8
 """Numbers of a row: 64 bytes, a cache line, so that ranks do not slow one another down by writing."""
-_PID, _STEP, _PHASE, _MOVES, _HAS_BEGUN = range(5)
+_PID, _STEP, _PHASE, _MOVES, _LOOP, _FIRST_STEP = range(6)
+_BEGUN, _ENDED = 1, 2
 _ROW_BYTES = 8 * _NUMBERS
 _NO_PHASE, _OTHER_PHASE = 0, len(PHASES) + 1
 
@@ -36,6 +37,10 @@ class Position:
     """Phases begun and ended, and steps finished: it changes with any progress."""
     has_begun: bool
     """Whether the loop over steps has begun."""
+    has_ended: bool
+    """Whether the loop is over."""
+    first_step: int
+    """Finished steps when the loop began."""
 
     def __str__(self) -> str:
         if not self.has_begun:
@@ -56,8 +61,16 @@ class ProgressRow:
 
     def begin(self, step: int) -> None:
         """The loop begins after `step` finished steps."""
-        self._cells[_STEP] = step
-        self._cells[_HAS_BEGUN] = 1
+        self._cells[_STEP] = self._cells[_FIRST_STEP] = step
+        self._cells[_LOOP] = _BEGUN
+        self._cells[_MOVES] += 1
+
+    def end(self) -> None:
+        """The loop is over: what follows is no step."""
+        self._cells[_LOOP] = _ENDED
+
+    def moved(self) -> None:
+        """A part of a long phase is done, such as a batch of an evaluation."""
         self._cells[_MOVES] += 1
 
     def finished(self, step: int) -> None:
@@ -72,6 +85,10 @@ class ProgressRow:
         cells[_PHASE] = phase + 1 if phase < len(PHASES) else _OTHER_PHASE
         cells[_MOVES] += 1
         return before
+
+    def elsewhere(self) -> int:
+        """Something begins that is no part of a step, such as printing; return what `leave` takes."""
+        return self.enter(len(PHASES))
 
     def leave(self, before: int) -> None:
         """The phase ends that `enter` began."""
@@ -91,7 +108,7 @@ class ProgressBoard:
     def create(cls, path: Path, num_ranks: int) -> Self:
         """Make the board.  Call it before the ranks start."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        os.ftruncate(descriptor, num_ranks * _ROW_BYTES)
+        os.posix_fallocate(descriptor, 0, num_ranks * _ROW_BYTES)  # a full disk is met here, and not by a signal later
         return cls._mapped(descriptor)
 
     @classmethod
@@ -120,5 +137,7 @@ class ProgressBoard:
             step=row[_STEP],
             phase=names[phase] if 0 <= phase < len(names) else "",
             moves=row[_MOVES],
-            has_begun=bool(row[_HAS_BEGUN]),
+            has_begun=row[_LOOP] in (_BEGUN, _ENDED),
+            has_ended=row[_LOOP] == _ENDED,
+            first_step=row[_FIRST_STEP],
         )

@@ -19,7 +19,7 @@ NODE = parse_cluster_spec("8xh100")
 def context_seconds(scheme: str, *, fused_parts: bool) -> float:
     stack = replace(WEFT, fused_parts=fused_parts)
     layout = Layout(context=8, context_scheme=scheme, zero=1, recompute="full")  # type: ignore[arg-type]
-    return predict(PROFILE, NODE, layout, stack=stack, calibration=DATASHEET).time.context
+    return predict(PROFILE, NODE, layout, framework=stack, calibration=DATASHEET).time.context
 
 
 def test_attention_in_parts_is_priced_as_it_runs():
@@ -48,7 +48,7 @@ def test_heads_are_exchanged_among_neighbours_of_several_groups(exchanging: int,
     assert (not problems) is fits, problems
     if fits:
         ring, mixed = (
-            predict(PROFILE, NODE, one, stack=WEFT, calibration=DATASHEET).time.context
+            predict(PROFILE, NODE, one, framework=WEFT, calibration=DATASHEET).time.context
             for one in (replace(layout, context_scheme="ring", context_ulysses=0), layout)
         )
         assert mixed > 0
@@ -60,7 +60,7 @@ def test_a_window_shows_less():
     windowed = profile_of_sizes(sizes)
     layout = Layout(context=8, context_scheme="all_gather", zero=1, recompute="full")
     seconds = [
-        predict(profile, NODE, layout, stack=WEFT, calibration=DATASHEET).time.context
+        predict(profile, NODE, layout, framework=WEFT, calibration=DATASHEET).time.context
         for profile in (PROFILE, windowed)
     ]
     assert seconds[1] < seconds[0] / 1.5

@@ -208,7 +208,7 @@ def test_a_rank_without_microbatches_still_tells_its_parts() -> None:
 
 def test_a_model_without_a_table_cannot_be_cut(ranks: RankPool) -> None:
     with pytest.raises(
-        PlanError, match="TinyLanguageModel has no table of where it may be cut. Set plan.mesh.pipeline"
+        PlanError, match="TinyLanguageModel has no table of where it may be cut.* Set plan.mesh.pipeline"
     ):
         ranks.run(2, cut_without_table)
 

@@ -248,13 +248,14 @@ class _TrainingJob:
                 prove=self.prove,
                 quiet=self.quiet,
                 fork_server=self.fork_server,
-                check=self._checked_plan,
+                check=lambda plan: self._checked_plan(plan, prepared),
             )
             outcome = training.train(resumes=resume is not None)
+            self.plan = training.plan
         return self._finalise(run, outcome)
 
-    def _checked_plan(self, plan: Plan) -> Plan:
-        """Return a plan complete under which this training could go on.
+    def _checked_plan(self, plan: Plan, prepared: PreparedData) -> tuple[Plan, PreparedData]:
+        """Return a plan complete under which this training could go on, and the data as it is read under that.
 
         Raises:
             WeftError: it does not fit the recipe, the model or this machine.
@@ -264,7 +265,9 @@ class _TrainingJob:
         check_plan(plan, self.recipe, self.facts, None)
         check_runnable(plan)
         backend_for(device_for_rank(plan.compute.device, 0), wanted=plan.compute.backend)
-        return plan
+        looked = self.recipe, plan, self.blueprint, prepared
+        refuse_by_first_looks(*looked)
+        return plan, replace(prepared, branches=branches_by_first_looks(*looked))
 
     def run_as_rank(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
         """Take part as one of the ranks that somebody else has started.  All hosts must see the run's folder."""

@@ -28,7 +28,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from weft.config.cluster import unused_memory_bytes
 from weft.config.document import Json
 from weft.errors import WeftError
 from weft.events import Owned
@@ -122,8 +124,23 @@ class TieredCheckpointer:
         return self._durable.latest()
 
     def begin(self, step: int) -> None:
-        """The loop begins after `step` finished steps: plan the first snapshot."""
+        """The loop begins after `step` finished steps: plan the first snapshot, and take over a copy to the disk that
+        the generation before has asked for."""
         self.next_snapshot = step + _FIRST_SNAPSHOT_STEPS if self._memory is not None else 0
+        if self._folder is not None and self._peers.rank == 0:
+            wanted = _read_json(self._folder / _WANTED)
+            if wanted is not None and wanted["step"] != self._drained_step():
+                self._wanted_step = int(wanted["step"])
+
+    @property
+    def wanted_step(self) -> int | None:
+        """Step whose copy to the disk has been asked for and is not known to have ended; None on other ranks than 0."""
+        return self._wanted_step
+
+    def _drained_step(self) -> int | None:
+        assert self._folder is not None
+        drained = _read_json(self._folder / _DRAINED)
+        return None if drained is None else int(drained["step"])
 
     def load(
         self,
@@ -169,13 +186,24 @@ class TieredCheckpointer:
         self._durable.claim(step)
         if not self._saved_in_memory(step, shards, state):
             return Saved(path=self._durable.save(step, shards, state), is_durable=True)
-        self._wanted_step = step
+        if not self._ask_for_copy(step):
+            return Saved(path=self._durable.save(step, shards, state), is_durable=True)
         if self.next_snapshot:
             self.next_snapshot = step + self._interval
+        return Saved(path=self._durable.folder / step_name(step), is_durable=False)
+
+    def _ask_for_copy(self, step: int) -> bool:
+        """Ask the supervisor to copy a save to the disk; return on every rank whether rank 0 could."""
+        is_asked = True
         if self._peers.rank == 0:
             assert self._folder is not None
-            write_whole(self._folder / _WANTED, json.dumps({"step": step}))
-        return Saved(path=self._durable.folder / step_name(step), is_durable=False)
+            try:
+                write_whole(self._folder / _WANTED, json.dumps({"step": step}))
+            except OSError:  # not even a few bytes fit any more
+                is_asked = False
+            else:
+                self._wanted_step = step
+        return bool(self._peers.share(int(is_asked))[0])
 
     def snapshot(
         self, step: int, shards: Sequence[CheckpointShard], state: Mapping[str, Json], step_seconds: float
@@ -188,6 +216,10 @@ class TieredCheckpointer:
         Args:
             step_seconds: time of a step of late, on this rank.
         """
+        if self._is_draining():
+            # A snapshot would take the place of the save that is being copied.
+            self.next_snapshot = step + 1
+            return
         began = time.perf_counter()
         if not self._fits(shards) or not self._saved_in_memory(step, shards, state):
             self.next_snapshot = 0
@@ -238,18 +270,17 @@ class TieredCheckpointer:
                 self.next_snapshot = 0
         return self._has_room
 
+    def _is_draining(self) -> bool:
+        """Whether a copy to the disk is under way, as rank 0 knows; the same on every rank."""
+        if self._wanted_step is not None and self._drained_step() == self._wanted_step:
+            return bool(self._peers.share(0)[0])  # it has ended, and `poll` will say so
+        return bool(self._peers.share(int(self._wanted_step is not None))[0])
+
     def _wait_for_drain(self) -> None:
         """At most one copy to the disk is under way: rank 0 waits for it, and the others wait for rank 0."""
         if self._memory is None:
             return
-        while self._peers.rank == 0 and self._wanted_step is not None:
-            assert self._folder is not None
-            try:
-                drained = Drained(**json.loads((self._folder / _DRAINED).read_text()))
-            except OSError:
-                drained = None
-            if drained is not None and drained.step == self._wanted_step:
-                break
+        while self._peers.rank == 0 and self._wanted_step is not None and self._drained_step() != self._wanted_step:
             time.sleep(_POLL_SECONDS)
         self._peers.share(0)
 
@@ -266,6 +297,8 @@ class Drain:
         self._keep = keep
         self._owned = owned
         self._done = 0
+        self._unsaid: Drained | None = None
+        """What could not be written down yet, because memory was full."""
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weft-drain", daemon=True)
 
@@ -277,11 +310,13 @@ class Drain:
         self._ends.set()
         self._thread.join()
 
-    def flush(self) -> None:
-        """Let the newest save in memory reach the disk, if it is newer than what lies there: no rank runs any more."""
+    def flush(self) -> bool:
+        """Let the newest save in memory reach the disk, if it is newer than what lies there: no rank runs any more.
+        Return whether nothing is in memory alone."""
         complete = complete_checkpoints(self._memory)
         if complete and complete[0].manifest.step > newest_saved_step(self._folder):
-            self._copy(complete[0].manifest.step)
+            return not self._copy(complete[0].manifest.step).problem
+        return True
 
     def _run(self) -> None:
         # The copy has less right to a core than the ranks have.
@@ -292,24 +327,31 @@ class Drain:
         self._look()  # what was asked for just before the end
 
     def _look(self) -> None:
-        try:
-            wanted = int(json.loads((self._memory / _WANTED).read_text())["step"])
-        except (OSError, ValueError, KeyError):
-            return
-        if wanted != self._done:
-            self._done = wanted
-            self._copy(wanted)
+        if self._unsaid is not None:
+            self._say(self._unsaid)
+        wanted = _read_json(self._memory / _WANTED)
+        if wanted is not None and wanted["step"] != self._done:
+            self._done = int(wanted["step"])
+            self._say(self._copy(self._done))
 
-    def _copy(self, step: int) -> None:
+    def _say(self, drained: Drained) -> None:
+        """Write down how a copy has ended, for rank 0, which may be waiting for it."""
+        try:
+            write_whole(self._memory / _DRAINED, json.dumps(asdict(drained)))
+        except OSError:
+            self._unsaid = drained
+        else:
+            self._unsaid = None
+
+    def _copy(self, step: int) -> Drained:
         began = time.perf_counter()
         source, path, problem = self._memory / step_name(step), self._folder, ""
         try:
             path = copy_checkpoint(source, self._folder, keep=self._keep, owned=self._owned)
         except (WeftError, OSError) as error:
             problem = f"the checkpoint of step {step} did not reach the disk: {error}"
-        drained = Drained(step=step, path=str(path), seconds=time.perf_counter() - began, problem=problem)
-        with suppress(OSError):
-            write_whole(self._memory / _DRAINED, json.dumps(asdict(drained)))
+            logger.warning("%s", problem)  # no rank may be there any more to say it
+        return Drained(step=step, path=str(path), seconds=time.perf_counter() - began, problem=problem)
 
 
 def create_memory_folder() -> Path | None:
@@ -343,11 +385,17 @@ def _remove_orphans() -> None:
 
 
 def _free_memory_bytes() -> float:
-    """Bytes that saves may take: of the memory file system, and of what the host has available."""
+    """Bytes that saves may take: of the memory file system, and of what the host, or the control group, has left."""
     try:
         system = os.statvfs(_SHARED_MEMORY)
-        lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return 0.0
-    available = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
-    return min(system.f_bavail * system.f_frsize, _SHARE_OF_MEMORY * available)
+    return min(system.f_bavail * system.f_frsize, _SHARE_OF_MEMORY * unused_memory_bytes())
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a small file of a folder that only this user can enter; None where there is none yet."""
+    try:
+        return json.loads(path.read_text())
+    except OSError:
+        return None

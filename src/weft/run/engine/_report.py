@@ -79,6 +79,16 @@ class StepReporter:
 
     def report(self, remaining_steps: int | None = None) -> None:
         """Say what the steps since the last report took; nothing where there were none."""
+        progress = self._recorder.progress
+        # A terminal that stands still, or a file system, may hold this rank up: that is no step that hangs.
+        before = progress.elsewhere() if progress is not None else 0
+        try:
+            self._report(remaining_steps)
+        finally:
+            if progress is not None:
+                progress.leave(before)
+
+    def _report(self, remaining_steps: int | None) -> None:
         step, count = self._step, self._since_report
         if count == 0:
             return

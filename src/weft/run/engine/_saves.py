@@ -46,6 +46,8 @@ class TrainingSaves:
     def begin(self, step: int) -> None:
         """The loop begins after `step` finished steps."""
         self._checkpointer.begin(step)
+        if (wanted := self._checkpointer.wanted_step) is not None:
+            self._stalls[wanted] = 0.0  # the generation before has waited for it
         self._step_began = time.perf_counter()
 
     def save(self, step: int, *, at_once: bool) -> None:

@@ -78,7 +78,8 @@ class StopRequest:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         # The handler only notes the signal: a rank that left here would strand the others in a collective.
         now = time.monotonic()
-        if self._requested_at is None:
+        # Somebody who wants an end comes before the supervisor, who only wants other ranks.
+        if self._requested_at is None or self._signal == HAND_OVER:
             self._requested_at, self._signal = now, signal.Signals(number)
             if self._announce and number != HAND_OVER:
                 once_more = "once more" if number == signal.SIGINT else "Ctrl-C"

@@ -193,7 +193,8 @@ class Trainer:
                     number = self._agree_on_signal(stop)
                 if self._reports(step) or stopped:
                     reporter.report(recipe.run.steps - step)
-                if not stopped and self._due(step, recipe.run.evaluate_every):
+                goes_on = not stopped or number == HAND_OVER
+                if goes_on and self._due(step, recipe.run.evaluate_every):
                     validation = self._evaluate(step)
                 if saves is None:
                     continue
@@ -204,13 +205,15 @@ class Trainer:
                     saves.save(step, at_once=step == last or (stopped and number != HAND_OVER))
                 else:
                     saves.after_step(step)
-            is_done = step == recipe.run.steps and not stopped
+            is_done = step == recipe.run.steps and (not stopped or number == HAND_OVER)
             if is_done and recipe.run.evaluate_every is not None and not self._due(step, recipe.run.evaluate_every):
                 validation = self._evaluate(step)
             if saves is not None and saves.saved_step != step:
                 saves.save(step, at_once=True)
             reporter.report(recipe.run.steps - step)
             self._advise()
+            if self._recorder.progress is not None:
+                self._recorder.progress.end()
         self._run.emit(EndEvent(step=step, stopped=stopped))
         return TrainingResult(
             steps=step,
@@ -294,6 +297,8 @@ class Trainer:
             for microbatches in self._data.evaluation(self._recipe.run.evaluate_batches):
                 batch_totals = training.model.runner.evaluate(microbatches, step=0, seed=self._recipe.run.seed)
                 totals += batch_totals.addend(self._mesh)
+                if self._recorder.progress is not None:
+                    self._recorder.progress.moved()
         world = self._mesh["world"]
         if world.group is not None:
             dist.all_reduce(totals, group=world.group)

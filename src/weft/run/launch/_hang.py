@@ -31,6 +31,8 @@ _TIMES_LONGEST = 3.0
 _FIRST_STEPS = 5
 """Finished steps of a generation before steps are compared with one another: the first compile and warm up."""
 _KEPT_STEPS = 1_000
+_LONGEST_PAUSE_SECONDS = 3.0
+"""Time between two looks above which this process has not run either."""
 _BETWEEN_LOOKS_SECONDS = 1.0
 _IDLE_SHARE = 0.05
 """Share of a core below which a process counts as idle between two looks."""
@@ -77,6 +79,8 @@ class HangWatch:
         self._advanced_at = 0.0
         """Monotonic time at which it finished the last of them, or left a phase whose time says nothing."""
         self._is_uneven = False
+        self._moves = 0
+        self._polled_at = time.monotonic()
         self._num_steps = 0
         self._step_seconds: deque[float] = deque(maxlen=_KEPT_STEPS)
         self._first_look: _Look | None = None
@@ -85,6 +89,10 @@ class HangWatch:
     def poll(self) -> RankExit | None:
         """Read where the ranks are, and judge."""
         now = time.monotonic()
+        if now - self._polled_at > _LONGEST_PAUSE_SECONDS:
+            # This process did not run either: the machine was suspended, or the job's control group frozen.
+            self._advanced_at += now - self._polled_at
+        self._polled_at = now
         positions = [self._board.position(rank) for rank in range(self._board.num_ranks)]
         self._note_steps(positions, now)
         stalled = now - self._advanced_at
@@ -99,27 +107,32 @@ class HangWatch:
 
     def _note_steps(self, positions: list[Position], now: float) -> None:
         """Keep how long steps take, as far as looks twice a second can tell."""
-        step = min(position.step for position in positions)
-        was_uneven, self._is_uneven = self._is_uneven, any(position.phase in _UNEVEN_PHASES for position in positions)
         if not all(position.has_begun for position in positions):
-            self._advanced_at = now
-        elif step > self._step >= 0:
+            self._step, self._advanced_at = -1, now
+            return
+        if self._step < 0:
+            self._step = min(position.first_step for position in positions)
+        step, moves = min(position.step for position in positions), sum(position.moves for position in positions)
+        was_uneven, self._is_uneven = self._is_uneven, any(position.phase in _UNEVEN_PHASES for position in positions)
+        if step > self._step:
             self._num_steps += step - self._step
             if not was_uneven:
                 self._step_seconds.append((now - self._advanced_at) / (step - self._step))
             self._advanced_at = now
-        elif was_uneven and not self._is_uneven:
-            self._advanced_at = now  # an evaluation, a save or slow input is over: the step itself begins
-        self._step = step
+        elif was_uneven and (moves != self._moves or not self._is_uneven):
+            self._advanced_at = now  # it evaluates another batch, or an evaluation, a save or slow input is over
+        self._step, self._moves = step, moves
 
     def _limit(self, positions: list[Position]) -> float | None:
-        """Seconds without a finished step that make a suspicion now; None before the loop."""
-        if not all(position.has_begun for position in positions):
+        """Seconds without a finished step that make a suspicion now; None before and behind the loop."""
+        if not all(position.has_begun and not position.has_ended for position in positions):
             return None
         limits = self._limits
+        if self._num_steps == 0 or self._is_uneven:
+            return limits.timeout_seconds
         if limits.hang_seconds is not None:
             return limits.hang_seconds
-        if self._num_steps < _FIRST_STEPS or self._is_uneven:
+        if self._num_steps < _FIRST_STEPS:
             return limits.timeout_seconds
         return min(limits.timeout_seconds, max(LEAST_SECONDS, _TIMES_LONGEST * self._longest_usual()))
 
@@ -141,8 +154,10 @@ class HangWatch:
         suspects = [rank for rank, stack in look.stacks.items() if not _waits(stack)]
         suspects = [rank for rank in suspects if not is_stopped(positions[rank].pid)]
         idle = [rank for rank in suspects if self._is_idle(rank, before, look)]
-        patient = self._limits.hang_seconds is None and stalled < self._limits.timeout_seconds
-        hanging = idle if patient else idle or suspects
+        # The first step may compile for as long as it wants; so may whatever is no step.
+        is_step = self._num_steps > 0 and not self._is_uneven
+        is_late = self._limits.hang_seconds is not None or stalled >= self._limits.timeout_seconds
+        hanging = idle or suspects if is_step and is_late else idle
         return self._outcome(hanging[0], positions[hanging[0]], look, stalled, idle) if hanging else None
 
     def _ask(self, now: float) -> None:
@@ -213,5 +228,5 @@ def _shown(stacks: str) -> list[str]:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Processor time of a process and of those that it has started (compilers, data workers)."""
-    return sum(cpu_seconds_of(one) for one in (pid, *children_of(pid)) if os.path.exists(f"/proc/{one}"))
+    """Processor time of a process and of its descendants (compilers, data workers)."""
+    return cpu_seconds_of(pid) + sum(map(_cpu_seconds, children_of(pid)))

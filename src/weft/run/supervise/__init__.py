@@ -4,6 +4,7 @@ from weft.run.supervise._failure import FailureKind as FailureKind
 from weft.run.supervise._failure import GenerationFailure as GenerationFailure
 from weft.run.supervise._failure import failure_of as failure_of
 from weft.run.supervise._failure import kernel_memory_kills as kernel_memory_kills
+from weft.run.supervise._failure import made_steps as made_steps
 from weft.run.supervise._policy import Restart as Restart
 from weft.run.supervise._policy import RestartPolicy as RestartPolicy
 from weft.run.supervise._policy import Stop as Stop

@@ -29,6 +29,8 @@ class GenerationFailure:
     """Step that the rank was in, counted from 1; 0 where its loop had not begun."""
     phase: str
     """Phase of that step; empty between phases."""
+    made_steps: bool = True
+    """Whether the generation had finished a step before."""
 
     def is_again(self, earlier: GenerationFailure | None) -> bool:
         """Whether an earlier generation failed in the same way at the same step."""
@@ -55,7 +57,13 @@ def failure_of(end: JobEnd, *, out_of_memory_kills: int) -> GenerationFailure | 
         cause=f"{cause.error}: {first_line}" if raised and cause.error not in (HANG, PARENT_LOST) else first_line,
         step=position.step + 1 if position is not None and position.has_begun else 0,
         phase=position.phase if position is not None else "",
+        made_steps=made_steps(end),
     )
+
+
+def made_steps(end: JobEnd) -> bool:
+    """Whether a generation has finished a step."""
+    return any(position.step > position.first_step for position in end.positions.values())
 
 
 def _kind(end: JobEnd, out_of_memory_kills: int) -> FailureKind:

@@ -49,8 +49,8 @@ class RestartPolicy:
             return Stop("")
         if getattr(self._policies, failure.kind) == "stop":
             return Stop(f'run.on_failure.{failure.kind} = "stop" in the recipe; "restart" would start the ranks again.')
-        if failure.kind == "error" and failure.step == 0:
-            return Stop("")  # raised before the first step, where every start comes by: a restart would repeat it
+        if failure.kind == "error" and not failure.made_steps and last is None:
+            return Stop("")  # raised where every start comes by: a restart would repeat it
         if failure.kind == "error" and failure.is_again(last):
             return Stop(f"The same error came at step {failure.step} after a restart, too. {self._batch(failure.step)}")
         if self._num_restarts >= self._policies.max_restarts:

@@ -36,7 +36,7 @@ class PlanChange:
     """The next generation goes on under another plan."""
 
     text: str
-    """From which plan to which, and why."""
+    """Sentence that names both plans, and the reason."""
 
 
 class Supervisor:
@@ -52,6 +52,7 @@ class Supervisor:
         plan_change: Callable[[JobEnd], PlanChange | None],
         log: Callable[[Event], object],
         report: Callable[[JobEnd], object],
+        stopping: threading.Event,
     ) -> None:
         """Say how to keep the run going.  Nothing starts yet.
 
@@ -63,6 +64,7 @@ class Supervisor:
             plan_change: is told how a generation ended, and says whether the next one goes on under another plan.
             log: takes what happened, for the terminal and the folder of the run.
             report: shows the first cause of a failure after which the ranks start again.
+            stopping: set where a signal has come: no more generations start.
         """
         self._saved_step = saved_step
         self._policy = RestartPolicy(policies, saved_step(), samples_per_step)
@@ -70,11 +72,13 @@ class Supervisor:
         self._plan_change = plan_change
         self._log = log
         self._report = report
-        self._stopping = threading.Event()
+        self._stopping = stopping
+        self._kills = kernel_memory_kills()
 
-    def stop(self) -> None:
-        """Start no more generations; for a signal handler.  A generation that runs is told by its launcher."""
-        self._stopping.set()
+    def sample(self) -> None:
+        """Look at the host; call it twice a second.  A kill for want of memory counts for a failure that follows it
+        within that time, and not for one days later."""
+        self._kills = kernel_memory_kills()
 
     def run(self, start: StartGeneration, *, resumes: bool) -> tuple[JobEnd, str]:
         """Start generations until one ends well, is stopped by a signal, or fails for good.
@@ -84,14 +88,16 @@ class Supervisor:
         """
         number = 1
         while True:
-            kills = kernel_memory_kills()
+            self.sample()
             end = start(number, resumes)
             if not end.signals and (change := self._plan_change(end)) is not None:
                 saved_step = self._saved_step()
+                if self._stopping.is_set():
+                    return end, ""
                 number, resumes = number + 1, saved_step > 0
                 self._log(self._generation(number, _REPLAN, 0, "", change.text, saved_step + 1, saved_step, 0))
                 continue
-            failure = failure_of(end, out_of_memory_kills=kernel_memory_kills() - kills)
+            failure = failure_of(end, out_of_memory_kills=kernel_memory_kills() - self._kills)
             if failure is None or end.signals:
                 return end, ""
             saved_step = self._saved_step()

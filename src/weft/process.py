@@ -101,3 +101,33 @@ def cpu_seconds_of(pid: int) -> float:
     except OSError:
         return 0.0
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def unused_memory_bytes() -> int:
+    """Return the memory that processes of this host, and of this process's control group, can still get without
+    swapping; 0 where the system does not say."""
+    lines = _lines(Path("/proc/meminfo"))
+    left = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    for line in _lines(Path("/proc/self/cgroup")):
+        _, controllers, group = line.split(":", 2)
+        names = _CGROUP_MEMORY.get(controllers)
+        if names is not None:
+            folder = Path("/sys/fs/cgroup", controllers, group.lstrip("/"))
+            limit, usage = (next(iter(_lines(folder / name)), "") for name in names)
+            if limit.isdecimal() and usage.isdecimal():
+                left.append(max(0, int(limit) - int(usage)))
+    return min(left, default=0)
+
+
+_CGROUP_MEMORY = {
+    "": ("memory.max", "memory.current"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+"""Controllers of a control group (none in version 2) → its files of limit and usage."""
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

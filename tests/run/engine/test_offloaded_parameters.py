@@ -113,5 +113,5 @@ def test_nor_does_it_where_they_lie_with_the_host_of_an_accelerator() -> None:
     plain, other = (dry_run_rank(made, one, lambda: build_model(made)) for one in (plan, hosted))
     assert other.state.weights == other.state.gradients == other.state.masters == 0
     assert other.state.optimizer < plain.state.optimizer / 100  # counters of steps
-    assert any("in the memory of the host, and stepped there" in note for note in other.notes)
+    assert any("in the host's memory, and stepped there" in note for note in other.notes)
     assert other.step_traffic == plain.step_traffic

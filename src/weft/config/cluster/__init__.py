@@ -1,7 +1,6 @@
 """The cluster: nodes, devices and links, measured or declared.  No torch."""
 
 from weft.config.cluster._cluster import Cluster as Cluster
-from weft.config.cluster._detect import unused_memory_bytes as unused_memory_bytes
 from weft.config.cluster._devices import find_kind as find_kind
 from weft.config.cluster._devices import sold_bytes as sold_bytes
 from weft.config.cluster._devices import table_links as table_links

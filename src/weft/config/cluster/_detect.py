@@ -51,21 +51,6 @@ def available_memory_bytes() -> int:
     return min([total, *(limit for limit in limits if limit is not None and 0 < limit < _UNLIMITED)])
 
 
-def unused_memory_bytes() -> int:
-    """Return the memory that this process and others of its control groups can still get without swapping."""
-    lines = _text(Path("/proc/meminfo")).splitlines()
-    free = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")] or [
-        available_memory_bytes()
-    ]
-    for folder in _cgroup_folders("memory"):
-        for limit_file, usage_file in zip(_MEMORY_FILES, _USAGE_FILES, strict=True):
-            limit, usage = _number(folder / limit_file), _number(folder / usage_file)
-            if limit is not None and usage is not None and 0 < limit < _UNLIMITED:
-                free.append(max(0, limit - usage))
-    return min(free)
-
-
-_USAGE_FILES = ("memory.current", "memory.usage_in_bytes")
 _MEMORY_FILES = ("memory.max", "memory.limit_in_bytes")
 
 

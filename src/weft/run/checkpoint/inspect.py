@@ -166,7 +166,6 @@ def sizes_by_kind(stored: StoredCheckpoint) -> dict[str, tuple[int, int]]:
     """Return tensors and bytes by kind: `model`, `optimizer/exp_avg`, `buffer`, `average`, …"""
     sizes: dict[str, list[int]] = defaultdict(list)
     for name, runs in stored.runs.items():
-        parts = name.split("/")
-        kind = "/".join(parts[:2]) if parts[0] in ("optimizer", "compression", "local") else parts[0]
+        kind = name.rpartition("/")[0]  # names of parameters and buffers have no slash
         sizes[kind].append(runs[0].shape.numel() * runs[0].dtype.itemsize)
     return {kind: (len(numbers), sum(numbers)) for kind, numbers in sorted(sizes.items())}

@@ -30,12 +30,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.config.cluster import unused_memory_bytes
 from weft.config.document import Json
 from weft.errors import WeftError
 from weft.events import Owned
 from weft.files import write_whole
-from weft.process import machine_name, start_of
+from weft.process import machine_name, start_of, unused_memory_bytes
 from weft.run.checkpoint._checkpointer import (
     CheckpointChoice,
     Checkpointer,

@@ -1,6 +1,6 @@
-"""The peer of `saves`: the same model in DDP, saved by torch's distributed checkpoints, at once or asynchronously.
+"""The peer of `saves`: the same model in DDP, saved by torch's distributed checkpoints.
 
-torchrun --nproc-per-node 2 -m benchmarks._saves_peer FOLDER STEPS SAVE_EVERY save|async_save
+torchrun --nproc-per-node 2 -m benchmarks._saves_peer FOLDER STEPS SAVE_EVERY
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -24,13 +23,12 @@ BATCH = 8
 
 
 def main() -> None:
-    folder, steps, save_every, how = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    folder, steps, save_every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo")
     model = DistributedDataParallel(build())
     optimizer = torch.optim.AdamW(model.parameters())
     stalls, step_seconds = list[float](), list[float]()
-    pending: Future[object] | None = None
     for step in range(1, steps + 1):
         began = time.perf_counter()
         inputs = torch.randn(BATCH, WIDTH)
@@ -44,16 +42,9 @@ def main() -> None:
         began = time.perf_counter()
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state, where = {"model": model_state, "optimizer": optimizer_state}, folder / str(step)
-        if how == "save":
-            dcp.save(state, checkpoint_id=where)
-        else:
-            if pending is not None:
-                pending.result()
-            pending = dcp.async_save(state, checkpoint_id=where)
+        dcp.save(state, checkpoint_id=where)
         dist.barrier()
         stalls.append(time.perf_counter() - began)
-    if pending is not None:
-        pending.result()
     if dist.get_rank() == 0:
         (folder / "times.json").write_text(json.dumps({"stalls": stalls, "steps": step_seconds}))
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""From a killed rank to the next step: `weft train` beside a DDP loop under torchrun, two ranks on one host.
+"""From a killed rank to the next step: `weft train` on two ranks of one host.
 
-Both save every 20 steps; a rank is killed between two saves.  What is measured is the time from the kill to the end of
-the first step after it.  torchrun has its defaults, but for the number of restarts.
+A run of a small model saves every 20 steps, and a rank is killed between two saves.  What is measured is the time from
+the kill to the end of the first step after it.
 """
 
 from __future__ import annotations
@@ -89,19 +89,6 @@ def weft_seconds(folder: Path) -> float:
     return recover(command, steps, ranks)
 
 
-def torchrun_seconds(folder: Path) -> float:
-    """Time of the peer."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "9"]
-    command += ["benchmarks/_recovery_peer.py", str(folder), str(STEPS), str(SAVE_EVERY)]
-    log_file = folder / "steps"
-
-    def steps() -> StepTimes:
-        lines = log_file.read_text().splitlines(keepends=True) if log_file.is_file() else []
-        return [(int(line.split()[0]), float(line.split()[1])) for line in lines if line.endswith("\n")]
-
-    return recover(command, steps, lambda: [int((folder / f"pid-{rank}").read_text()) for rank in (0, 1)])
-
-
 def _children(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
@@ -116,17 +103,15 @@ def _wait(condition: Callable[[], bool]) -> None:
 
 
 def main() -> None:
-    parser = options_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser = options_parser(__doc__, rounds=6)
     options = parser.parse_args()
     before = machine()
     random.seed(0)
-    samples: dict[str, list[float]] = {"weft train": [], "torchrun": []}
+    samples: dict[str, list[float]] = {"weft train": []}
     for number in range(options.rounds):
-        for name, seconds in (("weft train", weft_seconds), ("torchrun", torchrun_seconds)):
-            with tempfile.TemporaryDirectory() as folder:
-                samples[name].append(seconds(Path(folder)))
-            log(f"round {number + 1}: {name} {samples[name][-1]:.2f} s")
+        with tempfile.TemporaryDirectory() as folder:
+            samples["weft train"].append(weft_seconds(Path(folder)))
+        log(f"round {number + 1}: {samples['weft train'][-1]:.2f} s")
     goals = [
         Goal(
             what="killed rank to the end of the next step, weft train",
@@ -135,12 +120,6 @@ def main() -> None:
             better="lower",
             spread=spread(samples["weft train"]),
             unit=" s",
-        ),
-        Goal(
-            what="times as fast as torchrun",
-            measured=median(samples["torchrun"]) / median(samples["weft train"]),
-            goal=1.0,
-            better="higher",
         ),
     ]
     about = {"machine": before, "versions": versions(), "settings": {"save_every": SAVE_EVERY}, "note": options.note}

@@ -49,7 +49,8 @@ def session(settings: Mapping[str, Any]) -> Callable[[int], float]:
     opened = weft.session(record=False, folder=tempfile.mkdtemp(), prove="never", quiet=True, settings=one_thread)
     live = opened.__enter__()
     if not settings["nets"]:
-        live.nets = dataclasses.replace(live.nets, **dict.fromkeys(dataclasses.asdict(live.nets), False))
+        nets = live._nets  # pyright: ignore[reportPrivateUsage]
+        live._nets = dataclasses.replace(nets, **dict.fromkeys(dataclasses.asdict(nets), False))  # pyright: ignore[reportPrivateUsage]
     model = model_of(settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     state = live.prepare(model, optimizer, data_of(settings), loss=loss_of)

@@ -99,6 +99,21 @@ def test_the_newest_of_both_tiers_is_loaded_and_flushed(memory: Path, tmp_path: 
     assert value_of(tmp_path / "disk" / "step-000008") == 8
 
 
+def test_the_next_generation_waits_for_a_copy_that_is_under_way(memory: Path, tmp_path: Path) -> None:
+    tiers_of(tmp_path / "disk", memory).save(1, shards(1, 1_000_000), {}, at_once=False)  # and its ranks are killed
+    again = tiers_of(tmp_path / "disk", memory)
+    again.load("latest", shards(0, 1_000_000))
+    again.begin(1)
+    assert again.wanted_step == 1
+    again.next_snapshot = 2
+    again.snapshot(2, shards(2, 1_000_000), {}, step_seconds=1.0)  # it would take the place of the save
+    assert (memory / "step-000001").is_dir()
+    with Drain(memory, tmp_path / "disk", keep=2, owned=None):
+        again.save(2, shards(2, 1_000_000), {}, at_once=True)
+    assert (tmp_path / "disk" / "latest").read_text() == "step-000002\n"
+    assert value_of(tmp_path / "disk" / "step-000001") == 1
+
+
 def mutate(folder: Path, draw: random.Random) -> str:
     """Change one file of a checkpoint by one bit, its length, or its name."""
     path = draw.choice(sorted(path for path in folder.iterdir() if path.is_file()))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 
-from weft.run.engine import StopRequest
+from weft.run.engine import HAND_OVER, StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -43,6 +43,19 @@ def test_a_further_ctrl_c_stops_at_once_and_a_further_sigterm_does_not(
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         assert stop.requested
+
+
+def test_a_person_comes_before_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(HAND_OVER)
+    with StopRequest() as stop:
+        os.kill(os.getpid(), HAND_OVER)
+        assert stop.signal_number == HAND_OVER
+        later = time.monotonic() + 5
+        monkeypatch.setattr(time, "monotonic", lambda: later)
+        os.kill(os.getpid(), signal.SIGINT)  # the first Ctrl-C: it saves
+        assert stop.signal_number == signal.SIGINT
+    os.kill(os.getpid(), HAND_OVER)  # one that comes late kills nobody
+    signal.signal(HAND_OVER, before)
 
 
 def test_outside_the_main_thread_only_the_program_can_ask() -> None:

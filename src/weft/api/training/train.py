@@ -31,7 +31,7 @@ from weft.api.training.time_trials import decide_by_trials
 from weft.comm.device import backend_for, device_for_rank
 from weft.config.cluster import Cluster
 from weft.config.plan import ModelFacts, Plan, PlanKeywords, complete_plan, dump_plan, over_ranks
-from weft.config.recipe import Recipe, check_group_globs, dump_recipe, load_recipe
+from weft.config.recipe import OnFailure, Recipe, check_group_globs, dump_recipe, load_recipe
 from weft.errors import CheckpointError, LaunchError, PlanError, RecipeError, WeftError
 from weft.events import RunFolder, format_duration, format_loss
 from weft.events.folder_lock import FolderLock
@@ -285,6 +285,7 @@ class _TrainingJob:
                 locks: list[FolderLock] = []
                 run = folder_of_rank_0(lambda: self._own_folder(name, folder, resume, stack, locks))
                 if first:
+                    self._note_unused_policies()
                     stack.enter_context(self._kept_with_run(run, prepared))
                     self._announce(run, prepared)
                 outcome = train_rank(
@@ -303,6 +304,15 @@ class _TrainingJob:
                     # No rank returns a result before its export is there.
                     dist.barrier()
                 return result
+
+    def _note_unused_policies(self) -> None:
+        """Say that the recipe's policies do nothing here: whoever started the ranks starts them again, or does not."""
+        if self.recipe.run.on_failure != OnFailure():
+            note = (
+                "run.on_failure is not used, since another program started these ranks: set its own restarts"
+                " (torchrun --max-restarts), or let weft train start the ranks"
+            )
+            self.note = f"{self.note}; {note}" if self.note else note
 
     def _own_folder(
         self,

@@ -61,7 +61,7 @@ _SHARE_OF_MEMORY = 0.5
 """Share of the host's available memory that saves may take; more, and they go to the disk at once."""
 _FIRST_SNAPSHOT_STEPS = 3
 _FAILURE_SECONDS = 3600.0
-"""Mean time between failures that the interval of snapshots assumes until a run has had some."""
+"""Mean time between failures that the interval of snapshots assumes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

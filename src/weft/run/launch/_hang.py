@@ -76,7 +76,7 @@ class HangWatch:
         self._ask_for_stacks = ask_for_stacks
         self._step = -1
         """Finished steps of the rank that has finished fewest."""
-        self._advanced_at = 0.0
+        self._advanced_at = time.monotonic()
         """Monotonic time at which it finished the last of them, or left a phase whose time says nothing."""
         self._is_uneven = False
         self._moves = 0

@@ -19,7 +19,8 @@ from weft.files import write_whole
 
 _POLL_SECONDS = 0.05
 ANSWER_SECONDS = 60.0
-"""Time that a run gets to answer: it looks for requests twice a second, and builds nothing to judge one."""
+"""Time that a run gets to answer: it looks for requests twice a second, and runs a few samples through the model where
+a plan needs that."""
 
 
 def ask_for_plan(run: RunFolder, plan: Plan, *, timeout_seconds: float = ANSWER_SECONDS) -> str:

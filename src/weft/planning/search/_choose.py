@@ -85,7 +85,7 @@ def choose_plan(
     processes = _enough_processes(pins, cluster, processes)
 
     def find(cluster: Cluster, processes: int | None, pins: Plan = pins) -> list[Candidate]:
-        return _rivals(recipe, cluster, facts, processes, profile, pins, calibration, top)
+        return find_candidates(recipe, cluster, facts, processes, profile, pins, calibration, top)
 
     rivals = find(cluster, processes)
     axes = replace(pins, origins={key: where for key, where in pins.origins.items() if key.startswith("mesh.")})
@@ -121,7 +121,7 @@ def _unless_given(reasons: Mapping[str, str], pins: Plan) -> dict[str, str]:
     return {key: why for key, why in reasons.items() if key not in pins.origins}
 
 
-def _rivals(
+def find_candidates(
     recipe: Recipe,
     cluster: Cluster,
     facts: ModelFacts,
@@ -131,9 +131,9 @@ def _rivals(
     calibration: Calibration,
     top: int,
 ) -> list[Candidate]:
-    """Candidates that can be run, best first."""
+    """Return candidates that can be run with exactly so many processes (None: any number), best first."""
     if processes is not None and processes > cluster.num_devices and not cluster.has_accelerators:
-        cluster = _crowded(cluster, processes)
+        cluster = crowded(cluster, processes)
     cost_model = CostModel(profile, cluster, calibration=calibration)
     candidates: list[Candidate] = []
     for space in _spaces(recipe, cluster, processes, profile, facts, pins):
@@ -153,8 +153,8 @@ def _rivals(
     return _simplest_first(sorted(fitting, key=lambda candidate: (candidate.score, candidate.layout.world_size)))[:top]
 
 
-def _crowded(cluster: Cluster, processes: int) -> Cluster:
-    """A cluster of cores with more devices than cores: ranks that share them, and the memory."""
+def crowded(cluster: Cluster, processes: int) -> Cluster:
+    """Return a cluster of cores with more devices than cores: ranks that share them, and the memory."""
     count = -(-processes // cluster.num_nodes)
     nodes = [
         replace(node, devices=replace(node.devices, count=count, memory_bytes=node.memory_bytes // count))

@@ -24,8 +24,8 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from weft.events import Owned
 from weft.files import write_whole
 from weft.process import machine_name, start_of, unused_memory_bytes
 from weft.run.checkpoint._checkpointer import (
+    KEEP,
     CheckpointChoice,
     Checkpointer,
     SaveError,
@@ -351,6 +352,27 @@ class Drain:
             problem = f"the checkpoint of step {step} did not reach the disk: {error}"
             logger.warning("%s", problem)  # no rank may be there any more to say it
         return Drained(step=step, path=str(path), seconds=time.perf_counter() - began, problem=problem)
+
+
+@contextmanager
+def saves_in_memory(checkpoints: Path, owned: Owned | None) -> Generator[Path | None]:
+    """Keep saves in memory, which outlive the ranks, and copy to the disk what shall last; None on a host that has no
+    such memory.  At the end the newest one lies on the disk, whatever ended the run."""
+    memory = create_memory_folder()
+    if memory is None:
+        yield None
+        return
+    drain = Drain(memory, checkpoints, keep=KEEP, owned=owned)
+    try:
+        with drain:
+            yield memory
+    finally:
+        if drain.flush():
+            remove_memory_folder(memory)
+        else:
+            logger.warning(
+                "the newest save lies in %s alone. Make room, and copy it to %s.", memory, checkpoints.parent
+            )
 
 
 def create_memory_folder() -> Path | None:

@@ -5,7 +5,6 @@ from weft.run.engine._report import StepReporter as StepReporter
 from weft.run.engine._setup import TrainingState as TrainingState
 from weft.run.engine._setup import begin_training as begin_training
 from weft.run.engine._setup import create_training as create_training
-from weft.run.engine._signals import HAND_OVER as HAND_OVER
 from weft.run.engine._signals import StopRequest as StopRequest
 from weft.run.engine._step import ReducedGradients as ReducedGradients
 from weft.run.engine._step import Stepper as Stepper

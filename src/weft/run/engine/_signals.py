@@ -9,13 +9,10 @@ import threading
 import time
 from types import FrameType
 
+from weft.run.launch import HAND_OVER
+
 _TOGETHER_SECONDS = 1.0
 """Signals this close are one: a terminal sends Ctrl-C to every process of a job, and the launcher passes it on."""
-
-
-HAND_OVER = signal.SIGUSR1
-"""Signal of the supervisor: stop after this step, so that the next generation of ranks goes on, maybe under another
-plan."""
 
 
 class StopRequest:

@@ -24,7 +24,8 @@ from weft.run.checkpoint.tiers import TieredCheckpointer
 from weft.run.engine._report import StepReporter
 from weft.run.engine._saves import TrainingSaves
 from weft.run.engine._setup import TrainingState
-from weft.run.engine._signals import HAND_OVER, StopRequest
+from weft.run.engine._signals import StopRequest
+from weft.run.launch import HAND_OVER
 from weft.techniques.registry import saved_states
 
 _TRAFFIC_STEPS = 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from weft.events.progress import ProgressBoard, ProgressRow
 from weft.extensions import extensions_of, load_extension
 from weft.files import write_whole
 
+HAND_OVER = signal.SIGUSR1
+"""Signal of the supervisor: stop after this step, so that the next generation of ranks goes on, maybe under another
+plan."""
 _PACKAGE = "weft.run.launch.launchers"
 _PLACE = ("RANK", "WORLD_SIZE")
 """Variables that only a launcher sets."""

@@ -28,12 +28,23 @@ class Stop:
     """Why, as a sentence for the end of the report; empty where the error says everything."""
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyTexts:
+    """How messages name the policies, by where the user gave them."""
+
+    stop: str = 'run.on_failure.{kind} = "stop" in the recipe; "restart" would start the ranks again.'
+    max_restarts: str = "run.on_failure.max_restarts = {number}"
+
+
 class RestartPolicy:
     """Decides after each failure of one run."""
 
-    def __init__(self, policies: OnFailure, saved_step: int, samples_per_step: int) -> None:
+    def __init__(
+        self, policies: OnFailure, saved_step: int, samples_per_step: int, texts: PolicyTexts | None = None
+    ) -> None:
         """`saved_step`: finished steps of the newest saved state when the run starts; 0 for none."""
         self._policies = policies
+        self._texts = texts or PolicyTexts()
         self._saved_step = saved_step
         self._samples_per_step = samples_per_step
         self._num_restarts = 0
@@ -48,7 +59,7 @@ class RestartPolicy:
         if failure.kind == "input":
             return Stop("")
         if getattr(self._policies, failure.kind) == "stop":
-            return Stop(f'run.on_failure.{failure.kind} = "stop" in the recipe; "restart" would start the ranks again.')
+            return Stop(self._texts.stop.format(kind=failure.kind))
         if failure.kind == "error" and not failure.made_steps and last is None:
             return Stop("")  # raised where every start comes by: a restart would repeat it
         if failure.kind == "error" and failure.is_again(last):
@@ -60,14 +71,12 @@ class RestartPolicy:
         return Restart(self._num_restarts, pause)
 
     def _crash_loop(self, failure: GenerationFailure) -> str:
+        limit = self._texts.max_restarts.format(number=self._policies.max_restarts)
         if not self._policies.max_restarts:
-            return "run.on_failure.max_restarts = 0 allows no restart."
+            return f"{limit} allows no restart."
         times = "Restarting once" if self._num_restarts == 1 else f"Restarting {self._num_restarts} times in a row"
         saved = f"after step {self._saved_step}" if self._saved_step else "at all"
-        return (
-            f"{times} has saved no new step {saved} (run.on_failure.max_restarts = {self._policies.max_restarts})."
-            f" {self._batch(failure.step)}"
-        ).rstrip()
+        return f"{times} has saved no new step {saved} ({limit}). {self._batch(failure.step)}".rstrip()
 
     def _batch(self, step: int) -> str:
         """Name the batch of a step, which may be what it fails by."""

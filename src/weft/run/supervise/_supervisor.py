@@ -7,6 +7,7 @@ way can no longer commit, since the folder's token has changed.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ from typing import Protocol
 
 from weft.config.plan import Plan
 from weft.config.recipe import OnFailure
-from weft.events import Event, GenerationEvent
+from weft.events import Event, GenerationEvent, Run, RunFolder, text_of
+from weft.events.sinks.log import LogSink
+from weft.events.sinks.metrics import MetricsSink
 from weft.run.launch.job_end import JobEnd
 from weft.run.supervise._failure import failure_of, kernel_memory_kills
-from weft.run.supervise._policy import RestartPolicy, Stop
+from weft.run.supervise._policy import PolicyTexts, RestartPolicy, Stop
 
 _REPLAN = "replan"
 """`GenerationEvent.failure` where nothing has failed: the run goes on under another plan."""
@@ -53,6 +56,8 @@ class Supervisor:
         log: Callable[[Event], object],
         report: Callable[[JobEnd], object],
         stopping: threading.Event,
+        may_restart: Callable[[JobEnd], bool] = lambda end: True,
+        texts: PolicyTexts | None = None,
     ) -> None:
         """Say how to keep the run going.  Nothing starts yet.
 
@@ -65,9 +70,12 @@ class Supervisor:
             log: takes what happened, for the terminal and the folder of the run.
             report: shows the first cause of a failure after which the ranks start again.
             stopping: set where a signal has come: no more generations start.
+            may_restart: whether ranks can go on from what is saved after such an end; policies are asked only then.
+            texts: how messages name the policies; by default as those of a recipe.
         """
         self._saved_step = saved_step
-        self._policy = RestartPolicy(policies, saved_step(), samples_per_step)
+        self._policy = RestartPolicy(policies, saved_step(), samples_per_step, texts)
+        self._may_restart = may_restart
         self._plan = plan
         self._plan_change = plan_change
         self._log = log
@@ -98,7 +106,7 @@ class Supervisor:
                 self._log(self._generation(number, _REPLAN, 0, "", change.text, saved_step + 1, saved_step, 0))
                 continue
             failure = failure_of(end, out_of_memory_kills=kernel_memory_kills() - self._kills)
-            if failure is None or end.signals:
+            if failure is None or end.signals or not self._may_restart(end):
                 return end, ""
             saved_step = self._saved_step()
             decision = self._policy.decide(failure, saved_step)
@@ -145,3 +153,18 @@ class Supervisor:
             restored_step=restored_step,
             num_restarts=num_restarts,
         )
+
+
+def report_end(end: JobEnd) -> None:
+    """Show the first cause of a failure after which the ranks start again."""
+    print(end.report(), file=sys.stderr, flush=True)
+
+
+def log_between(run: RunFolder | None, event: Event, *, quiet: bool = False) -> None:
+    """Say what happened between two generations, when no rank writes in the folder of the run: there, and but for
+    `quiet` on the terminal."""
+    if run is not None:
+        with Run(None, [LogSink(run.launcher_log), MetricsSink(run.metrics)]) as log:
+            log.emit(event)
+    if not quiet and (words := text_of(event)) is not None:
+        print(words, flush=True)

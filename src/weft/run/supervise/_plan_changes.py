@@ -1,0 +1,89 @@
+"""The plan of a run from one generation to the next: asked for by `weft replan`, and gone back from where it fails."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from weft.config.plan import Plan, dump_plan
+from weft.events import RunFolder
+from weft.files import write_whole
+from weft.run.launch import HAND_OVER
+from weft.run.launch.job_end import JobEnd
+from weft.run.supervise._failure import made_steps
+from weft.run.supervise._supervisor import PlanChange
+from weft.run.supervise.replan import ReplanRequests
+from weft.techniques.check import mesh_sizes
+
+D = TypeVar("D")
+
+
+class PlanChanges(Generic[D]):
+    """The plan of one run's generations, each with `data`: what else of a generation depends on its plan."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        plan: Plan,
+        data: D,
+        *,
+        check: Callable[[Plan], tuple[Plan, D]],
+        report: Callable[[JobEnd], object],
+    ) -> None:
+        """Look for requests in the run's folder from now on.
+
+        Args:
+            check: returns a plan complete, with its data, or raises `WeftError` where this run cannot go on under it.
+            report: shows the first cause of a failure after which the run goes back to the plan before.
+        """
+        self.plan, self.data = plan, data
+        self._run = run
+        self._check = check
+        self._report = report
+        self._requests = ReplanRequests(run, self._take)
+        self._asked: tuple[Plan, D] | None = None
+        """Plan under which the next generation shall go on."""
+        self._before: tuple[Plan, D] | None = None
+        """Plan before the last change of it, until a step has been done under the new one."""
+        self._is_handing_over = False
+
+    def begin(self) -> None:
+        """A generation begins, which nobody has asked to stop yet."""
+        self._is_handing_over = False
+
+    def signal_to_send(self, noted: signal.Signals | None) -> signal.Signals | None:
+        """Return the signal that the ranks shall get: `noted`, one that came while no launcher passed it on, or to stop
+        for others, where another plan has been asked for.  Each generation gets one at most."""
+        if self._asked is None and noted is None:
+            self._requests.take()
+        if self._is_handing_over or (self._asked is None and noted is None):
+            return None
+        self._is_handing_over = True
+        return noted or HAND_OVER
+
+    def change_after(self, end: JobEnd, *, handed_over: bool) -> PlanChange | None:
+        """Whether the next generation goes on under another plan: the one that was asked for, where the ranks have
+        `handed_over`, or the one before, where no step could be done under the new one."""
+        failed = end.cause is not None
+        if failed and self._before is not None and not made_steps(end):
+            self._report(end)
+            why = f"since no step could be done under {mesh_sizes(self.plan)}"
+            before, self._before = self._before, None
+            return self._change_to(before, why)
+        self._before = None
+        if failed or self._asked is None or not handed_over:
+            return None
+        self._before, asked, self._asked = (self.plan, self.data), self._asked, None
+        return self._change_to(asked, "as was asked for")
+
+    def _take(self, plan: Plan) -> Plan:
+        self._asked = self._check(plan)
+        return self._asked[0]
+
+    def _change_to(self, plan_and_data: tuple[Plan, D], why: str) -> PlanChange:
+        plan, data = plan_and_data
+        text = f"{mesh_sizes(self.plan)} → {mesh_sizes(plan)}, {why}"
+        self.plan, self.data = plan, data
+        write_whole(self._run.plan, dump_plan(plan), durable=True)
+        return PlanChange(text=text)

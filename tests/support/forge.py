@@ -84,6 +84,12 @@ def forgeries(document: Any, seed: int, per_field: int) -> Iterator[tuple[str, A
             yield _forge(document, path, draw, places)
 
 
+def forge_one(document: Any, draw: random.Random) -> tuple[str, Any]:
+    """A changed copy of a document, with what was done to one drawn field."""
+    places = list(fields(document))
+    return _forge(document, draw.choice(places), draw, places)
+
+
 def _forge(document: Any, path: Place, draw: random.Random, places: list[Place]) -> tuple[str, Any]:
     changed = copy.deepcopy(document)
     parent = _at(changed, path[:-1])

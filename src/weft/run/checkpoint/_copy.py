@@ -13,8 +13,9 @@ from weft.errors import CheckpointError
 from weft.events import Owned
 from weft.run.checkpoint import _folder
 from weft.run.checkpoint._commit import commit, create_partial, remove_partial, tidy
-from weft.run.checkpoint._files import CHUNK_BYTES
-from weft.run.checkpoint._format import Manifest, StoredFile, read_index, read_manifest
+from weft.run.checkpoint._files import CHUNK_BYTES, open_plain
+from weft.run.checkpoint._format import Manifest, StoredFile
+from weft.run.checkpoint._read import StoredCheckpoint
 
 
 def copy_checkpoint(source: Path, folder: Path, *, keep: int, owned: Owned | None = None) -> Path:
@@ -34,11 +35,13 @@ def copy_checkpoint(source: Path, folder: Path, *, keep: int, owned: Owned | Non
         LaunchError: another run owns the folder by now.
         OSError: the disk is full or not writable.
     """
-    manifest = read_manifest(source)
-    indexes = [read_index(source, stored) for stored in manifest.indexes]
-    stored_files = [file for index in indexes for file in index.files] + list(manifest.indexes)
+    manifest = _folder.named_manifest(source)
+    # What a load would refuse must not take the place of an older checkpoint on the disk.
+    stored_checkpoint = StoredCheckpoint(source)
+    stored_checkpoint.verify_headers()
     with ExitStack() as stack:
-        files = [(stored, stack.enter_context((source / stored.name).open("rb"))) for stored in stored_files]
+        stored_files = [*stored_checkpoint.files, *manifest.indexes]
+        files = [(stored, stack.enter_context(open_plain(source / stored.name))) for stored in stored_files]
         folder.mkdir(parents=True, exist_ok=True)
         _folder.remove_leftovers(folder)
         partial = create_partial(folder, manifest.step, manifest.token)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 import xxhash
@@ -127,6 +127,22 @@ def verify_file(folder: Path, stored: StoredFile) -> None:
         CheckpointError: it is missing, unreadable, of another size, or differs in any bit.
     """
     path = folder / stored.name
+    check_size(folder, stored)
+    try:
+        digest = digest_of_file(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    if digest != stored.digest:
+        raise CheckpointError(f"{path} does not match its digest: its content changed after it was written.")
+
+
+def check_size(folder: Path, stored: StoredFile) -> None:
+    """Check that a plain file of the right size is there.
+
+    Raises:
+        CheckpointError: it is missing, a link, or of another size.
+    """
+    path = folder / stored.name
     try:
         if path.is_symlink():
             raise CheckpointError(f"{path} is a symbolic link; a checkpoint has only plain files.")
@@ -134,11 +150,13 @@ def verify_file(folder: Path, stored: StoredFile) -> None:
             raise CheckpointError(f"{path} is missing, or no plain file.")
         if (size := path.stat().st_size) != stored.size_bytes:
             raise CheckpointError(f"{path} has {size:,} bytes, but {stored.size_bytes:,} were written.")
-        digest = digest_of_file(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
-    if digest != stored.digest:
-        raise CheckpointError(f"{path} does not match its digest: its content changed after it was written.")
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a plain file for reading: no link is followed, no pipe waited for.  Raises `OSError`."""
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
 
 def verify_header(folder: Path, name: str, expected: Sequence[StoredRange]) -> None:

@@ -46,18 +46,23 @@ def step_name(step: int) -> str:
 def complete_checkpoints(folder: Path) -> list[CompleteCheckpoint]:
     """Return the folders with a sound manifest, newest first.  Damaged manifests are warned about and left out."""
     complete = list[CompleteCheckpoint]()
-    for path in _folders(folder, _COMPLETE):
-        if not (path / MANIFEST).exists():
-            continue
+    for path in _folders(folder, _COMPLETE, links=True):
+        # A save gets this name with its manifest, so a folder without one has lost it: that is said, too.
         try:
-            complete.append(CompleteCheckpoint(path, _manifest_of(path)))
+            complete.append(CompleteCheckpoint(path, named_manifest(path)))
         except CheckpointError as error:
             logger.warning("checkpoint %s is passed over: %s", path.name, error)
     return sorted(complete, key=lambda one: (one.manifest.sequence, one.manifest.step), reverse=True)
 
 
-def _manifest_of(path: Path) -> Manifest:
-    """The manifest of a folder that a save has named."""
+def named_manifest(path: Path) -> Manifest:
+    """Return the manifest of a folder that a save has named.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or is that of another step; or the folder is a link.
+    """
+    if path.is_symlink():
+        raise CheckpointError(f"{path} is a symbolic link, where only a folder belongs.")
     manifest = read_manifest(path)
     if path.name.split(".")[0] != step_name(manifest.step):
         raise CheckpointError(
@@ -111,12 +116,12 @@ def remove_leftovers(folder: Path) -> None:
                 shutil.rmtree(path)
 
 
-def _folders(folder: Path, pattern: re.Pattern[str]) -> Iterator[Path]:
+def _folders(folder: Path, pattern: re.Pattern[str], *, links: bool = False) -> Iterator[Path]:
     if not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
         # Not through links: what is removed or loaded must lie in this folder.
-        if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+        if pattern.fullmatch(path.name) and path.is_dir() and (links or not path.is_symlink()):
             yield path
 
 

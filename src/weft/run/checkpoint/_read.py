@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.config.document import Json
 from weft.errors import CheckpointError
-from weft.run.checkpoint._files import verify_file, verify_header
+from weft.run.checkpoint._files import check_size, verify_file, verify_header
 from weft.run.checkpoint._format import Manifest, StoredFile, StoredRange, read_index, read_manifest
 from weft.run.checkpoint._tensor_file import TensorFile
 from weft.run.checkpoint._write import runs_by_name
@@ -46,12 +46,27 @@ class StoredCheckpoint:
         Raises:
             CheckpointError: a file is missing or differs.
         """
-        expected: dict[str, list[StoredRange]] = {}
-        for run in (run for group in self.runs.values() for run in group):
-            expected.setdefault(run.file, []).append(run)
+        expected = self._runs_by_file()
         for file in self.files[share::shares]:
             verify_file(self.folder, file)
             verify_header(self.folder, file.name, expected.get(file.name, []))
+
+    def verify_headers(self) -> None:
+        """Compare sizes and headers of all tensor files with the index, without reading the tensors.
+
+        Raises:
+            CheckpointError: a file is missing or differs.
+        """
+        expected = self._runs_by_file()
+        for file in self.files:
+            check_size(self.folder, file)
+            verify_header(self.folder, file.name, expected.get(file.name, []))
+
+    def _runs_by_file(self) -> dict[str, list[StoredRange]]:
+        by_file: dict[str, list[StoredRange]] = {}
+        for run in (run for group in self.runs.values() for run in group):
+            by_file.setdefault(run.file, []).append(run)
+        return by_file
 
     def part(self, names: Mapping[str, str], state: Mapping[str, Json]) -> StoredCheckpoint:
         """Return what it holds under some `names`, each with the name that it has in the part, beside a `state`."""

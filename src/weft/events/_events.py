@@ -215,6 +215,8 @@ class GenerationEvent:
     """Finished steps of the saved state from which the ranks go on; 0: the run begins anew."""
     num_restarts: int
     """Restarts since a new step was last saved, this one included."""
+    plan_change: str = ""
+    """Both plans and why, where fewer ranks go on after a failure."""
 
 
 Event = (

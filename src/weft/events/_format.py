@@ -48,6 +48,8 @@ def _of_generation(event: GenerationEvent) -> str:
     else:
         goes_on = "begin anew, since nothing is saved yet" if again else "begin anew"
     repeated = f", {again} step{'s' if again != 1 else ''} again" if again else ""
+    if event.plan_change:
+        return f"shrink    generation {event.number}: {ranks} {goes_on}{repeated}, {event.plan_change}"
     return f"restart   generation {event.number}: {ranks} {goes_on}{repeated}"
 
 

@@ -87,6 +87,21 @@ def _check_world(case: Case) -> None:
     raise case.refuse(("mesh",), f"{problem}\nUse {', or '.join(fixes)}.", show=False)
 
 
+def _check_devices(case: Case) -> None:
+    """The recipe's bounds on the devices of a run."""
+    run, world = case.recipe.run, case.plan.mesh.world_size
+    least, most = run.min_devices, run.max_devices
+    if world < least:
+        bound = f"run.min_devices = {least}"
+    elif most is not None and world > most:
+        bound = f"run.max_devices = {most}"
+    else:
+        return
+    ranks = f"{world} rank{'s' if world > 1 else ''}"
+    problem = f"makes {ranks} ({mesh_sizes(case.plan)}), and the recipe has {bound}.\nUse a plan for that many."
+    raise case.refuse(("mesh",), problem, show=False)
+
+
 def _check_numerics(case: Case) -> None:
     plan, permit = case.plan, case.recipe.permit
     if plan.compute.precision not in permit.precision:
@@ -100,6 +115,7 @@ def _check_numerics(case: Case) -> None:
 
 _CHECKS: tuple[Callable[[Case], None], ...] = (
     _check_world,
+    _check_devices,
     _check_numerics,
 )
 """The checks that belong to no technique."""

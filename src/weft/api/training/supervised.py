@@ -5,10 +5,11 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from weft.api.training.replanning import Replanner
 from weft.config.document import typed
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
@@ -23,7 +24,7 @@ from weft.run.engine.proof import ProveMode
 from weft.run.launch import HAND_OVER
 from weft.run.launch.job_end import JobEnd
 from weft.run.launch.launcher import ForkServer, HangLimits, run_function
-from weft.run.supervise import PlanChange, PlanChanges, Supervisor, SupervisorSignals, log_between, report_end
+from weft.run.supervise import PlanChange, PlanChanges, Shrink, Supervisor, SupervisorSignals, log_between, report_end
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,8 +40,11 @@ class SupervisedTraining:
     prove: ProveMode
     quiet: bool
     fork_server: ForkServer | None
-    check: Callable[[Plan], tuple[Plan, PreparedData]]
-    """Returns a plan complete and the data as it is read under that, or raises where this run cannot go on so."""
+    replanner: Replanner
+    is_chosen: bool
+    """Whether a search has chosen the plan: then another number of devices may have a very different one."""
+    _left_out: set[int] = field(default_factory=set[int])
+    """Accelerators on which a rank failed again and again."""
 
     def train(self, *, resumes: bool) -> TrainingResult:
         """Run generations of ranks until the training is done, was stopped, or failed for good.
@@ -49,7 +53,7 @@ class SupervisedTraining:
             WeftError, RankError, KeyboardInterrupt: as from `weft.run.launch.launcher.launch_function`.
         """
         started = time.perf_counter()
-        plans = PlanChanges(self.run, self.plan, self.prepared, check=self.check, report=self._report)
+        plans = PlanChanges(self.run, self.plan, self.prepared, check=self.replanner.checked, report=self._report)
         with (
             SupervisorSignals() as signals,
             LossBoard.temporary(self.recipe.run.steps) as losses,
@@ -64,6 +68,7 @@ class SupervisedTraining:
                 log=self._log,
                 report=self._report,
                 stopping=signals.stopping,
+                shrink=lambda shrink: self._shrink(plans, shrink),
             )
             first = self._saved_step(None) if resumes else 0
             world_size = self.plan.mesh.world_size
@@ -87,8 +92,31 @@ class SupervisedTraining:
         result = typed(TrainingResult, end.values[0]) if end.cause is None else None
         handed_over = result is not None and result.stopped_early and result.stop_signal == HAND_OVER
         change = plans.change_after(end, handed_over=handed_over)
+        self.is_chosen = self.is_chosen and change is None
         self.plan, self.prepared = plans.plan, plans.data
         return change
+
+    def _shrink(self, plans: PlanChanges[PreparedData], shrink: Shrink) -> PlanChange:
+        """Let the next generation go on without a rank's device.
+
+        Raises:
+            PlanError: no plan fits what is left.
+        """
+        devices, num_devices, without = self._devices(), self.plan.mesh.world_size - 1, ""
+        if num_devices < len(devices):  # every rank has an accelerator of its own
+            left_out = devices[shrink.without_rank]
+            num_devices, without = min(num_devices + 1, len(devices) - 1), f" without device {left_out}"
+            self._left_out.add(left_out)
+        fewest = self.recipe.run.min_devices
+        after = self.replanner.for_devices(self.plan, num_devices, is_chosen=self.is_chosen, fewest=fewest)
+        change = plans.change_to(after, f"{shrink.reason}{without}")
+        self.plan, self.prepared = plans.plan, plans.data
+        return change
+
+    def _devices(self) -> list[int]:
+        """The accelerators of this host that ranks may have."""
+        count = self.replanner.cluster.num_accelerators if self.plan.compute.device != "cpu" else None
+        return [device for device in range(count or 0) if device not in self._left_out]
 
     def _result(self, end: JobEnd, losses: LossBoard, first: int, seconds: float) -> TrainingResult:
         """The result of all generations together."""
@@ -125,6 +153,7 @@ class SupervisedTraining:
             "losses": losses,
             "peak_flops": peak_flops,
             "memory": None if memory is None else str(memory),
+            "devices": self._devices() if self._left_out else None,
         }
         compute = self.plan.compute
         hang_seconds = self.recipe.run.on_failure.hang_seconds

@@ -26,6 +26,7 @@ from weft.api.ranks.agreement import check_same_on_all_ranks
 from weft.api.ranks.recording import create_folder, folder_of_rank_0, run_name
 from weft.api.saving.export import processor_files
 from weft.api.training.memory_fit import MeasurePeak, fit_microbatch, measure_peak_in_job, measure_peak_in_processes
+from weft.api.training.replanning import Replanner
 from weft.api.training.supervised import SupervisedTraining
 from weft.api.training.time_trials import decide_by_trials
 from weft.comm.device import backend_for, device_for_rank
@@ -159,6 +160,7 @@ def _checked(
     machine = machine_for(rank_info)
     tight = False
     is_auto = plan == "auto"
+    is_chosen = is_auto or bool(reasons)
     if plan == "auto":
         description = describe_blueprint(blueprint, recipe)
         choice = choose_plan(recipe, machine.cluster, facts, world, profile=description.profile)
@@ -183,7 +185,7 @@ def _checked(
         )
     tight = tight if try_memory is None else try_memory
     return _TrainingJob(
-        recipe, plan, blueprint, facts, machine.cluster, reasons, note, tight, prove, quiet, fork_server
+        recipe, plan, is_chosen, blueprint, facts, machine.cluster, reasons, note, tight, prove, quiet, fork_server
     )
 
 
@@ -197,6 +199,8 @@ class _TrainingJob:
 
     recipe: Recipe
     plan: Plan
+    is_chosen: bool
+    """Whether a search has chosen the plan: then another number of devices may have a very different one."""
     blueprint: Blueprint
     facts: ModelFacts
     cluster: Cluster
@@ -248,26 +252,18 @@ class _TrainingJob:
                 prove=self.prove,
                 quiet=self.quiet,
                 fork_server=self.fork_server,
-                check=lambda plan: self._checked_plan(plan, prepared),
+                replanner=Replanner(
+                    recipe=self.recipe,
+                    blueprint=self.blueprint,
+                    facts=self.facts,
+                    cluster=self.cluster,
+                    prepared=prepared,
+                ),
+                is_chosen=self.is_chosen,
             )
             outcome = training.train(resumes=resume is not None)
             self.plan = training.plan
         return self._finalise(run, outcome)
-
-    def _checked_plan(self, plan: Plan, prepared: PreparedData) -> tuple[Plan, PreparedData]:
-        """Return a plan complete under which this training could go on, and the data as it is read under that.
-
-        Raises:
-            WeftError: it does not fit the recipe, the model or this machine.
-        """
-        plan = over_ranks(plan, None, num_accelerators=self.cluster.num_accelerators)
-        plan, _ = complete_plan(plan, self.recipe, {}, threads_of_user(), is_chosen=False)
-        check_plan(plan, self.recipe, self.facts, None)
-        check_runnable(plan)
-        backend_for(device_for_rank(plan.compute.device, 0), wanted=plan.compute.backend)
-        looked = self.recipe, plan, self.blueprint, prepared
-        refuse_by_first_looks(*looked)
-        return plan, replace(prepared, branches=branches_by_first_looks(*looked))
 
     def run_as_rank(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
         """Take part as one of the ranks that somebody else has started.  All hosts must see the run's folder."""

@@ -12,6 +12,8 @@ _RULES = Rules(RecipeError)
 
 RestartOrStop = Literal["restart", "stop"]
 """`restart`: the ranks start again from the newest saved state.  `stop`: the run ends with the error."""
+RestartShrinkOrStop = Literal["restart", "shrink", "stop"]
+"""`shrink`: the ranks start again; where the same rank fails again, fewer go on under a plan for what is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,18 +22,22 @@ class OnFailure:
 
     Wrong input (a setting, a path, a damaged dataset) always stops the run.  So does an error that comes back at the
     same step with the same words: a restart would only repeat it.
+
+    `shrink` restarts first.  Where the same rank fails again before a new step is saved, or a third time in a row, the
+    run goes on without its device: on as many ranks as there is a plan for, and on `run.min_devices` at least.
     """
 
-    killed: RestartOrStop = "restart"
+    killed: RestartShrinkOrStop = "restart"
     """A signal killed a rank: a crash in native code, a person, the machine's operator."""
-    error: RestartOrStop = "restart"
+    error: RestartShrinkOrStop = "restart"
     """A rank raised an error that is not Weft's own, after steps had gone well."""
-    hang: RestartOrStop = "restart"
+    hang: RestartShrinkOrStop = "restart"
     """A step does not end: a rank is stopped, waits for ever, or computes without end."""
-    host_memory: RestartOrStop = "stop"
-    """The host had no memory left.  A restart needs as much again, so by default the run stops."""
+    host_memory: RestartShrinkOrStop = "stop"
+    """The host had no memory left.  A restart needs as much again, so by default the run stops; `shrink` takes fewer
+    ranks at once."""
     device_memory: RestartOrStop = "stop"
-    """A device had no memory left."""
+    """A device had no memory left.  On fewer devices each would need more, so this knows no `shrink`."""
     not_finite: RestartOrStop = "stop"
     """More steps in a row than `max_skipped_steps` had a loss or gradient that was not finite."""
     max_restarts: int = 3

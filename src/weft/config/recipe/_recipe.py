@@ -336,16 +336,23 @@ class RunRecipe:
     """Steps between reports."""
     max_skipped_steps: int = 10
     """Consecutive non-finite steps after which the run stops with an error."""
+    min_devices: int = 1
+    """Fewest devices, one rank on each, that the run goes on with."""
+    max_devices: int | None = None
+    """Most devices that the run takes; by default all that its plan has a use for."""
     on_failure: OnFailure = field(default_factory=OnFailure)
     """`[run.on_failure]`: what the run does when something fails."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)
         _RULES.at_least(self, 1, "steps", "evaluate_every", "evaluate_batches", "save_every", "log_every")
+        _RULES.at_least(self, 1, "min_devices", "max_devices")
         _RULES.at_least(self, 0, "max_skipped_steps", "seed")
         _RULES.between(self, 0, 2**63, "seed")
         if self.evaluate_batches is not None and self.evaluate_every is None:
             raise _RULES.refuse(self, "evaluate_batches", "is not used without evaluate_every. Give both, or neither.")
+        if self.max_devices is not None and self.max_devices < self.min_devices:
+            raise _RULES.refuse(self, "max_devices", f"is less than min_devices = {self.min_devices}. Raise it.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,6 +82,8 @@ def choose_plan(
     if processes is not None and processes < 1:
         raise PlanError(f"processes = {processes} is too few. Use 1 or more.")
     pins = pins or Plan()
+    if processes is None and recipe.run.max_devices is not None and recipe.run.max_devices < cluster.num_devices:
+        processes = recipe.run.max_devices
     processes = _enough_processes(pins, cluster, processes)
 
     def find(cluster: Cluster, processes: int | None, pins: Plan = pins) -> list[Candidate]:

@@ -52,8 +52,8 @@ def plan_for_devices(
         profile: of the same, which prices the plans (`weft.model.description.Description.profile`).
         cluster: devices that there are now.  It may have more than `num_devices`.
         is_chosen: a search has made `before`: only the settings that its `origins` name are the user's.
-        fewest: so many ranks are enough, where none fits `num_devices` exactly; by default there must be a plan for
-            exactly that many.
+        fewest: so many ranks are enough, where none fits `num_devices` exactly, and where the recipe's
+            `run.min_devices` allows so few; by default there must be a plan for exactly `num_devices`.
 
     Raises:
         PlanError: no plan fits.  It says why, and for how many devices there is one.
@@ -63,8 +63,13 @@ def plan_for_devices(
     if cluster.has_accelerators and num_devices > cluster.num_devices:
         has = f"{cluster.num_devices} device{'s' if cluster.num_devices > 1 else ''}"
         raise PlanError(f"{num_devices} devices: {cluster.summary} has {has}. Use at most {cluster.num_devices}.")
+    least, most = recipe.run.min_devices, recipe.run.max_devices
+    if num_devices < least:
+        raise PlanError(f"run.min_devices = {least} in the recipe, and {num_devices} would be left. Lower it.")
+    if most is not None and num_devices > most:
+        raise PlanError(f"run.max_devices = {most} in the recipe, and {num_devices} are more. Raise it.")
     refit = _Refit(before, recipe, facts, profile, cluster, is_chosen)
-    for count in range(num_devices, max(1, fewest or num_devices) - 1, -1):
+    for count in range(num_devices, max(least, fewest or num_devices) - 1, -1):
         plan = refit.plan(count)
         if plan is not None:
             return plan

@@ -82,12 +82,12 @@ def initialise_distributed(
 
     if dist.is_initialized():
         rank_info = rank_info or RankInfo.from_environment() or _rank_in_group()
-        own_device = device_for_rank(device, rank_info.local_rank)
+        own_device = device_for_rank(device, rank_info.device_index)
         _check_backends(own_device, backend)
         yield Distributed(rank_info, own_device)
         return
     rank_info = rank_info or RankInfo.from_environment() or RankInfo(0, 1, 0, 1)
-    own_device = device_for_rank(device, rank_info.local_rank)
+    own_device = device_for_rank(device, rank_info.device_index)
     seconds = COLLECTIVE_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
     released: set[str] = set()  # groups whose waits have been ended: the listener calls again for groups made later
     pipe = rank_info.failure_pipe if rank_info.world_size > 1 else None

@@ -39,6 +39,13 @@ class RankInfo:
     """Address (`host:port`) at which the ranks of all hosts meet; None: they meet at `store`, or there is one rank."""
     launcher_serves: bool = False
     """Whether the launcher listens at `address`; otherwise rank 0 does."""
+    device: int | None = None
+    """Number of the accelerator of this host that the rank has; None: the one that its local rank counts."""
+
+    @property
+    def device_index(self) -> int:
+        """Number of the accelerator of this host that the rank has, if it has one."""
+        return self.local_rank if self.device is None else self.device
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> RankInfo | None:

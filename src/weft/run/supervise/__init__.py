@@ -9,6 +9,7 @@ from weft.run.supervise._plan_changes import PlanChanges as PlanChanges
 from weft.run.supervise._policy import PolicyTexts as PolicyTexts
 from weft.run.supervise._policy import Restart as Restart
 from weft.run.supervise._policy import RestartPolicy as RestartPolicy
+from weft.run.supervise._policy import Shrink as Shrink
 from weft.run.supervise._policy import Stop as Stop
 from weft.run.supervise._signals import SupervisorSignals as SupervisorSignals
 from weft.run.supervise._supervisor import PlanChange as PlanChange

@@ -70,20 +70,21 @@ class PlanChanges(Generic[D]):
             self._report(end)
             why = f"since no step could be done under {mesh_sizes(self.plan)}"
             before, self._before = self._before, None
-            return self._change_to(before, why)
+            return self.change_to(before, why)
         self._before = None
         if failed or self._asked is None or not handed_over:
             return None
         self._before, asked, self._asked = (self.plan, self.data), self._asked, None
-        return self._change_to(asked, "as was asked for")
+        return self.change_to(asked, "as was asked for")
 
-    def _take(self, plan: Plan) -> Plan:
-        self._asked = self._check(plan)
-        return self._asked[0]
-
-    def _change_to(self, plan_and_data: tuple[Plan, D], why: str) -> PlanChange:
+    def change_to(self, plan_and_data: tuple[Plan, D], why: str) -> PlanChange:
+        """Let the next generation go on under another plan, with its data.  `why` ends the sentence that names both."""
         plan, data = plan_and_data
         text = f"{mesh_sizes(self.plan)} → {mesh_sizes(plan)}, {why}"
         self.plan, self.data = plan, data
         write_whole(self._run.plan, dump_plan(plan), durable=True)
         return PlanChange(text=text)
+
+    def _take(self, plan: Plan) -> Plan:
+        self._asked = self._check(plan)
+        return self._asked[0]

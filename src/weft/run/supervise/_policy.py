@@ -8,6 +8,8 @@ from weft.config.recipe import OnFailure
 from weft.run.supervise._failure import GenerationFailure
 
 _LONGEST_PAUSE_SECONDS = 30.0
+_FAILURES_IN_A_ROW = 3
+"""Failures of one rank in a row after which its device counts as broken, though steps were saved between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,16 @@ class Restart:
     """Restarts since a new step was last saved, this one included."""
     pause_seconds: float
     """Time to wait before: none for the first, so that one fault costs little; then longer, for what may pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shrink:
+    """The ranks start again on fewer devices."""
+
+    without_rank: int
+    """Rank whose device is left out."""
+    reason: str
+    """Why: the end of a sentence that names both plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +61,53 @@ class RestartPolicy:
         self._samples_per_step = samples_per_step
         self._num_restarts = 0
         self._last: GenerationFailure | None = None
+        self._failed_rank = -1
+        self._in_a_row = 0
+        """Failures of this rank in a row, whatever was saved between them."""
+        self._before_shrink: GenerationFailure | None = None
 
-    def decide(self, failure: GenerationFailure, saved_step: int) -> Restart | Stop:
+    def decide(self, failure: GenerationFailure, saved_step: int) -> Restart | Shrink | Stop:
         """Decide what follows a failure.  `saved_step`: finished steps of the newest saved state now."""
         if saved_step > self._saved_step:
             self._num_restarts, self._last = 0, None
         self._saved_step = max(saved_step, self._saved_step)
         last, self._last = self._last, failure
+        self._in_a_row = self._in_a_row + 1 if failure.rank == self._failed_rank else 1
+        self._failed_rank = failure.rank
         if failure.kind == "input":
             return Stop("")
-        if getattr(self._policies, failure.kind) == "stop":
+        policy = getattr(self._policies, failure.kind)
+        if policy == "stop":
             return Stop(self._texts.stop.format(kind=failure.kind))
         if failure.kind == "error" and not failure.made_steps and last is None:
             return Stop("")  # raised where every start comes by: a restart would repeat it
+        if policy == "shrink" and (shrink := self._shrink(failure, last)) is not None:
+            return shrink
         if failure.kind == "error" and failure.is_again(last):
             return Stop(f"The same error came at step {failure.step} after a restart, too. {self._batch(failure.step)}")
+        if failure.kind == "error" and failure.is_again(self._before_shrink):
+            return Stop(f"The same error came at step {failure.step} on fewer devices. {self._batch(failure.step)}")
         if self._num_restarts >= self._policies.max_restarts:
             return Stop(self._crash_loop(failure))
         self._num_restarts += 1
         pause = 0.0 if self._num_restarts == 1 else min(2.0 ** (self._num_restarts - 2), _LONGEST_PAUSE_SECONDS)
         return Restart(self._num_restarts, pause)
+
+    def shrunk(self) -> None:
+        """The ranks start on fewer devices: what failed before was another rank's."""
+        self._before_shrink, self._last = self._last, None
+        self._num_restarts = self._in_a_row = 0
+        self._failed_rank = -1
+
+    def _shrink(self, failure: GenerationFailure, last: GenerationFailure | None) -> Shrink | None:
+        """Whether a rank fails in such a way that the others shall go on alone."""
+        if failure.kind == "host_memory":
+            return Shrink(failure.rank, "since the host had no memory left")
+        is_repeated = self._in_a_row > 1 and last is not None
+        if not (is_repeated or self._in_a_row >= _FAILURES_IN_A_ROW) or failure.is_again(self._before_shrink):
+            return None
+        times = "twice" if self._in_a_row == 2 else f"{self._in_a_row} times"
+        return Shrink(failure.rank, f"since rank {failure.rank} failed {times} in a row")
 
     def _crash_loop(self, failure: GenerationFailure) -> str:
         limit = self._texts.max_restarts.format(number=self._policies.max_restarts)

@@ -15,12 +15,13 @@ from typing import Protocol
 
 from weft.config.plan import Plan
 from weft.config.recipe import OnFailure
+from weft.errors import PlanError
 from weft.events import Event, GenerationEvent, Run, RunFolder, text_of
 from weft.events.sinks.log import LogSink
 from weft.events.sinks.metrics import MetricsSink
 from weft.run.launch.job_end import JobEnd
 from weft.run.supervise._failure import failure_of, kernel_memory_kills
-from weft.run.supervise._policy import PolicyTexts, RestartPolicy, Stop
+from weft.run.supervise._policy import PolicyTexts, RestartPolicy, Shrink, Stop
 
 _REPLAN = "replan"
 """`GenerationEvent.failure` where nothing has failed: the run goes on under another plan."""
@@ -56,6 +57,7 @@ class Supervisor:
         log: Callable[[Event], object],
         report: Callable[[JobEnd], object],
         stopping: threading.Event,
+        shrink: Callable[[Shrink], PlanChange] | None = None,
         may_restart: Callable[[JobEnd], bool] = lambda end: True,
         texts: PolicyTexts | None = None,
     ) -> None:
@@ -70,6 +72,8 @@ class Supervisor:
             log: takes what happened, for the terminal and the folder of the run.
             report: shows the first cause of a failure after which the ranks start again.
             stopping: set where a signal has come: no more generations start.
+            shrink: lets the next generation go on with fewer ranks; raises `PlanError` where there is no plan for them.
+                None: no policy of the run asks for that.
             may_restart: whether ranks can go on from what is saved after such an end; policies are asked only then.
             texts: how messages name the policies; by default as those of a recipe.
         """
@@ -78,6 +82,7 @@ class Supervisor:
         self._may_restart = may_restart
         self._plan = plan
         self._plan_change = plan_change
+        self._shrink = shrink
         self._log = log
         self._report = report
         self._stopping = stopping
@@ -110,10 +115,20 @@ class Supervisor:
                 return end, ""
             saved_step = self._saved_step()
             decision = self._policy.decide(failure, saved_step)
+            plan_change, num_restarts, pause_seconds = "", 0, 0.0
             if isinstance(decision, Stop):
                 return end, decision.reason
+            if isinstance(decision, Shrink):
+                assert self._shrink is not None
+                try:
+                    plan_change = self._shrink(decision).text
+                except PlanError as problem:
+                    return end, f"The run cannot go on with fewer ranks, {decision.reason}: {problem}"
+                self._policy.shrunk()
+            else:
+                num_restarts, pause_seconds = decision.num_restarts, decision.pause_seconds
             self._report(end)
-            if self._stopping.wait(decision.pause_seconds):
+            if self._stopping.wait(pause_seconds):
                 return end, "A signal stopped the run before the ranks started again."
             number, resumes = number + 1, saved_step > 0
             self._log(
@@ -125,7 +140,8 @@ class Supervisor:
                     failure.cause,
                     failure.step,
                     saved_step,
-                    decision.num_restarts,
+                    num_restarts,
+                    plan_change,
                 )
             )
 
@@ -139,6 +155,7 @@ class Supervisor:
         failed_step: int,
         restored_step: int,
         num_restarts: int,
+        plan_change: str = "",
     ) -> GenerationEvent:
         plan = self._plan()
         return GenerationEvent(
@@ -152,6 +169,7 @@ class Supervisor:
             failed_step=failed_step,
             restored_step=restored_step,
             num_restarts=num_restarts,
+            plan_change=plan_change,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,11 +43,15 @@ def run_rank(
     losses: str,
     peak_flops: float | None,
     memory: str | None,
+    devices: list[int] | None,
 ) -> dict[str, Any] | None:
     """Train on one rank and return rank 0's `TrainingResult`, as JSON.  `owner` is that of the folder, and `prepared`
     is `PreparedData`, as JSON; `resume` names a checkpoint or a run, or is `latest` for this run's own newest;
-    `losses` is the file of the launcher's `LossBoard`, `peak_flops` what an earlier generation has measured, and
-    `memory` the launcher's folder in memory for saves."""
+    `losses` is the file of the launcher's `LossBoard`, `peak_flops` what an earlier generation has measured,
+    `memory` the launcher's folder in memory for saves, and `devices` the accelerators that are left, where some are
+    not used any more."""
+    if devices is not None:
+        rank_info = replace(rank_info, device=devices[rank_info.local_rank % len(devices)])
     run = RunFolder.open(Path(folder))
     recipe, plan = load_recipe(run.recipe), load_plan(run.plan)
     token = FolderToken.of_json(run.path, owner)

@@ -39,18 +39,19 @@ def text_of(event: Event) -> str | None:
 
 
 def _of_generation(event: GenerationEvent) -> str:
-    ranks = f"{event.world_size} rank{'s' if event.world_size != 1 else ''}"
+    ranks = f"{event.world_size} ranks go on" if event.world_size != 1 else "1 rank goes on"
     if event.failure == "replan":
-        return f"replan    generation {event.number}: {ranks} go on from step {event.restored_step}, {event.cause}"
+        return f"replan    generation {event.number}: {ranks} from step {event.restored_step}, {event.cause}"
     again = max(0, event.failed_step - 1 - event.restored_step)
     if event.restored_step:
-        goes_on = f"go on from step {event.restored_step}"
+        goes_on = f"{ranks} from step {event.restored_step}"
     else:
-        goes_on = "begin anew, since nothing is saved yet" if again else "begin anew"
+        ranks = ranks.replace("go on", "begin anew").replace("goes on", "begins anew")
+        goes_on = f"{ranks}, since nothing is saved yet" if again else ranks
     repeated = f", {again} step{'s' if again != 1 else ''} again" if again else ""
     if event.plan_change:
-        return f"shrink    generation {event.number}: {ranks} {goes_on}{repeated}, {event.plan_change}"
-    return f"restart   generation {event.number}: {ranks} {goes_on}{repeated}"
+        return f"shrink    generation {event.number}: {goes_on}{repeated}, {event.plan_change}"
+    return f"restart   generation {event.number}: {goes_on}{repeated}"
 
 
 def format_loss(loss: float) -> str:

@@ -32,6 +32,7 @@ def write_corpus(folder: Path) -> Path:
 
 def recipe_of(corpus: Path, folder: Path, *, fault: dict[str, Any] | None = None, batch: int = 6, **run: Any) -> Recipe:
     """`run`: settings of `[run]`."""
+    settings: dict[str, Any] = {"steps": STEPS, "save_every": 3, "on_failure": OnFailure(), **run}
     arguments = {**fault, "mark": str(folder / "mark")} if fault else {}
     return Recipe(
         model=ModelRecipe(
@@ -46,7 +47,7 @@ def recipe_of(corpus: Path, folder: Path, *, fault: dict[str, Any] | None = None
         ),
         batch=BatchRecipe(global_batch_size=batch),
         optimizer=OptimizerRecipe(learning_rate=1e-2),
-        run=RunRecipe(**{"steps": STEPS, "save_every": 3, "on_failure": OnFailure(), **run}),
+        run=RunRecipe(**settings),
     )
 
 

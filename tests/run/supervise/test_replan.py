@@ -27,7 +27,7 @@ from weft.config.recipe import (
 from weft.errors import LaunchError, PlanError
 from weft.events import RunFolder
 from weft.run.launch.launcher import ForkServer
-from weft.run.supervise.replan import ask_for_plan
+from weft.run.supervise.replan import PlanRequest, ask_for_plan
 
 STEPS = 150
 SHAPE = DecoderShape(
@@ -115,7 +115,7 @@ def test_losses_are_those_of_the_run_that_was_left_alone(
         for name in names:
             step += draw.randrange(3, 12)
             wait_for_step(folder, step, run)
-            assert ask_for_plan(RunFolder(folder), PLANS[name]).startswith("the ranks go on under it")
+            assert ask_for_plan(RunFolder(folder), PLANS[name]).startswith("accepted  the ranks go on under it")
             done = len(generations(folder)) + 1
             until = time.monotonic() + 60
             while len(generations(folder)) < done and time.monotonic() < until and not run.done():
@@ -163,3 +163,30 @@ def test_under_a_plan_that_fails_at_its_start_the_run_goes_back(
     assert causes == ["data 2 → data 1, as was asked for", "data 1 → data 2, since no step could be done under data 1"]
     assert result.steps == 2_000
     assert "replicate = 2" in (folder / "plan.toml").read_text()
+
+
+def test_a_run_goes_on_with_fewer_and_with_more_devices(
+    corpus: Path, expected: tuple[float, ...], fork_server: ForkServer, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with running(recipe_of(corpus), folder.path, fork_server) as run:
+        for step, devices, said in ((3, 1, "data 2 → data 1"), (12, 3, "data 1 → data 3"), (24, 2, "data 3 → data 2")):
+            wait_for_step(folder.path, step, run)
+            assert ask_for_plan(folder, PlanRequest(num_devices=devices)).startswith(f"plan      {said}\naccepted ")
+            if devices == 2:
+                break
+            wait_for_generation(folder.path, run, devices)
+            with pytest.raises(PlanError, match=f"has {devices} devices? already"):
+                ask_for_plan(folder, PlanRequest(num_devices=devices))
+        result = run.result()
+    assert [change["world_size"] for change in generations(folder.path)] == [1, 3, 2]
+    assert near(result.losses, expected)
+
+
+def wait_for_generation(folder: Path, run: Future[weft.RunResult], world_size: int) -> None:
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not run.done():
+        if [*(change["world_size"] for change in generations(folder))][-1:] == [world_size]:
+            return
+        time.sleep(0.01)
+    assert not run.done(), run.result()

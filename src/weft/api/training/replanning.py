@@ -6,15 +6,27 @@ from dataclasses import dataclass, replace
 
 from weft.api.planning.describe import describe_blueprint
 from weft.api.planning.first_looks import branches_by_first_looks, refuse_by_first_looks
+from weft.api.training.step_times import StepTimes
 from weft.comm.device import backend_for, device_for_rank
 from weft.config.cluster import Cluster
 from weft.config.plan import ModelFacts, Plan, complete_plan, over_ranks
 from weft.config.recipe import Recipe
 from weft.model.blueprint import Blueprint
-from weft.planning.search import plan_for_devices
+from weft.model.profile import Profile
+from weft.planning.search import BetterPlan, better_plan, plan_for_devices
 from weft.run.data import PreparedData
 from weft.run.launch import threads_of_user
 from weft.techniques.check import check_plan, check_runnable
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedData:
+    """What belongs to a plan of a training."""
+
+    prepared: PreparedData
+    """Data, as they are read under the plan."""
+    is_chosen: bool
+    """Whether a search has chosen the plan: then another number of devices may have a very different one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +39,8 @@ class Replanner:
     cluster: Cluster
     prepared: PreparedData
 
-    def checked(self, plan: Plan) -> tuple[Plan, PreparedData]:
-        """Return a plan complete under which this training could go on, and the data as they are read under it.
+    def checked(self, plan: Plan) -> tuple[Plan, PlannedData]:
+        """Return a plan complete under which this training could go on.
 
         Raises:
             WeftError: it does not fit the recipe, the model or this machine.
@@ -37,7 +49,7 @@ class Replanner:
 
     def for_devices(
         self, before: Plan, num_devices: int, *, is_chosen: bool, fewest: int | None = None
-    ) -> tuple[Plan, PreparedData]:
+    ) -> tuple[Plan, PlannedData]:
         """Return the plan for another number of devices (`weft.planning.search.plan_for_devices`).
 
         Raises:
@@ -48,18 +60,38 @@ class Replanner:
             num_devices,
             recipe=self.recipe,
             facts=self.facts,
-            profile=describe_blueprint(self.blueprint, self.recipe).profile,
+            profile=self._profile,
             cluster=self.cluster,
             is_chosen=is_chosen,
             fewest=fewest,
         )
-        return self._completed(plan, is_chosen=True)
+        plan, data = self._completed(plan, is_chosen=True)
+        return plan, replace(data, is_chosen=is_chosen)
 
-    def _completed(self, plan: Plan, *, is_chosen: bool) -> tuple[Plan, PreparedData]:
+    def better(self, steps: StepTimes, *, most: int | None) -> tuple[BetterPlan, Plan, PlannedData]:
+        """Return a plan that is better by this run's own steps (`weft.planning.search.better_plan`), as it was found
+        and complete.  `most`: devices that it may have; None: all of the cluster.
+
+        Raises:
+            PlanError: none is better by more than the noise.
+        """
+        recipe = self.recipe
+        if most is not None and most < (recipe.run.max_devices or most + 1):
+            recipe = replace(recipe, run=replace(recipe.run, max_devices=most))
+        now, earlier = steps.read()
+        better = better_plan(now, earlier, recipe=recipe, facts=self.facts, profile=self._profile, cluster=self.cluster)
+        return better, *self._completed(better.plan, is_chosen=True)
+
+    @property
+    def _profile(self) -> Profile:
+        return describe_blueprint(self.blueprint, self.recipe).profile
+
+    def _completed(self, plan: Plan, *, is_chosen: bool) -> tuple[Plan, PlannedData]:
         plan, _ = complete_plan(plan, self.recipe, {}, threads_of_user(), is_chosen=is_chosen)
         check_plan(plan, self.recipe, self.facts, None)
         check_runnable(plan)
         backend_for(device_for_rank(plan.compute.device, 0), wanted=plan.compute.backend)
         looked = self.recipe, plan, self.blueprint, self.prepared
         refuse_by_first_looks(*looked)
-        return plan, replace(self.prepared, branches=branches_by_first_looks(*looked))
+        prepared = replace(self.prepared, branches=branches_by_first_looks(*looked))
+        return plan, PlannedData(prepared, is_chosen)

@@ -9,13 +9,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from weft.api.training.replanning import Replanner
+from weft.api.training.replanning import PlannedData, Replanner
+from weft.api.training.step_times import StepTimes
 from weft.config.document import typed
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
+from weft.errors import PlanError
 from weft.events import Event, RunFolder
 from weft.events.folder_lock import FolderLock
 from weft.events.loss_board import LossBoard
+from weft.formatting import format_percent
 from weft.run.checkpoint import newest_saved_step
 from weft.run.checkpoint.tiers import saves_in_memory
 from weft.run.data import PreparedData
@@ -24,7 +27,18 @@ from weft.run.engine.proof import ProveMode
 from weft.run.launch import HAND_OVER
 from weft.run.launch.job_end import JobEnd
 from weft.run.launch.launcher import ForkServer, HangLimits, run_function
-from weft.run.supervise import PlanChange, PlanChanges, Shrink, Supervisor, SupervisorSignals, log_between, report_end
+from weft.run.supervise import (
+    FoundPlan,
+    PlanChange,
+    PlanChanges,
+    Shrink,
+    Supervisor,
+    SupervisorSignals,
+    log_between,
+    report_end,
+)
+from weft.run.supervise.replan import PlanRequest
+from weft.techniques.check import mesh_sizes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +67,15 @@ class SupervisedTraining:
             WeftError, RankError, KeyboardInterrupt: as from `weft.run.launch.launcher.launch_function`.
         """
         started = time.perf_counter()
-        plans = PlanChanges(self.run, self.plan, self.prepared, check=self.replanner.checked, report=self._report)
+        steps = StepTimes(self.run.metrics)
+        plans = PlanChanges(
+            self.run,
+            self.plan,
+            PlannedData(self.prepared, self.is_chosen),
+            check=self.replanner.checked,
+            find=lambda request: self._find(plans, steps, request),
+            report=self._report,
+        )
         with (
             SupervisorSignals() as signals,
             LossBoard.temporary(self.recipe.run.steps) as losses,
@@ -81,22 +103,41 @@ class SupervisedTraining:
                 same = self.plan.mesh.world_size == world_size
                 peak_flops = losses.peak_flops if same else None
                 plans.begin()
+                steps.begin(self.plan)
                 return self._generation(number, resumes, str(losses.path), peak_flops, memory, next_signal)
 
             end, reason = supervisor.run(start, resumes=resumes)
             signals.added_to(end).raise_cause(reason)
             return self._result(signals.added_to(end), losses, first, time.perf_counter() - started)
 
-    def _plan_change(self, plans: PlanChanges[PreparedData], end: JobEnd) -> PlanChange | None:
+    def _plan_change(self, plans: PlanChanges[PlannedData], end: JobEnd) -> PlanChange | None:
         """Whether the next generation goes on under another plan, which is this training's then."""
         result = typed(TrainingResult, end.values[0]) if end.cause is None else None
         handed_over = result is not None and result.stopped_early and result.stop_signal == HAND_OVER
         change = plans.change_after(end, handed_over=handed_over)
-        self.is_chosen = self.is_chosen and change is None
-        self.plan, self.prepared = plans.plan, plans.data
+        self.plan, self.prepared = plans.plan, plans.data.prepared
         return change
 
-    def _shrink(self, plans: PlanChanges[PreparedData], shrink: Shrink) -> PlanChange:
+    def _find(self, plans: PlanChanges[PlannedData], steps: StepTimes, request: PlanRequest) -> FoundPlan[PlannedData]:
+        """Find a plan for a request that names none.
+
+        Raises:
+            PlanError: there is none, or none that is better.
+        """
+        most = len(self._devices()) or None
+        if request.num_devices is None:
+            better, plan, data = self.replanner.better(steps, most=most)
+            why = f"{'measured' if better.is_measured else 'predicted'} {format_percent(100 * better.gain)} faster"
+            return FoundPlan(plan, data, "\n".join(better.lines()), why)
+        before, number = self.plan, request.num_devices
+        if number == before.mesh.world_size:
+            raise PlanError(f"the run has {number} device{'s' if number > 1 else ''} already.")
+        if self._left_out and most is not None and number > most:
+            raise PlanError(f"ranks failed on {len(self._left_out)} of this host's devices. Use at most {most}.")
+        plan, data = self.replanner.for_devices(before, number, is_chosen=plans.data.is_chosen)
+        return FoundPlan(plan, data, f"plan      {mesh_sizes(before)} → {mesh_sizes(plan)}", "as was asked for")
+
+    def _shrink(self, plans: PlanChanges[PlannedData], shrink: Shrink) -> PlanChange:
         """Let the next generation go on without a rank's device.
 
         Raises:
@@ -108,9 +149,9 @@ class SupervisedTraining:
             num_devices, without = min(num_devices + 1, len(devices) - 1), f" without device {left_out}"
             self._left_out.add(left_out)
         fewest = self.recipe.run.min_devices
-        after = self.replanner.for_devices(self.plan, num_devices, is_chosen=self.is_chosen, fewest=fewest)
+        after = self.replanner.for_devices(self.plan, num_devices, is_chosen=plans.data.is_chosen, fewest=fewest)
         change = plans.change_to(after, f"{shrink.reason}{without}")
-        self.plan, self.prepared = plans.plan, plans.data
+        self.plan, self.prepared = plans.plan, plans.data.prepared
         return change
 
     def _devices(self) -> list[int]:

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from weft.config.plan import Plan, dump_plan
+from weft.errors import PlanError
 from weft.events import RunFolder
 from weft.files import write_whole
 from weft.run.launch import HAND_OVER
 from weft.run.launch.job_end import JobEnd
 from weft.run.supervise._failure import made_steps
 from weft.run.supervise._supervisor import PlanChange
-from weft.run.supervise.replan import ReplanRequests
+from weft.run.supervise.replan import PlanRequest, ReplanRequests
 from weft.techniques.check import mesh_sizes
 
 D = TypeVar("D")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPlan(Generic[D]):
+    """A plan that was found for a request which names none."""
+
+    plan: Plan
+    data: D
+    text: str
+    """Lines for whoever has asked: what was measured and predicted."""
+    why: str
+    """End of the sentence that names both plans."""
 
 
 class PlanChanges(Generic[D]):
@@ -29,21 +43,25 @@ class PlanChanges(Generic[D]):
         data: D,
         *,
         check: Callable[[Plan], tuple[Plan, D]],
+        find: Callable[[PlanRequest], FoundPlan[D]] | None = None,
         report: Callable[[JobEnd], object],
     ) -> None:
         """Look for requests in the run's folder from now on.
 
         Args:
             check: returns a plan complete, with its data, or raises `WeftError` where this run cannot go on under it.
+            find: finds a plan for a request that names none, or raises `WeftError`; None: only given plans are taken.
             report: shows the first cause of a failure after which the run goes back to the plan before.
         """
         self.plan, self.data = plan, data
         self._run = run
         self._check = check
+        self._find = find
         self._report = report
-        self._requests = ReplanRequests(run, self._take)
+        self._requests = ReplanRequests(run, self._accept)
         self._asked: tuple[Plan, D] | None = None
         """Plan under which the next generation shall go on."""
+        self._why = ""
         self._before: tuple[Plan, D] | None = None
         """Plan before the last change of it, until a step has been done under the new one."""
         self._is_handing_over = False
@@ -75,7 +93,7 @@ class PlanChanges(Generic[D]):
         if failed or self._asked is None or not handed_over:
             return None
         self._before, asked, self._asked = (self.plan, self.data), self._asked, None
-        return self.change_to(asked, "as was asked for")
+        return self.change_to(asked, self._why)
 
     def change_to(self, plan_and_data: tuple[Plan, D], why: str) -> PlanChange:
         """Let the next generation go on under another plan, with its data.  `why` ends the sentence that names both."""
@@ -85,6 +103,13 @@ class PlanChanges(Generic[D]):
         write_whole(self._run.plan, dump_plan(plan), durable=True)
         return PlanChange(text=text)
 
-    def _take(self, plan: Plan) -> Plan:
-        self._asked = self._check(plan)
-        return self._asked[0]
+    def _accept(self, request: PlanRequest) -> str:
+        """Take a request, and return what to say of it."""
+        if request.plan is not None:
+            self._asked, self._why = self._check(request.plan), "as was asked for"
+            return ""
+        if self._find is None:
+            raise PlanError("this run takes a plan that is given. Use weft replan RUN --plan PLAN.")
+        found = self._find(request)
+        self._asked, self._why = (found.plan, found.data), found.why
+        return found.text

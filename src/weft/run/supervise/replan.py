@@ -1,6 +1,6 @@
 """Another plan for a training that runs: how it is asked for, and how the run answers.
 
-Both lie in the run's folder, which only its user can enter: `replan.toml` is the plan that is asked for, and
+Both lie in the run's folder, which only its user can enter: `replan.json` is what is asked for, and
 `replan-answer.json` says whether the run takes it.  Each appears whole or not at all.
 """
 
@@ -10,9 +10,10 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from weft.config.plan import Plan, dump_plan, load_plan
+from weft.config.plan import Plan, dump_plan, parse_plan
 from weft.errors import LaunchError, PlanError, WeftError
 from weft.events import RunFolder, read_owner
 from weft.files import write_whole
@@ -23,7 +24,31 @@ ANSWER_SECONDS = 60.0
 a plan needs that."""
 
 
-def ask_for_plan(run: RunFolder, plan: Plan, *, timeout_seconds: float = ANSWER_SECONDS) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """A request for another plan: this one, one for so many devices, or else a better one, from measurements."""
+
+    plan: Plan | None = None
+    num_devices: int | None = None
+
+    def to_json(self) -> str:
+        plan = None if self.plan is None else dump_plan(self.plan)
+        return json.dumps({"plan": plan, "num_devices": self.num_devices})
+
+    @classmethod
+    def of_json(cls, text: str) -> PlanRequest:
+        """Read what `to_json` has written.  Raises `PlanError` for anything else."""
+        try:
+            values = json.loads(text)
+            plan, num_devices = values["plan"], values["num_devices"]
+        except (ValueError, TypeError, KeyError):
+            raise PlanError("the request for another plan is not readable. Ask by: weft replan RUN") from None
+        if num_devices is not None and type(num_devices) is not int:
+            raise PlanError(f"{num_devices!r} is no number of devices.")
+        return cls(plan=None if plan is None else parse_plan(str(plan), name="plan"), num_devices=num_devices)
+
+
+def ask_for_plan(run: RunFolder, request: Plan | PlanRequest, *, timeout_seconds: float = ANSWER_SECONDS) -> str:
     """Ask the training that runs in a folder to go on under another plan, and return what it answers.
 
     Raises:
@@ -36,9 +61,10 @@ def ask_for_plan(run: RunFolder, plan: Plan, *, timeout_seconds: float = ANSWER_
             f"no training runs in {run.path}. Go on with it under another plan by: weft train {run.recipe} --plan"
             f" PLAN --resume {run.path}"
         )
-    request, answer = _request(run), _answer(run)
+    asked = request if isinstance(request, PlanRequest) else PlanRequest(plan=request)
+    path, answer = _request(run), _answer(run)
     answer.unlink(missing_ok=True)
-    write_whole(request, dump_plan(plan))
+    write_whole(path, asked.to_json())
     until = time.monotonic() + timeout_seconds
     while time.monotonic() < until:
         if answer.is_file():
@@ -47,7 +73,7 @@ def ask_for_plan(run: RunFolder, plan: Plan, *, timeout_seconds: float = ANSWER_
                 raise PlanError(f"{said['text']}\nThe run goes on under its plan.")
             return str(said["text"])
         time.sleep(_POLL_SECONDS)
-    request.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
     raise LaunchError(
         f"the training in {run.path} has not answered for {timeout_seconds:.0f} s. It may be starting or ending; only"
         " one that `weft train` started on this host takes another plan while it runs."
@@ -57,28 +83,29 @@ def ask_for_plan(run: RunFolder, plan: Plan, *, timeout_seconds: float = ANSWER_
 class ReplanRequests:
     """The requests to one run, as its supervisor sees them."""
 
-    def __init__(self, run: RunFolder, check: Callable[[Plan], Plan]) -> None:
-        """`check` returns the plan complete, or raises `WeftError` where the run cannot go on under it."""
+    def __init__(self, run: RunFolder, accept: Callable[[PlanRequest], str]) -> None:
+        """`accept` takes what was asked for, and returns what to say of it beside that it is accepted; it raises
+        `WeftError` where the run cannot go on so."""
         self._run = run
-        self._check = check
+        self._accept = accept
         for left in (_request(run), _answer(run)):  # by a run in this folder that was killed
             with suppress(OSError):
                 left.unlink(missing_ok=True)
 
-    def take(self) -> Plan | None:
-        """Return the plan of a request that has come, checked and accepted; None where none has, or it was refused."""
+    def take(self) -> None:
+        """Answer a request, if one has come."""
         request = _request(self._run)
         if not request.is_file():
-            return None
+            return
         try:
-            plan = self._check(load_plan(request))
+            text = self._accept(PlanRequest.of_json(request.read_text()))
         except WeftError as problem:
             self._say(accepted=False, text=str(problem))
-            return None
+            return
         finally:
             request.unlink(missing_ok=True)
-        self._say(accepted=True, text="the ranks go on under it after the step that they are in")
-        return plan
+        goes_on = "accepted  the ranks go on under it after the step that they are in"
+        self._say(accepted=True, text="\n".join([*([text] if text else []), goes_on]))
 
     def _say(self, *, accepted: bool, text: str) -> None:
         with suppress(OSError):
@@ -86,7 +113,7 @@ class ReplanRequests:
 
 
 def _request(run: RunFolder) -> Path:
-    return run.path / "replan.toml"
+    return run.path / "replan.json"
 
 
 def _answer(run: RunFolder) -> Path:

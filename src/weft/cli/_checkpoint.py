@@ -12,92 +12,97 @@ from weft.formatting import format_bytes
 _MOST_LINES = 20
 
 
-def ls(run: Path, /) -> None:
+def ls(run: str, /) -> None:
     """List the checkpoints of a run, the newest first.
 
     Parameters
     ----------
     run
-        Folder of the run.
+        Folder of the run, or the URL of its saves in an object store.
     """
     from weft.run.checkpoint.inspect import list_checkpoints
 
     print(f"{'step':>9}  {'size':>9}  {'ranks':>5}  {'plan':12}  saved")
-    for entry in list_checkpoints(run):
+    for entry in list_checkpoints(_place(run)):
         when = datetime.datetime.fromtimestamp(entry.unix_time_seconds).isoformat(" ", "seconds")
         marks = ", ".join(word for word, is_so in (("newest", entry.is_newest), ("pinned", entry.is_pinned)) if is_so)
         size = format_bytes(entry.num_bytes)
         print(f"{entry.step:>9,}  {size:>9}  {entry.num_ranks:>5}  {entry.plan:12}  {when}  {marks}".rstrip())
 
 
-def show(checkpoint: Path, /) -> None:
+def show(checkpoint: str, /) -> None:
     """Show what is in a checkpoint, without its tensors' values.
 
     Parameters
     ----------
     checkpoint
-        A checkpoint, or the folder of a run: then its newest.
+        A checkpoint, or the folder of a run: then its newest. Or the URL of either in an object store.
     """
-    from weft.run.checkpoint import StoredCheckpoint
-    from weft.run.checkpoint.inspect import folder_of, sizes_by_kind
+    from weft.run.checkpoint.inspect import opened, sizes_by_kind
 
-    path = checkpoint if (checkpoint / "manifest.json").exists() else _newest(folder_of(checkpoint))
-    stored = StoredCheckpoint(path)
-    manifest = stored.manifest
-    print(f"checkpoint  {os.path.relpath(path)}")
-    print(f"step        {manifest.step:,}, by {manifest.world} rank{'s' if manifest.world != 1 else ''}")
-    for kind, (count, num_bytes) in sizes_by_kind(stored).items():
-        print(f"{'tensors' if kind == 'model' else '':10}  {kind:24} {count:>6,}  {format_bytes(num_bytes):>9}")
-    for key, value in manifest.provenance.items():
-        print(f"{'from':10}  {key:24} {value}")
-    for key, value in manifest.state.items():
-        print(f"{'state':10}  {key:24} {str(value):.90}")
+    with opened(_place(checkpoint)) as (place, stored):
+        manifest = stored.manifest
+        print(f"checkpoint  {_shown(place)}")
+        print(f"step        {manifest.step:,}, by {manifest.world} rank{'s' if manifest.world != 1 else ''}")
+        for kind, (count, num_bytes) in sizes_by_kind(stored).items():
+            print(f"{'tensors' if kind == 'model' else '':10}  {kind:24} {count:>6,}  {format_bytes(num_bytes):>9}")
+        for key, value in manifest.provenance.items():
+            print(f"{'from':10}  {key:24} {value}")
+        for key, value in manifest.state.items():
+            print(f"{'state':10}  {key:24} {str(value):.90}")
 
 
-def _newest(folder: Path) -> Path:
-    from weft.run.checkpoint.inspect import list_checkpoints
+def _place(text: str) -> str:
+    """What a command is to look at: the store, where the folder of a run says that its saves last in one."""
+    from weft.config.recipe import load_recipe
+    from weft.errors import WeftError
+    from weft.events import RunFolder
 
-    return list_checkpoints(folder)[0].path
+    if "://" in text or not Path(text).is_dir() or not (run := RunFolder(Path(text))).recipe.is_file():
+        return text
+    try:
+        checkpoints = load_recipe(run.recipe).run.checkpoints
+    except WeftError:  # of another version, say: its checkpoints are there all the same
+        return text
+    return text if checkpoints is None else run.store_url(checkpoints)
 
 
-def verify(checkpoint: Path, /) -> None:
+def _shown(place: str) -> str:
+    return place if "://" in place else os.path.relpath(place)
+
+
+def verify(checkpoint: str, /) -> None:
     """Read every byte of a checkpoint, or of all of a run, and compare it with its digest.
 
     Parameters
     ----------
     checkpoint
-        A checkpoint, or the folder of a run.
+        A checkpoint, or the folder of a run. Or the URL of either in an object store.
     """
-    from weft.run.checkpoint import StoredCheckpoint
-    from weft.run.checkpoint.inspect import list_checkpoints
+    from weft.run.checkpoint.inspect import verify as verified
 
-    is_one = (checkpoint / "manifest.json").exists()
-    paths = [checkpoint] if is_one else [entry.path for entry in list_checkpoints(checkpoint)]
     problems: list[str] = []
-    for path in paths:
-        try:
-            StoredCheckpoint(path).verify()
-            print(f"sound     {os.path.relpath(path)}", flush=True)
-        except CheckpointError as problem:
-            problems.append(str(problem))
-            print(f"damaged   {os.path.relpath(path)}", flush=True)
+    for place, problem in verified(_place(checkpoint)):
+        print(f"{'damaged' if problem else 'sound':8}  {_shown(place)}", flush=True)
+        if problem:
+            problems.append(problem)
     if problems:
         raise CheckpointError("\n".join(problems))
 
 
-def diff(first: Path, second: Path, /) -> int:
+def diff(first: str, second: str, /) -> int:
     """Compare two checkpoints tensor by tensor, whatever plans saved them; status 1 where they differ.
 
     Parameters
     ----------
     first
-        A checkpoint, or the folder of a run: then its newest.
+        A checkpoint, or the folder of a run: then its newest. Or the URL of either in an object store.
     second
         Another.
     """
     from weft.run.checkpoint.inspect import compare
 
-    found = compare(first, second)
+    found = compare(_place(first), _place(second))
     for difference in found.tensors[:_MOST_LINES]:
         if difference.only_in:
             what = f"only in the {difference.only_in}"
@@ -114,45 +119,45 @@ def diff(first: Path, second: Path, /) -> int:
     return 1 if found.tensors or found.state else 0
 
 
-def pin(checkpoint: Path, /) -> None:
+def pin(checkpoint: str, /) -> None:
     """Keep a checkpoint: no save of the run removes it any more.
 
     Parameters
     ----------
     checkpoint
-        A checkpoint, or the folder of a run: then its newest.
+        A checkpoint, or the folder of a run: then its newest. Or the URL of either in an object store.
     """
     from weft.run.checkpoint.inspect import pin as keep
 
-    print(f"pinned    {os.path.relpath(keep(checkpoint))}")
+    print(f"pinned    {_shown(keep(_place(checkpoint)))}")
 
 
-def unpin(checkpoint: Path, /) -> None:
+def unpin(checkpoint: str, /) -> None:
     """Let a pinned checkpoint go with the old ones again.
 
     Parameters
     ----------
     checkpoint
-        A checkpoint, or the folder of a run: then its newest.
+        A checkpoint, or the folder of a run: then its newest. Or the URL of either in an object store.
     """
     from weft.run.checkpoint.inspect import pin as keep
 
-    print(f"unpinned  {os.path.relpath(keep(checkpoint, is_pinned=False))}")
+    print(f"unpinned  {_shown(keep(_place(checkpoint), is_pinned=False))}")
 
 
-def prune(run: Path, /, *, keep: int = 2) -> None:
+def prune(run: str, /, *, keep: int = 2) -> None:
     """Remove old checkpoints of a run, after the newest was verified. Pinned ones stay.
 
     Parameters
     ----------
     run
-        Folder of the run.
+        Folder of the run, or the URL of its saves in an object store.
     keep
         Newest checkpoints to keep.
     """
     from weft.run.checkpoint.inspect import prune as remove
 
-    removed = remove(run, keep)
+    removed = remove(_place(run), keep)
     for path in removed:
-        print(f"removed   {os.path.relpath(path)}")
+        print(f"removed   {_shown(path)}")
     print(f"{len(removed)} removed")

@@ -75,6 +75,10 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def store_url(self, checkpoints: str) -> str:
+        """Return the URL below which the saves of this run lie in an object store, such as `s3://bucket/prefix`."""
+        return f"{checkpoints.rstrip('/')}/{self.path.name}"
+
     @property
     def export(self) -> Path:
         return self.path / "export"

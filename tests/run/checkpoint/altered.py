@@ -12,27 +12,32 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import random
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2] / "support"), str(Path(__file__).parents[3])]
 
+import fsspec
 import pytest
 import torch
 from alterations import Alteration, Case, alter, alter_folder, write_files
 from layouts import ThreadRanks
+from s3_server import S3Server
 
 from weft.errors import CheckpointError
 from weft.run.checkpoint import Checkpointer, Peers
-from weft.run.checkpoint.tiers import Drain, TieredCheckpointer, create_memory_folder, remove_memory_folder
+from weft.run.checkpoint.store import CheckpointStore
+from weft.run.checkpoint.tiers import DiskFolder, Drain, TieredCheckpointer, create_memory_folder, remove_memory_folder
 from weft.techniques.core import CheckpointShard, NestedSplit, Split
 
 SHAPE = torch.Size((4, 6))
@@ -59,12 +64,14 @@ def shards_of(step: int, rank: int = 0, world: int = 1) -> list[CheckpointShard]
     return shards[rank::world]
 
 
-def save_two(folder: Path, steps: tuple[int, ...] = (BEFORE, NEWEST)) -> None:
-    """Save two checkpoints, by two ranks, in files of 64 bytes."""
+def save_steps(folder: Path, steps: tuple[int, ...] = (BEFORE, NEWEST), *, file_bytes: int = 64) -> None:
+    """Save checkpoints, by two ranks."""
 
     def save(peers: Peers) -> None:
         for step in steps:
-            checkpointer = Checkpointer(folder, peers, file_bytes=64, provenance={"run": "altered", "plan": "1234"})
+            checkpointer = Checkpointer(
+                folder, peers, file_bytes=file_bytes, keep=9, provenance={"run": "altered", "plan": "1234"}
+            )
             checkpointer.save(step, shards_of(step, peers.rank, 2), {"step": step, "data": {"cursor": step, "x": 0.5}})
 
     ThreadRanks().run(2, save)
@@ -110,9 +117,12 @@ def warnings_of_weft() -> Generator[list[str]]:
 class DiskTier:
     """Both saves lie in a run's folder."""
 
+    looks_again_every = 1
+    """Tries after which an unaltered checkpoint is loaded."""
+
     def __init__(self, scratch: Path) -> None:
         self.folder = scratch / "checkpoints"
-        save_two(self.folder)
+        save_steps(self.folder)
         self.case = Case(files_of(self.folder / NEWEST_NAME), files_of(self.folder / "step-000010"), scratch / "canary")
 
     def alter(self, draw: random.Random) -> Alteration:
@@ -169,7 +179,7 @@ class MemoryTier(DiskTier):
         if step != BEFORE:
             return
         with warnings_of_weft():
-            Drain(self.memory, self.folder, keep=2, owned=None).flush()
+            Drain(self.memory, DiskFolder(self.folder, 2, None)).flush()
         for copied in self.folder.glob("step-*"):
             if copied.name != "step-000010":
                 with pytest.raises(CheckpointError, match="does not fit"):
@@ -187,7 +197,62 @@ class MemoryTier(DiskTier):
         remove_memory_folder(self.memory)
 
 
-TIERS = {"disk": DiskTier, "memory": MemoryTier}
+class StoreTier(DiskTier):
+    """Both saves lie in an object store; what is loaded is brought into a folder of this host first."""
+
+    looks_again_every = 10
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+        save_steps(scratch / "saved", file_bytes=160)
+        self.server = S3Server()
+        self.server.start("bucket")
+        os.environ.update(self.server.environment)
+        self.store = CheckpointStore("s3://bucket/run")
+        for step in (BEFORE, NEWEST):
+            self.store.copy(scratch / "saved" / f"step-{step:06d}")
+        self.files: Any = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
+        self.case = Case(self._stored(NEWEST_NAME), self._stored("step-000010"), scratch / "canary")
+        self.now = dict(self.case.files)
+
+    def alter(self, draw: random.Random) -> Alteration:
+        altered = alter(self.case, draw)
+        self._put(altered.files)
+        return altered
+
+    def restore(self) -> None:
+        self._put(self.case.files)
+
+    def load(self) -> list[CheckpointShard]:
+        here = self.scratch / "here"
+        try:
+            self.store.fetch_newest(here)
+            shards = [_zeroed(shard) for shard in shards_of(NEWEST)]
+            Checkpointer(here).load("latest", shards)
+            return shards
+        finally:
+            assert not [path.name for path in here.glob("*.partial-*")], "left behind"
+            shutil.rmtree(here, ignore_errors=True)
+
+    def close(self) -> None:
+        self.server.kill()
+        for name in self.server.environment:
+            del os.environ[name]
+
+    def _stored(self, name: str) -> dict[str, bytes]:
+        paths = self.files.find(f"bucket/run/{name}")
+        return {path.rpartition("/")[2]: self.files.cat_file(path) for path in paths}
+
+    def _put(self, files: Mapping[str, bytes]) -> None:
+        for name in self.now.keys() - files.keys():
+            self.files.rm_file(f"bucket/run/{NEWEST_NAME}/{name}")
+        for name, content in files.items():
+            if self.now.get(name) != content:
+                self.files.pipe_file(f"bucket/run/{NEWEST_NAME}/{name}", content)
+        self.now = dict(files)
+
+
+TIERS = {"disk": DiskTier, "memory": MemoryTier, "store": StoreTier}
 
 
 def _zeroed(shard: CheckpointShard) -> CheckpointShard:
@@ -209,9 +274,10 @@ def try_altered(tier: DiskTier, seed: int) -> str:
         assert not tier.case.canary.exists(), "code was run"
         tier.check_altered(step)
         tier.restore()
-        with warnings_of_weft() as said:
-            assert loaded_step(tier.load()) == NEWEST, "a sound one was not loaded"
-        assert not said, f"false alarm: {said}"
+        if seed % tier.looks_again_every == 0:
+            with warnings_of_weft() as said:
+                assert loaded_step(tier.load()) == NEWEST, "a sound one was not loaded"
+            assert not said, f"false alarm: {said}"
     except Exception as problem:
         raise AssertionError(f"seed {seed}: {altered.what}: {problem!r}") from problem
     if not altered.is_forged:

@@ -77,7 +77,7 @@ def test_what_is_pinned_stays(checkpoints: Path, capsys: pytest.CaptureFixture[s
     assert run(["checkpoint", "pin", str(checkpoints / "step-000010")]) == 0
     save(checkpoints, 40, keep=2)
     assert [entry.step for entry in list_checkpoints(checkpoints)] == [40, 30, 10]
-    assert [path.name for path in prune(checkpoints.parent, 1)] == ["step-000030"]
+    assert [Path(place).name for place in prune(checkpoints.parent, 1)] == ["step-000030"]
     pin(checkpoints / "step-000010", is_pinned=False)
     assert run(["checkpoint", "prune", str(checkpoints.parent), "--keep", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "1 removed"

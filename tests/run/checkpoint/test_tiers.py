@@ -16,6 +16,7 @@ import torch
 from weft.errors import LaunchError
 from weft.run.checkpoint import Checkpointer, StoredCheckpoint
 from weft.run.checkpoint.tiers import (
+    DiskFolder,
     Drain,
     Drained,
     TieredCheckpointer,
@@ -62,7 +63,7 @@ def value_of(checkpoint: Path) -> float:
 
 def test_saves_reach_the_disk_in_order_and_the_oldest_go(memory: Path, tmp_path: Path) -> None:
     tiers = tiers_of(tmp_path / "disk", memory)
-    with Drain(memory, tmp_path / "disk", keep=2, owned=None):
+    with Drain(memory, DiskFolder(tmp_path / "disk", 2, None)):
         for step in (1, 2, 3):
             saved = tiers.save(step, shards(step), {"step": step}, at_once=False)
             assert not saved.is_durable
@@ -78,7 +79,7 @@ def test_saves_reach_the_disk_in_order_and_the_oldest_go(memory: Path, tmp_path:
 def test_the_second_save_waits_until_the_first_is_on_the_disk(memory: Path, tmp_path: Path) -> None:
     tiers = tiers_of(tmp_path / "disk", memory)
     tiers.save(1, shards(1, 1_000_000), {}, at_once=False)
-    with Drain(memory, tmp_path / "disk", keep=2, owned=None):
+    with Drain(memory, DiskFolder(tmp_path / "disk", 2, None)):
         tiers.save(2, shards(2), {}, at_once=False)
         assert value_of(tmp_path / "disk" / "step-000001") == 1  # whole, before the second save began to be copied
         assert drained(tiers).step in (1, 2)
@@ -93,7 +94,7 @@ def test_the_newest_of_both_tiers_is_loaded_and_flushed(memory: Path, tmp_path: 
     loaded = shards(0)
     assert tiers_of(tmp_path / "disk", memory).load("latest", loaded) == {"at": 8}
     assert set(loaded[0].tensor.tolist()) == {8.0}
-    Drain(memory, tmp_path / "disk", keep=2, owned=None).flush()
+    Drain(memory, DiskFolder(tmp_path / "disk", 2, None)).flush()
     assert value_of(tmp_path / "disk" / "step-000008") == 8
 
 
@@ -106,7 +107,7 @@ def test_the_next_generation_waits_for_a_copy_that_is_under_way(memory: Path, tm
     again.next_snapshot = 2
     again.snapshot(2, shards(2, 1_000_000), {}, step_seconds=1.0)  # it would take the place of the save
     assert (memory / "step-000001").is_dir()
-    with Drain(memory, tmp_path / "disk", keep=2, owned=None):
+    with Drain(memory, DiskFolder(tmp_path / "disk", 2, None)):
         again.save(2, shards(2, 1_000_000), {}, at_once=True)
     assert (tmp_path / "disk" / "latest").read_text() == "step-000002\n"
     assert value_of(tmp_path / "disk" / "step-000001") == 1
@@ -124,7 +125,7 @@ class Taken:
 
 def test_a_copy_into_a_folder_that_is_anothers_is_refused_and_said(memory: Path, tmp_path: Path) -> None:
     tiers = tiers_of(tmp_path / "disk", memory)
-    with Drain(memory, tmp_path / "disk", keep=2, owned=Taken()):
+    with Drain(memory, DiskFolder(tmp_path / "disk", 2, Taken())):
         tiers.save(1, shards(1), {}, at_once=False)
         done = drained(tiers)
     assert done.problem == "the checkpoint of step 1 did not reach the disk: the folder is another run's by now"
@@ -138,7 +139,7 @@ def test_a_full_disk_is_said_and_leaves_the_checkpoint_before(memory: Path, tmp_
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)], check=True)
     try:
         tiers = tiers_of(disk, memory)
-        with Drain(memory, disk, keep=2, owned=None):
+        with Drain(memory, DiskFolder(disk, 2, None)):
             tiers.save(1, shards(1), {}, at_once=False)
             assert drained(tiers).problem == ""
             tiers.save(2, shards(2, 1_000_000), {}, at_once=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from s3_server import S3Server
 
 import weft
 from weft.config.recipe import (
@@ -24,7 +26,8 @@ from weft.config.recipe import (
     Recipe,
     RunRecipe,
 )
-from weft.errors import NotFiniteError, WeftError
+from weft.errors import CheckpointError, LaunchError, NotFiniteError, WeftError
+from weft.run.checkpoint.inspect import list_checkpoints
 from weft.run.launch.launcher import ForkServer, RankError
 
 STEPS, SAVE_EVERY, AT = 12, 3, 8
@@ -228,3 +231,45 @@ def test_a_killed_parent_of_the_ranks_is_replaced(corpus: Path, tmp_path: Path, 
             assert train(recipe, tmp_path, fork_server).losses == expected
         finally:
             thread.join()
+
+
+def stored(recipe: Recipe, steps: int) -> Recipe:
+    return replace(recipe, run=replace(recipe.run, steps=steps, checkpoints="s3://bucket/models"))
+
+
+def test_a_run_goes_on_from_the_store_with_the_losses_of_one_that_was_never_stopped(
+    corpus: Path,
+    expected: tuple[float, ...],
+    fork_server: ForkServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    recipe = recipe_of(corpus, tmp_path, OnFailure())
+    with S3Server() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(CheckpointError, match="its bucket does not exist"):
+            train(stored(recipe, 7), tmp_path, fork_server)
+        assert not (tmp_path / "run").exists()
+        server.make_bucket("bucket")
+        first = train(stored(recipe, 7), tmp_path, fork_server)
+        assert [entry.step for entry in list_checkpoints("s3://bucket/models/run")] == [7, 6]
+        shutil.rmtree(first.folder / "checkpoints")  # as on another machine
+        with pytest.raises(LaunchError, match="is there already and not empty"):
+            train(stored(recipe, 7), tmp_path, fork_server)
+        result = weft.train(
+            stored(recipe, STEPS),
+            processes=2,
+            resume=first.folder,
+            fork_server=fork_server,
+            prove="never",
+            quiet=True,
+            zero=0,
+        )
+        assert (*first.losses, *result.losses) == expected
+        assert list_checkpoints("s3://bucket/models/run")[0].step == STEPS
+        shutil.rmtree(first.folder)
+        with pytest.raises(CheckpointError, match=r"holds saves of an earlier run .the newest: step-000012"):
+            train(stored(recipe, 7), tmp_path, fork_server)
+    assert "never-printed" not in capfd.readouterr().err + (tmp_path / "run" / "recipe.toml").read_text()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.api.training.replanning import PlannedData, Replanner
 from weft.api.training.step_times import StepTimes
@@ -39,6 +40,9 @@ from weft.run.supervise import (
 )
 from weft.run.supervise.replan import PlanRequest
 from weft.techniques.check import mesh_sizes
+
+if TYPE_CHECKING:
+    from weft.run.checkpoint.store_tier import StoreSaves
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,8 +83,12 @@ class SupervisedTraining:
         with (
             SupervisorSignals() as signals,
             LossBoard.temporary(self.recipe.run.steps) as losses,
-            saves_in_memory(self.run.checkpoints, self.lock) as memory,
+            self._saves() as (memory, store),
         ):
+            if store is not None:
+                store.begin(resumes=resumes)
+                if resumes:
+                    store.bring_newest()
             supervisor = Supervisor(
                 self.recipe.run.on_failure,
                 saved_step=lambda: self._saved_step(memory),
@@ -92,7 +100,7 @@ class SupervisedTraining:
                 stopping=signals.stopping,
                 shrink=lambda shrink: self._shrink(plans, shrink),
             )
-            first = self._saved_step(None) if resumes else 0
+            first = self._saved_step(memory) if resumes else 0
             world_size = self.plan.mesh.world_size
 
             def next_signal() -> signal.Signals | None:
@@ -104,11 +112,26 @@ class SupervisedTraining:
                 peak_flops = losses.peak_flops if same else None
                 plans.begin()
                 steps.begin(self.plan)
+                if store is not None and number > 1 and resumes:
+                    store.bring_newest()
                 return self._generation(number, resumes, str(losses.path), peak_flops, memory, next_signal)
 
             end, reason = supervisor.run(start, resumes=resumes)
             signals.added_to(end).raise_cause(reason)
             return self._result(signals.added_to(end), losses, first, time.perf_counter() - started)
+
+    @contextmanager
+    def _saves(self) -> Generator[tuple[Path | None, StoreSaves | None]]:
+        """Keep saves in memory, and give their folder there, with the store that they last in where there is one."""
+        if self.recipe.run.checkpoints is None:
+            with saves_in_memory(self.run.checkpoints, self.lock) as memory:
+                yield memory, None
+            return
+        from weft.run.checkpoint.store_tier import saves_in_store  # what it stands on need not be installed
+
+        url = self.run.store_url(self.recipe.run.checkpoints)
+        with saves_in_store(url, self.run.checkpoints, self.lock) as store:
+            yield store.memory, store
 
     def _plan_change(self, plans: PlanChanges[PlannedData], end: JobEnd) -> PlanChange | None:
         """Whether the next generation goes on under another plan, which is this training's then."""

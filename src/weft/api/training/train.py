@@ -213,7 +213,7 @@ class _TrainingJob:
 
     def run_as_parent(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
         """Prepare, launch the ranks, and export what they trained."""
-        earlier = _check_folder(folder, resume)
+        earlier = _check_folder(folder, resume, self.recipe.run.checkpoints)
         with ExitStack() as stack:
             # An earlier run's folder is locked before anything is tried; a new one is only made once nothing can be
             # refused any more.
@@ -267,6 +267,12 @@ class _TrainingJob:
 
     def run_as_rank(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
         """Take part as one of the ranks that somebody else has started.  All hosts must see the run's folder."""
+        if self.recipe.run.checkpoints is not None:
+            raise LaunchError(
+                f"run.checkpoints = {self.recipe.run.checkpoints} needs the process of weft train beside the ranks,"
+                " which sends saves there, and another program has started these ranks. Leave the setting out (saves"
+                " then last in the run's folder), or let weft train start the ranks."
+            )
         compute = self.plan.compute
         timeout_seconds = compute.timeout_seconds
         with initialise_distributed(
@@ -319,7 +325,7 @@ class _TrainingJob:
         locks: list[FolderLock],
     ) -> RunFolder:
         """Return the run's folder; this process, rank 0, owns it until the stack is left."""
-        earlier = _check_folder(folder, resume)
+        earlier = _check_folder(folder, resume, None)
         run = earlier or create_folder(name, folder)
         locks.append(self._locked(run, stack, is_new=earlier is None))
         return run
@@ -430,8 +436,9 @@ def _last_line(result: RunResult) -> str:
     return f"done      {losses}in {format_duration(result.seconds)}   {path}/"
 
 
-def _check_folder(folder: str | Path | None, resume: str | Path | None) -> RunFolder | None:
-    """Return the run to go on with, None for a new one.  Writes nothing.
+def _check_folder(folder: str | Path | None, resume: str | Path | None, checkpoints: str | None) -> RunFolder | None:
+    """Return the run to go on with, None for a new one.  Writes nothing.  `checkpoints` is the URL of the store that
+    saves last in; None: in the run's folder.
 
     Raises:
         LaunchError: the folder cannot be used, or holds no run.
@@ -443,12 +450,14 @@ def _check_folder(folder: str | Path | None, resume: str | Path | None) -> RunFo
         )
     if resume is not None:
         run = RunFolder.open(_newest_run(Path("runs")) if str(resume) == "latest" else Path(resume))
-        if not _saves(run):
+        if not _saves(run) and not (checkpoints is not None and _saved_in_store(run.store_url(checkpoints))):
             raise CheckpointError(
                 f"{run.path} has nothing to go on with: no save has finished in {run.checkpoints}."
                 " Give the folder of a run that saved, or leave resume out to begin anew."
             )
         return run
+    if checkpoints is not None:
+        _saved_in_store(checkpoints)  # one that cannot be used is refused before anything is prepared
     path = Path(folder) if folder is not None else None
     if path is not None and path.is_dir() and any(path.iterdir()):
         raise LaunchError(
@@ -457,6 +466,13 @@ def _check_folder(folder: str | Path | None, resume: str | Path | None) -> RunFo
     if path is not None and path.exists() and not path.is_dir():
         raise LaunchError(f"{path} is a file, and a run needs a folder. Give a new folder.")
     return None
+
+
+def _saved_in_store(url: str) -> int:
+    """Finished steps of the newest save below a URL; 0 where there is none.  Raises `CheckpointError`."""
+    from weft.run.checkpoint.store import CheckpointStore  # what it stands on need not be installed
+
+    return CheckpointStore(url).newest_step()
 
 
 def _saves(run: RunFolder) -> set[str]:

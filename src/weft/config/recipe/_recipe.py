@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from weft.config.document import HIDDEN, Flattened, Rules, dump
+from weft.config.document import HIDDEN, Flattened, Rules, dump, problem_error
 from weft.config.recipe._adapter import AdapterRecipe
 from weft.config.recipe._on_failure import OnFailure
 from weft.config.recipe._shapes import ConvNetShape, DecoderShape, EncoderShape, MlpShape, ReferenceShape
@@ -25,6 +25,7 @@ SHAPES: Mapping[str, type[ReferenceShape]] = {
     "convnet": ConvNetShape,
 }
 _RULES = Rules(RecipeError)
+_STORE = re.compile(r"[a-z][a-z0-9]*://[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._=-]+)*/?", re.ASCII)
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 Scalar = str | int | float | bool
@@ -332,6 +333,9 @@ class RunRecipe:
     """Global batches per evaluation; by default the whole validation set once."""
     save_every: int | None = None
     """Steps between saves; a run also saves at its end and when it is stopped."""
+    checkpoints: str | None = None
+    """Object store that saves last in, such as `s3://bucket/prefix`; below it each run has a folder of its name.  By
+    default saves last in the run's folder.  Credentials are those of the machine."""
     log_every: int = 1
     """Steps between reports."""
     max_skipped_steps: int = 10
@@ -349,6 +353,13 @@ class RunRecipe:
         _RULES.at_least(self, 1, "min_devices", "max_devices")
         _RULES.at_least(self, 0, "max_skipped_steps", "seed")
         _RULES.between(self, 0, 2**63, "seed")
+        if self.checkpoints is not None and not _STORE.fullmatch(self.checkpoints):
+            problem = "is no URL of an object store. Write s3://bucket/prefix, or leave it out."
+            if "@" not in self.checkpoints:
+                raise _RULES.refuse(self, "checkpoints", problem)
+            # What may be a password is not repeated.
+            problem = "holds credentials: those belong to the machine. Write s3://bucket/prefix."
+            raise problem_error(RecipeError, ("checkpoints",), "…@…", problem)
         if self.evaluate_batches is not None and self.evaluate_every is None:
             raise _RULES.refuse(self, "evaluate_batches", "is not used without evaluate_every. Give both, or neither.")
         if self.max_devices is not None and self.max_devices < self.min_devices:

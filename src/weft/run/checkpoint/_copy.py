@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -48,25 +49,17 @@ def copy_checkpoint(source: Path, folder: Path, *, keep: int, owned: Owned | Non
         try:
             for stored, file in files:
                 _copy_file(stored, file, partial / stored.name)
-            return _commit_copy(folder, partial, manifest, keep, owned)
+            return commit_copy(folder, partial, manifest, keep=keep, owned=owned)
         except BaseException:
             remove_partial(partial)
             raise
 
 
-def _commit_copy(folder: Path, partial: Path, manifest: Manifest, keep: int, owned: Owned | None) -> Path:
-    """Give the copy its name.  Its number among the saves counts those of its new folder."""
+def commit_copy(folder: Path, partial: Path, manifest: Manifest, *, keep: int, owned: Owned | None) -> Path:
+    """Give a copy its name, and remove the oldest.  Its number among the saves counts those of its new folder."""
     complete = _folder.complete_checkpoints(folder)
     sequence = max((one.manifest.sequence for one in complete), default=0) + 1
-    copied = Manifest(
-        step=manifest.step,
-        sequence=sequence,
-        token=manifest.token,
-        world=manifest.world,
-        provenance=manifest.provenance,
-        state=manifest.state,
-        indexes=manifest.indexes,
-    )
+    copied = replace(manifest, sequence=sequence)
     final = commit(folder, partial, copied, lambda: owned is None or owned.check())
     tidy(folder, manifest.step, manifest.token, keep)
     return final

@@ -46,7 +46,7 @@ class StoredCheckpoint:
         Raises:
             CheckpointError: a file is missing or differs.
         """
-        expected = self._runs_by_file()
+        expected = self.runs_by_file()
         for file in self.files[share::shares]:
             verify_file(self.folder, file)
             verify_header(self.folder, file.name, expected.get(file.name, []))
@@ -57,12 +57,13 @@ class StoredCheckpoint:
         Raises:
             CheckpointError: a file is missing or differs.
         """
-        expected = self._runs_by_file()
+        expected = self.runs_by_file()
         for file in self.files:
             check_size(self.folder, file)
             verify_header(self.folder, file.name, expected.get(file.name, []))
 
-    def _runs_by_file(self) -> dict[str, list[StoredRange]]:
+    def runs_by_file(self) -> dict[str, list[StoredRange]]:
+        """Return what the indexes say is in each tensor file."""
         by_file: dict[str, list[StoredRange]] = {}
         for run in (run for group in self.runs.values() for run in group):
             by_file.setdefault(run.file, []).append(run)

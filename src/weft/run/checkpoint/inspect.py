@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import secrets
+import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,14 +17,24 @@ from weft.config.document import Json
 from weft.errors import CheckpointError
 from weft.run.checkpoint._files import write_text
 from weft.run.checkpoint._folder import PINNED, complete_checkpoints, find_checkpoint, remove_old
+from weft.run.checkpoint._format import MANIFEST
 from weft.run.checkpoint._read import StoredCheckpoint
+
+if TYPE_CHECKING:
+    from weft.run.checkpoint.store import CheckpointStore, SaveInStore
+
+
+def is_url(place: str | Path) -> bool:
+    """Whether a place is one of an object store, and not a folder."""
+    return "://" in str(place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointEntry:
     """One complete checkpoint of a run."""
 
-    path: Path
+    place: str
+    """Path of its folder, or its URL."""
     step: int
     """Finished optimizer steps."""
     num_bytes: int
@@ -34,16 +47,33 @@ class CheckpointEntry:
     is_pinned: bool
 
 
-def list_checkpoints(run: Path) -> list[CheckpointEntry]:
+def list_checkpoints(run: str | Path) -> list[CheckpointEntry]:
     """Return the complete checkpoints of a run, the newest first.  Nothing is verified.
+
+    Args:
+        run: folder of the run, or the URL of its saves in an object store; this also goes for all that follows.
 
     Raises:
         CheckpointError: there is none.
     """
-    folder = folder_of(run)
+    if is_url(run):
+        store, _ = _store_at(run)
+        return [
+            CheckpointEntry(
+                place=f"{store.url}/{save.name}",
+                step=save.manifest.step,
+                num_bytes=save.num_bytes,
+                num_ranks=save.manifest.world,
+                plan=save.manifest.provenance.get("plan", ""),
+                unix_time_seconds=save.unix_time_seconds,
+                is_newest=number == 0,
+                is_pinned=save.is_pinned,
+            )
+            for number, save in enumerate(_saves_of(store))
+        ]
     return [
         CheckpointEntry(
-            path=one.path,
+            place=str(one.path),
             step=one.manifest.step,
             num_bytes=sum(file.stat().st_size for file in one.path.iterdir() if file.is_file()),
             num_ranks=one.manifest.world,
@@ -52,18 +82,64 @@ def list_checkpoints(run: Path) -> list[CheckpointEntry]:
             is_newest=number == 0,
             is_pinned=(one.path / PINNED).exists(),
         )
-        for number, one in enumerate(complete_checkpoints(folder))
+        for number, one in enumerate(complete_checkpoints(folder_of(Path(run))))
     ]
 
 
 def folder_of(run: Path) -> Path:
     """Return the folder in which a run, or a folder of checkpoints, keeps them.  Raises `CheckpointError`."""
-    return find_checkpoint(run).parent if not (run / "manifest.json").exists() else run.parent
+    return find_checkpoint(run).parent if not (run / MANIFEST).exists() else run.parent
 
 
-def pin(checkpoint: Path, *, is_pinned: bool = True) -> Path:
-    """Keep a checkpoint for good, or let it go with the old ones again; return it.  Raises `CheckpointError`."""
-    path = find_checkpoint(checkpoint)
+@contextmanager
+def opened(checkpoint: str | Path) -> Generator[tuple[str, StoredCheckpoint]]:
+    """Give the place of a checkpoint, or of the newest of a run, and its manifest and indexes.  Nothing is verified.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    if is_url(checkpoint):
+        store, name = _store_at(checkpoint)
+        name = name or _saves_of(store)[0].name
+        with store.opened(name) as stored:
+            yield f"{store.url}/{name}", stored
+    else:
+        path = find_checkpoint(Path(checkpoint))
+        yield str(path), StoredCheckpoint(path)
+
+
+def verify(checkpoint: str | Path) -> Iterator[tuple[str, str]]:
+    """Verify a checkpoint, or all of a run, one after another; yield the place of each, and what is wrong with it, or
+    an empty text.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    store, name = _store_at(checkpoint) if is_url(checkpoint) else (None, "")
+    is_one = bool(name) if store is not None else (Path(checkpoint) / MANIFEST).exists()
+    for place in [str(checkpoint)] if is_one else [entry.place for entry in list_checkpoints(checkpoint)]:
+        problem = ""
+        try:
+            if store is not None:
+                store.verify(place.rpartition("/")[2])
+            else:
+                StoredCheckpoint(Path(place)).verify()
+        except CheckpointError as error:
+            problem = str(error)
+        yield place, problem
+
+
+def pin(checkpoint: str | Path, *, is_pinned: bool = True) -> str:
+    """Keep a checkpoint for good, or let it go with the old ones again; return its place.  Raises `CheckpointError`."""
+    if is_url(checkpoint):
+        store, name = _store_at(checkpoint)
+        saves = _saves_of(store)
+        name = name or saves[0].name
+        if name not in [save.name for save in saves]:
+            raise CheckpointError(f"{store.url} has no {name}. It has {', '.join(save.name for save in saves)}.")
+        store.pin(name, is_pinned=is_pinned)
+        return f"{store.url}/{name}"
+    path = find_checkpoint(Path(checkpoint))
     try:
         if is_pinned and not (path / PINNED).exists():
             write_text(path / PINNED, "")
@@ -71,10 +147,10 @@ def pin(checkpoint: Path, *, is_pinned: bool = True) -> Path:
             (path / PINNED).unlink(missing_ok=True)
     except OSError as problem:
         raise CheckpointError(f"{path} cannot be changed: {problem.strerror}.") from None
-    return path
+    return str(path)
 
 
-def prune(run: Path, keep: int) -> list[Path]:
+def prune(run: str | Path, keep: int) -> list[str]:
     """Remove all checkpoints of a run but the newest `keep` and those that are pinned; return what was removed.
 
     The newest is verified first: nothing goes before what stays is known to be sound.
@@ -84,11 +160,32 @@ def prune(run: Path, keep: int) -> list[Path]:
     """
     if keep < 1:
         raise CheckpointError(f"keep = {keep} would remove every checkpoint. Keep at least 1.")
-    folder = folder_of(run)
+    if is_url(run):
+        store, _ = _store_at(run)
+        store.verify(_saves_of(store)[0].name)
+        return [f"{store.url}/{name}" for name in store.remove_old(keep)]
+    folder = folder_of(Path(run))
     before = [one.path for one in complete_checkpoints(folder)]
     StoredCheckpoint(before[0]).verify()
     remove_old(folder, keep, f"{secrets.randbits(61):016x}")
-    return [path for path in before if not path.exists()]
+    return [str(path) for path in before if not path.exists()]
+
+
+def _store_at(url: str | Path) -> tuple[CheckpointStore, str]:
+    """The store of a run's saves, and the name of one where the URL has it."""
+    from weft.run.checkpoint.store import CheckpointStore  # what it stands on need not be installed
+
+    run, _, name = str(url).rstrip("/").rpartition("/")
+    return (CheckpointStore(run), name) if name.startswith("step-") else (CheckpointStore(str(url)), "")
+
+
+def _saves_of(store: CheckpointStore) -> list[SaveInStore]:
+    if not (saves := store.complete()):
+        raise CheckpointError(
+            f"{store.url} holds no complete checkpoint. Give the URL of a run, s3://bucket/prefix/<run>, or of one"
+            " checkpoint (step-000120) below it."
+        )
+    return saves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,15 +214,32 @@ class CheckpointDifference:
     """Keys of the state beside the tensors that differ."""
 
 
-def compare(first: Path, second: Path) -> CheckpointDifference:
+def compare(first: str | Path, second: str | Path) -> CheckpointDifference:
     """Verify two checkpoints, of any plans, and compare every tensor.
 
     Raises:
         CheckpointError: one is missing or damaged.
     """
-    one, other = StoredCheckpoint(find_checkpoint(first)), StoredCheckpoint(find_checkpoint(second))
-    one.verify()
-    other.verify()
+    with ExitStack() as stack:
+        one, other = (StoredCheckpoint(_brought(place, stack)) for place in (first, second))
+        one.verify()
+        other.verify()
+        return _compared(one, other)
+
+
+def _brought(place: str | Path, stack: ExitStack) -> Path:
+    """The folder of a checkpoint; one of an object store is brought here first."""
+    if not is_url(place):
+        return find_checkpoint(Path(place))
+    store, name = _store_at(place)
+    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-compared-")))
+    try:
+        return store.fetch(name or _saves_of(store)[0].name, scratch)
+    except OSError as problem:
+        raise CheckpointError(f"{place} cannot be brought to {scratch}: {problem.strerror}.") from None
+
+
+def _compared(one: StoredCheckpoint, other: StoredCheckpoint) -> CheckpointDifference:
     differences = [(name, _difference(one, other, name)) for name in sorted(one.runs.keys() | other.runs.keys())]
     return CheckpointDifference(
         num_equal=sum(difference is None for _, difference in differences),

@@ -10,8 +10,8 @@ that are killed: the next generation goes on from the newest complete save in ei
 
 Two files in memory are all that rank 0 and the supervisor say to one another:
 
-    wanted.json     rank 0: which step shall reach the disk
-    drained.json    the supervisor: which step did, or why it did not
+    wanted.json     rank 0: which save shall reach the disk
+    drained.json    the supervisor: which save did, or why it did not
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from weft.config.document import Json
 from weft.errors import WeftError
@@ -45,7 +45,7 @@ from weft.run.checkpoint._checkpointer import (
     newest_saved_step,
 )
 from weft.run.checkpoint._copy import copy_checkpoint
-from weft.run.checkpoint._folder import complete_checkpoints, step_name
+from weft.run.checkpoint._folder import CompleteCheckpoint, complete_checkpoints, step_name
 from weft.run.checkpoint._peers import MAXIMUM, Peers
 from weft.techniques.core import CheckpointShard
 
@@ -70,8 +70,10 @@ class Drained:
     """A save that has reached the disk, or has not."""
 
     step: int
+    number: int
+    """Number that rank 0 has drawn for the save: one step may be saved more than once."""
     path: str
-    """The checkpoint on the disk; the folder of all where it failed."""
+    """The checkpoint that lasts; the folder, or the URL, of all where it failed."""
     seconds: float
     """Time that the copy took, beside training."""
     problem: str = ""
@@ -85,6 +87,20 @@ class Saved:
     path: Path
     is_durable: bool
     """Whether it has reached the disk; else it lies in memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """A save in memory that rank 0 wants to last."""
+
+    step: int
+    number: int
+
+    @classmethod
+    def read(cls, memory: Path) -> _Wanted | None:
+        """The one that was asked for last; None where none was."""
+        values = _read_json(memory / _WANTED)
+        return None if values is None else cls(step=int(values["step"]), number=int(values["number"]))
 
 
 class TieredCheckpointer:
@@ -107,8 +123,8 @@ class TieredCheckpointer:
         )
         self._ranks_on_host = ranks_on_host
         self._has_room: bool | None = None
-        self._wanted_step: int | None = None
-        """Step whose copy to the disk has been asked for and is not known to have ended."""
+        self._wanted: _Wanted | None = None
+        """Save whose copy to the disk has been asked for and is not known to have ended."""
         self._seen = 0.0
         self._interval = _FIRST_SNAPSHOT_STEPS
         self.next_snapshot = 0
@@ -128,19 +144,23 @@ class TieredCheckpointer:
         the generation before has asked for."""
         self.next_snapshot = step + _FIRST_SNAPSHOT_STEPS if self._memory is not None else 0
         if self._folder is not None and self._peers.rank == 0:
-            wanted = _read_json(self._folder / _WANTED)
-            if wanted is not None and wanted["step"] != self._drained_step():
-                self._wanted_step = int(wanted["step"])
+            wanted = _Wanted.read(self._folder)
+            if wanted is not None and wanted.number != self._drained_number():
+                self._wanted = wanted
 
     @property
     def wanted_step(self) -> int | None:
         """Step whose copy to the disk has been asked for and is not known to have ended; None on other ranks than 0."""
-        return self._wanted_step
+        return None if self._wanted is None else self._wanted.step
 
-    def _drained_step(self) -> int | None:
+    def _drained_number(self) -> int | None:
         assert self._folder is not None
         drained = _read_json(self._folder / _DRAINED)
-        return None if drained is None else int(drained["step"])
+        return None if drained is None else int(drained["number"])
+
+    def _has_ended(self) -> bool:
+        """Whether the copy that was asked for last has ended.  Ask on rank 0 alone."""
+        return self._wanted is None or self._drained_number() == self._wanted.number
 
     def load(
         self,
@@ -197,12 +217,13 @@ class TieredCheckpointer:
         is_asked = True
         if self._peers.rank == 0:
             assert self._folder is not None
+            wanted = _Wanted(step=step, number=secrets.randbits(61))
             try:
-                write_whole(self._folder / _WANTED, json.dumps({"step": step}))
+                write_whole(self._folder / _WANTED, json.dumps(asdict(wanted)))
             except OSError:  # not even a few bytes fit any more
                 is_asked = False
             else:
-                self._wanted_step = step
+                self._wanted = wanted
         return bool(self._peers.share(int(is_asked))[0])
 
     def snapshot(
@@ -231,7 +252,7 @@ class TieredCheckpointer:
 
     def poll(self) -> Drained | None:
         """Return a copy to the disk that has ended since this was asked last.  Call on rank 0 alone, between steps."""
-        if self._wanted_step is None or self._folder is None:
+        if self._wanted is None or self._folder is None:
             return None
         path = self._folder / _DRAINED
         try:
@@ -242,8 +263,8 @@ class TieredCheckpointer:
         except OSError:
             return None
         self._seen = changed
-        if drained.step == self._wanted_step:
-            self._wanted_step = None
+        if drained.number == self._wanted.number:
+            self._wanted = None
         return drained
 
     def _saved_in_memory(self, step: int, shards: Sequence[CheckpointShard], state: Mapping[str, Json]) -> bool:
@@ -264,7 +285,7 @@ class TieredCheckpointer:
         """Whether the host's memory has room for saves.  Asked once: ranks agree on it."""
         if self._has_room is None:
             own = sum(shard.tensor.nbytes for shard in shards if shard.counts)
-            free = self._memory is not None and _COPIES * own * self._ranks_on_host < _free_memory_bytes()
+            free = self._memory is not None and _COPIES * own * self._ranks_on_host < free_memory_bytes()
             self._has_room = bool(self._peers.minimum([int(free)])[0])
             if not self._has_room:
                 self.next_snapshot = 0
@@ -272,31 +293,62 @@ class TieredCheckpointer:
 
     def _is_draining(self) -> bool:
         """Whether a copy to the disk is under way, as rank 0 knows; the same on every rank."""
-        if self._wanted_step is not None and self._drained_step() == self._wanted_step:
-            return bool(self._peers.share(0)[0])  # it has ended, and `poll` will say so
-        return bool(self._peers.share(int(self._wanted_step is not None))[0])
+        # One that has ended is none, though `poll` has not said so yet.
+        return bool(self._peers.share(int(self._peers.rank == 0 and not self._has_ended()))[0])
 
     def _wait_for_drain(self) -> None:
         """At most one copy to the disk is under way: rank 0 waits for it, and the others wait for rank 0."""
         if self._memory is None:
             return
-        while self._peers.rank == 0 and self._wanted_step is not None and self._drained_step() != self._wanted_step:
+        while self._peers.rank == 0 and not self._has_ended():
             time.sleep(_POLL_SECONDS)
         self._peers.share(0)
 
 
+class Destination(Protocol):
+    """Where saves last: what `Drain` copies them to."""
+
+    def newest_step(self) -> int:
+        """Return the finished steps of the newest save there; 0 where there is none."""
+        ...
+
+    def copy(self, checkpoint: Path) -> str:
+        """Copy a checkpoint there, and return where it lies.  Raises `WeftError` or `OSError`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFolder:
+    """A run's folder of checkpoints, as a destination."""
+
+    path: Path
+    keep: int
+    """Newest checkpoints that stay."""
+    owned: Owned | None
+    """Asked before a copy gets its name, whether the folder is still this run's."""
+
+    def newest_step(self) -> int:
+        """Return the finished steps of the newest save there; 0 where there is none."""
+        return newest_saved_step(self.path)
+
+    def copy(self, checkpoint: Path) -> str:
+        """Copy a checkpoint there, and return where it lies."""
+        return str(copy_checkpoint(checkpoint, self.path, keep=self.keep, owned=self.owned))
+
+
 class Drain:
-    """Copies saves from memory to the disk, in a thread of the supervisor's process.
+    """Copies saves from memory to where they last, in a thread of the supervisor's process.
 
     Use it as a context manager around one generation after another; leaving it ends the thread.
     """
 
-    def __init__(self, memory: Path, folder: Path, *, keep: int, owned: Owned | None) -> None:
+    def __init__(self, memory: Path, destination: Destination, *, name: str = "the disk") -> None:
+        """`name` is that of the destination, for messages."""
         self._memory = memory
-        self._folder = folder
-        self._keep = keep
-        self._owned = owned
+        self._destination = destination
+        self._name = name
         self._done = 0
+        """Number of the save that was copied last."""
         self._unsaid: Drained | None = None
         """What could not be written down yet, because memory was full."""
         self._ends = threading.Event()
@@ -311,11 +363,15 @@ class Drain:
         self._thread.join()
 
     def flush(self) -> bool:
-        """Let the newest save in memory reach the disk, if it is newer than what lies there: no rank runs any more.
-        Return whether nothing is in memory alone."""
-        complete = complete_checkpoints(self._memory)
-        if complete and complete[0].manifest.step > newest_saved_step(self._folder):
-            return not self._copy(complete[0].manifest.step).problem
+        """Let the newest save in memory reach its destination, if it is newer than what lies there: no rank runs any
+        more.  Return whether nothing is in memory alone."""
+        try:
+            newest = _newest(self._memory)
+            if newest is not None and newest.manifest.step > self._destination.newest_step():
+                self._destination.copy(newest.path)
+        except (WeftError, OSError) as error:
+            logger.warning("the newest save did not reach %s: %s", self._name, error)
+            return False
         return True
 
     def _run(self) -> None:
@@ -323,16 +379,17 @@ class Drain:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         while not self._ends.wait(_POLL_SECONDS):
-            self._look()
-        self._look()  # what was asked for just before the end
+            self.look()
+        self.look()  # what was asked for just before the end
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Copy what has been asked for since the last look.  Called by the thread."""
         if self._unsaid is not None:
             self._say(self._unsaid)
-        wanted = _read_json(self._memory / _WANTED)
-        if wanted is not None and wanted["step"] != self._done:
-            self._done = int(wanted["step"])
-            self._say(self._copy(self._done))
+        wanted = _Wanted.read(self._memory)
+        if wanted is not None and wanted.number != self._done:
+            self._done = wanted.number
+            self._say(self._copied(wanted))
 
     def _say(self, drained: Drained) -> None:
         """Write down how a copy has ended, for rank 0, which may be waiting for it."""
@@ -343,15 +400,16 @@ class Drain:
         else:
             self._unsaid = None
 
-    def _copy(self, step: int) -> Drained:
+    def _copied(self, wanted: _Wanted) -> Drained:
         began = time.perf_counter()
-        source, path, problem = self._memory / step_name(step), self._folder, ""
+        path, problem = self._name, ""
         try:
-            path = copy_checkpoint(source, self._folder, keep=self._keep, owned=self._owned)
+            path = self._destination.copy(self._memory / step_name(wanted.step))
         except (WeftError, OSError) as error:
-            problem = f"the checkpoint of step {step} did not reach the disk: {error}"
+            problem = f"the checkpoint of step {wanted.step} did not reach {self._name}: {error}"
             logger.warning("%s", problem)  # no rank may be there any more to say it
-        return Drained(step=step, path=str(path), seconds=time.perf_counter() - began, problem=problem)
+        seconds = time.perf_counter() - began
+        return Drained(step=wanted.step, number=wanted.number, path=path, seconds=seconds, problem=problem)
 
 
 @contextmanager
@@ -362,7 +420,7 @@ def saves_in_memory(checkpoints: Path, owned: Owned | None) -> Generator[Path | 
     if memory is None:
         yield None
         return
-    drain = Drain(memory, checkpoints, keep=KEEP, owned=owned)
+    drain = Drain(memory, DiskFolder(checkpoints, KEEP, owned))
     try:
         with drain:
             yield memory
@@ -405,13 +463,18 @@ def _remove_orphans() -> None:
             remove_memory_folder(folder)
 
 
-def _free_memory_bytes() -> float:
+def free_memory_bytes() -> float:
     """Bytes that saves may take: of the memory file system, and of what the host, or the control group, has left."""
     try:
         system = os.statvfs(_SHARED_MEMORY)
     except OSError:
         return 0.0
     return min(system.f_bavail * system.f_frsize, _SHARE_OF_MEMORY * unused_memory_bytes())
+
+
+def _newest(memory: Path) -> CompleteCheckpoint | None:
+    complete = complete_checkpoints(memory)
+    return complete[0] if complete else None
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

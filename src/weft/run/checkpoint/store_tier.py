@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 
 _LOOK_AT_DISK_SECONDS = 1.0
 _WAIT_SECONDS = (5.0, 10.0, 20.0, 40.0, 60.0, 60.0, 60.0, 60.0)
-"""Between tries after one has failed; then the next save is waited for."""
+"""Seconds between tries after one has failed; behind the last, the next save is waited for."""
 _WAIT_AT_END_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0)
-"""Between tries to send the last save of a run."""
+"""Seconds between tries to send the last save of a run."""
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ __all__ = [
     "NotFiniteError",
     "PlanError",
     "RecipeError",
+    "ReplicaError",
     "WeftError",
     "did_you_mean",
 ]
@@ -102,6 +103,10 @@ class DataError(WeftError):
 
 class NotFiniteError(WeftError):
     """The loss or a gradient is not finite in too many steps in a row, so that training cannot go on."""
+
+
+class ReplicaError(WeftError):
+    """Ranks that hold the same weights hold different ones."""
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

@@ -55,6 +55,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "compute": _compute_for_ever,
     "interpreter": _hold_the_interpreter,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "flip": lambda: None,
     "slow": lambda: time.sleep(1.5),
 }
 
@@ -91,6 +92,8 @@ class FaultyModel(nn.Module):
         count.write_text(str(done + 1))
         if self.where == "backward" and hidden.requires_grad:
             hidden.register_hook(self._fail)
+        elif self.fault == "flip":
+            self.head.weight.data.view(torch.int32)[3, 5] ^= 1 << 12
         else:
             FAULTS[self.fault]()
 

@@ -40,6 +40,9 @@ class OnFailure:
     """A device had no memory left.  On fewer devices each would need more, so this knows no `shrink`."""
     not_finite: RestartOrStop = "stop"
     """More steps in a row than `max_skipped_steps` had a loss or gradient that was not finite."""
+    replicas: RestartOrStop = "restart"
+    """Ranks that hold the same weights hold different ones.  Every save compares them before it is written, so that the
+    newest one is from before the fault."""
     max_restarts: int = 3
     """Restarts in a row between which no new step was saved; the next failure stops the run."""
     hang_seconds: float | None = None

@@ -45,6 +45,10 @@ class Peers:
         """Return rank 0's numbers, each below 2**62."""
         return self.minimum(list(values) if self.rank == 0 else [MAXIMUM] * len(values))
 
+    def gather(self, number: int) -> list[int]:
+        """Return every rank's number, each from 0 to below 2**62, by rank."""
+        return self.minimum([number if rank == self.rank else MAXIMUM for rank in range(self.world)])
+
     def first_problem(self, problem: str | None) -> str | None:
         """Return the problem of the lowest rank that has one, on every rank; None when nobody has."""
         # The minimum of the ranks that have a problem names the one whose text is shown.

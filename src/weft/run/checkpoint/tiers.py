@@ -44,7 +44,6 @@ from weft.run.checkpoint._checkpointer import (
     StateCheck,
     newest_saved_step,
 )
-from weft.run.checkpoint._copy import copy_checkpoint
 from weft.run.checkpoint._folder import CompleteCheckpoint, complete_checkpoints, step_name
 from weft.run.checkpoint._peers import MAXIMUM, Peers
 from weft.techniques.core import CheckpointShard
@@ -129,6 +128,11 @@ class TieredCheckpointer:
         self._interval = _FIRST_SNAPSHOT_STEPS
         self.next_snapshot = 0
         """Finished steps after which the next snapshot is due; 0: none is."""
+
+    @property
+    def peers(self) -> Peers:
+        """The ranks that save and load together."""
+        return self._peers
 
     @property
     def folder(self) -> Path:
@@ -333,6 +337,8 @@ class DiskFolder:
 
     def copy(self, checkpoint: Path) -> str:
         """Copy a checkpoint there, and return where it lies."""
+        from weft.run.checkpoint._copy import copy_checkpoint  # the supervisor's: ranks copy nothing
+
         return str(copy_checkpoint(checkpoint, self.path, keep=self.keep, owned=self.owned))
 
 

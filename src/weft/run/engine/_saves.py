@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from weft.config.document import Json
 from weft.events import CheckpointEvent, Run
@@ -12,6 +13,9 @@ from weft.run.checkpoint.tiers import TieredCheckpointer
 from weft.run.engine._report import StepReporter
 from weft.run.engine._setup import TrainingState
 from weft.techniques.core import CheckpointShard
+
+if TYPE_CHECKING:
+    from weft.run.engine.replicas import ReplicaCheck
 
 
 class TrainingSaves:
@@ -40,6 +44,7 @@ class TrainingSaves:
         self._stalls: dict[int, float] = {}
         """Step → seconds that training waited, of saves that have not reached the disk yet."""
         self._step_began = time.perf_counter()
+        self._replicas: ReplicaCheck | None = None
         self.saved_step: int | None = None
         """Finished steps of the newest save that lasts."""
 
@@ -55,6 +60,7 @@ class TrainingSaves:
 
         Raises:
             SaveError: the state is unsound, or the last save of the run failed.
+            ReplicaError, CollectiveError: the weights of replicas differ, so that nothing is saved.
         """
         path, problem, is_durable = self._checkpointer.folder, "", True
         with self._reporter.phase("checkpoint") as seconds:
@@ -89,7 +95,15 @@ class TrainingSaves:
             "data": dict(self._data_state(step)),
             "skipped_steps": self._training.stepper.num_skipped,
         }
-        return self._training.checkpoint_shards(), state
+        shards = self._training.checkpoint_shards()
+        # Where replicas step by themselves, their weights differ on purpose.
+        if self._training.stepper.num_replicas == 1:
+            from weft.run.engine.replicas import ReplicaCheck  # loaded by the first save
+
+            if self._replicas is None:
+                self._replicas = ReplicaCheck(self._checkpointer.peers, self._training.model.mesh.device)
+            self._replicas.check(step, shards)
+        return shards, state
 
     def _say_drained(self) -> None:
         """Say on rank 0 which save has reached the disk, or why it has not."""

@@ -115,8 +115,9 @@ class Stepper:
         self._loss_scale = loss_scale
         self._average = average
         self._ending = [technique for technique in techniques if technique.span]
-        self._num_replicas = mesh.size("data") // summing.size("data")
-        self._replica = mesh.index("replicate") if self._num_replicas > 1 else 0
+        self.num_replicas = mesh.size("data") // summing.size("data")
+        """Replicas that step by themselves; 1 where all ranks take every step together."""
+        self._replica = mesh.index("replicate") if self.num_replicas > 1 else 0
         self._summing = summing.within_stage
         self._recorder = recorder
         self._buffers = tuple(buffers)
@@ -290,7 +291,7 @@ class Stepper:
         replica's ranks, sums over the world, and values by rank come out of one sum: the maximum of the memories needs
         no second collective, and unequal fingerprints can be seen on every rank.
         """
-        replicas, size = self._num_replicas, self._world.size
+        replicas, size = self.num_replicas, self._world.size
         slots = 3 * replicas + 2 + size * (1 if fingerprint is None else 2)
         # fp64: a fingerprint below 2**53 and a count of bytes stay exact, and the sum of squares keeps its digits.
         mine = torch.zeros(slots, dtype=torch.float64, device=self._mesh.device)

@@ -267,6 +267,7 @@ class Trainer:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
         limit = self._recipe.run.max_skipped_steps
         loss_scale = self._training.loss_scale
+        batch = self._recipe.batch.global_batch_size
         # fp16 skips on purpose while its loss scale falls; only at the minimum do skips say that training diverges.
         may_still_fall = loss_scale is not None and loss_scale.scale > loss_scale.minimum
         if self._skipped_in_a_row > limit and not may_still_fall:
@@ -274,7 +275,8 @@ class Trainer:
                 f"{self._skipped_in_a_row} steps in a row up to step {result.step} had a loss or gradient that"
                 f" is not finite (run.max_skipped_steps = {limit}), so training cannot go on."
                 f" Lower optimizer.learning_rate = {self._recipe.optimizer.learning_rate:g}, lengthen warmup_steps,"
-                " or look at the data of these steps."
+                f" or look at the data of these steps: samples {(result.step - self._skipped_in_a_row) * batch:,} to"
+                f" {result.step * batch - 1:,} of the order."
             )
 
     def _reports(self, step: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Literal
 from weft.run.launch._report import is_secondary_or_timeout
 from weft.run.launch.job_end import HANG, PARENT_LOST, JobEnd
 
-FailureKind = Literal["killed", "error", "hang", "host_memory", "device_memory", "not_finite", "input"]
+FailureKind = Literal["killed", "error", "hang", "host_memory", "device_memory", "not_finite", "replicas", "input"]
 """The policies of `[run.on_failure]`, and `input`: what only the user can mend."""
 
 _NO_HOST_MEMORY = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "unable to mmap")
@@ -80,6 +80,8 @@ def _kind(end: JobEnd, out_of_memory_kills: int) -> FailureKind:
         return "host_memory" if error in ("SIGKILL", PARENT_LOST) and out_of_memory_kills else "killed"
     if error == "NotFiniteError":
         return "not_finite"
+    if error == "ReplicaError":
+        return "replicas"
     if cause.is_weft_error:
         if is_secondary_or_timeout(cause):
             return "hang"  # the others waited for a rank until their timeout

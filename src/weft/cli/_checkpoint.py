@@ -161,3 +161,46 @@ def prune(run: str, /, *, keep: int = 2) -> None:
     for path in removed:
         print(f"removed   {_shown(path)}")
     print(f"{len(removed)} removed")
+
+
+def import_(
+    source: Path,
+    folder: Path,
+    /,
+    *,
+    recipe: Path | None = None,
+    key: str = "",
+    ignore: list[str] | None = None,
+    memory_gb: float | None = None,
+) -> None:
+    """Convert weights that another program saved, in a process that can open no connection and start no program.
+
+    Parameters
+    ----------
+    source
+        A .pt, .pth, .bin or .safetensors file, or a folder of them, or of a distributed checkpoint of torch.
+    folder
+        New folder. It appears complete or not at all.
+    recipe
+        Recipe whose model the weights are for: the folder becomes a run to go on with. By default it is a folder of
+        safetensors for model.hf.
+    key
+        Dotted keys below which the weights lie in the source; by default found.
+    ignore
+        Globs over names of the source that are left out.
+    memory_gb
+        Memory that reading may take; by default three times the size of the source and 1 GB.
+    """
+    from weft.api.saving.import_weights import import_weights
+
+    made = import_weights(source, folder, recipe=recipe, key=key, ignore=ignore or (), memory_gb=memory_gb)
+    if not made.is_confined:
+        print("note      this system could not keep the process that read the file from connections and programs")
+    if made.prefix:
+        print(f"names     without {made.prefix!r}, which stood before each")
+    if made.left_out:
+        more = f" and {len(made.left_out) - _MOST_LINES:,} more" if len(made.left_out) > _MOST_LINES else ""
+        print(f"left out  {', '.join(made.left_out[:_MOST_LINES])}{more}")
+    print(f"imported  {made.num_tensors:,} tensors, {format_bytes(made.num_bytes)}   {made.folder}/")
+    if recipe is not None:
+        print(f"train     weft train {recipe} --resume {made.folder}")

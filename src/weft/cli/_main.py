@@ -63,6 +63,7 @@ def build_app() -> App:
         checkpoint.command(command)
     checkpoint.command(_checkpoint.unpin)
     checkpoint.command(_checkpoint.prune)
+    checkpoint.command(_checkpoint.import_, name="import")
     app.command(checkpoint)
     data = App(name="data", help="Prepare data for training.", help_format="plaintext")
     data.command(_data.prepare)

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 Exporter = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
-class _LazyWeights(Protocol):
+class LazyWeights(Protocol):
     """Weights that are read when they are asked for."""
 
     def __getitem__(self, name: str) -> Tensor: ...
@@ -74,7 +74,7 @@ class ExportedWeights(Mapping[str, Tensor]):
     Where an exporter looks into its tensors or writes to them, all weights are loaded at once and exported in memory.
     """
 
-    def __init__(self, weights: _LazyWeights, exporter: Exporter) -> None:
+    def __init__(self, weights: LazyWeights, exporter: Exporter) -> None:
         self._weights = weights
         self._last: tuple[str, Tensor] | None = None
         self._sources: dict[int, str] = {}

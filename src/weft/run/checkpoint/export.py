@@ -16,6 +16,7 @@ from weft.config.recipe.hf_folder import TOKENIZER_CONFIG
 from weft.errors import CheckpointError
 from weft.model.blueprint import Blueprint
 from weft.run.checkpoint._exported_weights import ExportedWeights as ExportedWeights
+from weft.run.checkpoint._exported_weights import LazyWeights as LazyWeights
 from weft.run.checkpoint._files import TensorEntry, grouped, sync_folder, write_tensors, write_text
 from weft.run.checkpoint._folder import find_checkpoint
 from weft.run.checkpoint._read import StoredCheckpoint
@@ -119,7 +120,7 @@ def export_checkpoint(
             weights if blueprint is None or blueprint.export is None else ExportedWeights(weights, blueprint.export)
         )
         file = "model.safetensors" if blueprint is None else blueprint.export_files[1]
-        _write_weights(partial, file, mapped, dtype, file_bytes)
+        write_weights(partial, file, mapped, dtype, file_bytes)
         _write_companions(partial, blueprint, tokenizer, processors, dtype)
     return folder
 
@@ -162,9 +163,11 @@ def _check_names(weights: StoredWeights, blueprint: Blueprint, checkpoint: Path)
         )
 
 
-def _write_weights(
-    folder: Path, file: str, weights: StoredWeights | ExportedWeights, dtype: torch.dtype | None, file_bytes: int
+def write_weights(
+    folder: Path, file: str, weights: LazyWeights, dtype: torch.dtype | None = None, file_bytes: int = 4 << 30
 ) -> None:
+    """Write weights one at a time into a folder, in several files with an index where they are large.  `dtype` is that
+    of floating-point weights; by default they keep theirs."""
     entries = [_entry(weights, name, dtype) for name in weights]
     groups = list(grouped(entries, lambda entry: entry.size_bytes, file_bytes)) or [[]]
     names = [file] if len(groups) == 1 else [_shard_name(file, at, len(groups)) for at in range(len(groups))]
@@ -177,7 +180,7 @@ def _write_weights(
         write_text(folder / f"{file}.index.json", json.dumps(index, indent=2))
 
 
-def _entry(weights: StoredWeights | ExportedWeights, name: str, float_dtype: torch.dtype | None) -> TensorEntry:
+def _entry(weights: LazyWeights, name: str, float_dtype: torch.dtype | None) -> TensorEntry:
     shape, dtype = weights.shape(name), weights.dtype(name)
     dtype = float_dtype if float_dtype is not None and dtype.is_floating_point else dtype
 

@@ -105,8 +105,11 @@ class CheckpointStore:
 
     def complete(self) -> list[SaveInStore]:
         """Return the saves whose manifest is sound, newest first.  Damaged manifests are warned about and left out."""
+        return self._complete(self._objects())
+
+    def _complete(self, by_name: Mapping[str, _Objects]) -> list[SaveInStore]:
         saves = list[SaveInStore]()
-        for name, objects in self._objects().items():
+        for name, objects in by_name.items():
             if MANIFEST not in objects:
                 continue  # under way, or interrupted
             with tempfile.TemporaryDirectory() as scratch:
@@ -184,8 +187,9 @@ class CheckpointStore:
             OSError: the folder is full or not writable.
         """
         problems = list[str]()
-        saves = self.complete()
-        self._warn_of_unfinished(saves[0].manifest.step if saves else 0)
+        by_name = self._objects()
+        saves = self._complete(by_name)
+        self._warn_of_unfinished(by_name, saves[0].manifest.step if saves else 0)
         for save in saves:
             try:
                 path = self._fetch(save.name, save.objects, folder)
@@ -199,9 +203,9 @@ class CheckpointStore:
             raise CheckpointError(f"{self.url} holds no checkpoint that can be loaded: {' '.join(problems)}")
         return None
 
-    def _warn_of_unfinished(self, step: int) -> None:
+    def _warn_of_unfinished(self, by_name: Mapping[str, _Objects], step: int) -> None:
         """Say which saves of later steps than `step` have no manifest."""
-        for name, objects in self._objects().items():
+        for name, objects in by_name.items():
             if MANIFEST not in objects and name.partition(".")[0] > step_name(step):
                 logger.warning(
                     "checkpoint %s/%s is passed over: it has no %s, so its save was interrupted",

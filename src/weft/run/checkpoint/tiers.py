@@ -44,7 +44,7 @@ from weft.run.checkpoint._checkpointer import (
     StateCheck,
     newest_saved_step,
 )
-from weft.run.checkpoint._folder import CompleteCheckpoint, complete_checkpoints, step_name
+from weft.run.checkpoint._folder import complete_checkpoints, step_name
 from weft.run.checkpoint._peers import MAXIMUM, Peers
 from weft.techniques.core import CheckpointShard
 
@@ -372,9 +372,9 @@ class Drain:
         """Let the newest save in memory reach its destination, if it is newer than what lies there: no rank runs any
         more.  Return whether nothing is in memory alone."""
         try:
-            newest = _newest(self._memory)
-            if newest is not None and newest.manifest.step > self._destination.newest_step():
-                self._destination.copy(newest.path)
+            for newest in complete_checkpoints(self._memory)[:1]:
+                if newest.manifest.step > self._destination.newest_step():
+                    self._destination.copy(newest.path)
         except (WeftError, OSError) as error:
             logger.warning("the newest save did not reach %s: %s", self._name, error)
             return False
@@ -476,11 +476,6 @@ def free_memory_bytes() -> float:
     except OSError:
         return 0.0
     return min(system.f_bavail * system.f_frsize, _SHARE_OF_MEMORY * unused_memory_bytes())
-
-
-def _newest(memory: Path) -> CompleteCheckpoint | None:
-    complete = complete_checkpoints(memory)
-    return complete[0] if complete else None
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

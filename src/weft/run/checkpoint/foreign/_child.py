@@ -29,6 +29,7 @@ _SECONDS = 3600
 
 
 def main() -> int:
+    """Give up rights, convert, and write the report; return the exit status."""
     source, folder, key, num_bytes = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     torch.set_num_threads(1)
     is_confined = confine_calls()

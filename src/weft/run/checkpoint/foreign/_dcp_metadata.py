@@ -49,7 +49,7 @@ class NamedClass:
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class DescribedObject:
     """An object that the file describes."""
 
     kind: str
@@ -61,7 +61,7 @@ class Record:
         return self.state.get(name)
 
 
-def read_metadata(content: bytes, where: str) -> Record:
+def read_metadata(content: bytes, where: str) -> DescribedObject:
     """Return what the file describes.
 
     Args:
@@ -82,7 +82,7 @@ def read_metadata(content: bytes, where: str) -> Record:
     except Exception as problem:  # a damaged file may end anywhere, and find the stack in any state
         raise CheckpointError(f"{where} cannot be read: {type(problem).__name__}: {problem}. It is damaged.") from None
     result = reader.result
-    if not isinstance(result, Record) or result.kind != f"{_METADATA}.Metadata":
+    if not isinstance(result, DescribedObject) or result.kind != f"{_METADATA}.Metadata":
         raise CheckpointError(f"{where} does not describe a distributed checkpoint of torch.")
     return result
 
@@ -141,13 +141,13 @@ class _Reader:
             stack.append(_made(made.name, tuple(arguments)))
         elif name == "BUILD":
             state, target = stack.pop(), stack[-1]
-            if not isinstance(target, Record):
+            if not isinstance(target, DescribedObject):
                 raise self._refused(f"a state of a {type(target).__name__}")
             target.state = dict(state) if isinstance(state, dict) else {"": state}
         elif name in ("SETITEM", "SETITEMS"):
             items = self._above_mark() if name == "SETITEMS" else [stack.pop() for _ in range(2)][::-1]
             # A tuple as key is hashed, which takes for ever where tuples are nested in one another.
-            if any(not isinstance(key, str | int | Record) for key in items[::2]):
+            if any(not isinstance(key, str | int | DescribedObject) for key in items[::2]):
                 raise self._refused("a key that is neither text nor record")
             self._container(dict).update(zip(items[::2], items[1::2], strict=True))
         elif name in ("APPEND", "APPENDS"):
@@ -184,4 +184,4 @@ def _made(name: str, arguments: tuple[Any, ...]) -> Any:
         return tuple(arguments[0])
     if name == "collections.OrderedDict":
         return dict(arguments[0]) if arguments else {}
-    return Record(name, arguments)
+    return DescribedObject(name, arguments)

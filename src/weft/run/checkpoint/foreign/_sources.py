@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.config.document import is_plain_name
 from weft.errors import CheckpointError
-from weft.run.checkpoint.foreign._dcp_metadata import NamedClass, Record, read_metadata
+from weft.run.checkpoint.foreign._dcp_metadata import DescribedObject, NamedClass, read_metadata
 from weft.run.checkpoint.foreign._torch_files import load_torch
 
 
@@ -119,14 +119,14 @@ def _distributed(folder: Path) -> Tree:
     metadata = read_metadata((folder / ".metadata").read_bytes(), where)
     chunks: dict[str, list[_Chunk]] = {}
     for index, info in _mapping(metadata.get("storage_data"), where).items():
-        if not isinstance(index, Record) or not isinstance(info, Record):
+        if not isinstance(index, DescribedObject) or not isinstance(info, DescribedObject):
             raise _wrong(where)
         chunks.setdefault(str(index.get("fqn")), []).append(_chunk(folder, where, index, info))
     paths = _mapping(metadata.get("planner_data") or {}, where)
     tree: Tree = {}
     for name, entry in _mapping(metadata.get("state_dict_metadata"), where).items():
         leaf: Any = None  # not a tensor: a pickle, which is not read
-        if isinstance(entry, Record) and entry.kind.endswith(".TensorStorageMetadata"):
+        if isinstance(entry, DescribedObject) and entry.kind.endswith(".TensorStorageMetadata"):
             leaf = _tensor_of(folder, where, str(name), entry, chunks.get(str(name), []))
         path = paths.get(name)
         parts = [str(part) for part in path] if isinstance(path, tuple) and path else [str(name)]
@@ -139,14 +139,14 @@ def _distributed(folder: Path) -> Tree:
     return tree
 
 
-def _tensor_of(folder: Path, where: str, name: str, entry: Record, chunks: list[_Chunk]) -> LazyTensor:
+def _tensor_of(folder: Path, where: str, name: str, entry: DescribedObject, chunks: list[_Chunk]) -> LazyTensor:
     properties, shape = entry.get("properties"), _sizes(entry.get("size"), where)
-    kind = properties.state.get("") if isinstance(properties, Record) else None
+    kind = properties.state.get("") if isinstance(properties, DescribedObject) else None
     kind = (
         kind[0]
         if isinstance(kind, tuple) and kind
         else properties.get("dtype")
-        if isinstance(properties, Record)
+        if isinstance(properties, DescribedObject)
         else None
     )
     dtype = getattr(torch, kind.name.removeprefix("torch."), None) if isinstance(kind, NamedClass) else None
@@ -177,7 +177,7 @@ def _joined(where: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, c
     return whole
 
 
-def _chunk(folder: Path, where: str, index: Record, info: Record) -> _Chunk:
+def _chunk(folder: Path, where: str, index: DescribedObject, info: DescribedObject) -> _Chunk:
     file, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
     if not isinstance(file, str) or not is_plain_name(file) or not file.endswith(".distcp"):
         raise CheckpointError(f"{where} names the file {file!r:.80}, which is none of its folder. Nothing was read.")

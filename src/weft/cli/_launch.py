@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-_VALUE_OPTIONS = ("-n", "--processes", "--threads", "--logs")
+_VALUE_OPTIONS = ("-n", "--processes", "--threads", "--logs", "--on-failure", "--max-restarts", "--resume")
 
 
 def launch(
@@ -19,8 +19,11 @@ def launch(
     accelerate: Annotated[bool, Parameter(negative=())] = False,
     threads: int | None = None,
     logs: Path | None = None,
+    on_failure: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = (),
+    max_restarts: int | None = None,
+    resume: Path | None = None,
 ) -> int:
-    """Run a script on several processes of this machine.
+    """Run a script on several processes of this machine, again where one fails and a session has saved.
 
     It finds its rank in the variables that torchrun sets, so torch.distributed.init_process_group() and weft.session()
     work. Options of Weft stand before the script; what follows it is the script's own.
@@ -41,11 +44,30 @@ def launch(
         Threads of each process; by default the cores are shared out.
     logs
         Folder for what each rank prints, instead of the terminal.
+    on_failure
+        What to do about a kind of failure, as `[run.on_failure]` of a recipe: killed=stop, error=stop, hang=stop,
+        host_memory=restart, device_memory=restart, not_finite=restart, hang_seconds=60. Several with commas between.
+    max_restarts
+        Restarts in a row without a new saved step; by default 3. If it is given, a script is started again, too, for
+        which no weft.session has saved.
+    resume
+        Folder of an earlier run of the script, whose session goes on from its newest save.
     """
-    from weft.run.launch.launcher import launch_script
+    from weft.run.supervised_script import LaunchedScript, SupervisedScript, policies_of
 
-    under = "weft.accelerate" if accelerate else None
-    return launch_script(script, arguments, processes, module=module, under=under, threads_per_rank=threads, logs=logs)
+    launched = LaunchedScript(
+        script=script,
+        arguments=arguments,
+        num_processes=processes,
+        module=module,
+        under="weft.accelerate" if accelerate else None,
+        threads=threads,
+        logs=logs,
+    )
+    policies = policies_of(on_failure, max_restarts)
+    return SupervisedScript(
+        launched=launched, policies=policies, restarts_any=max_restarts is not None, resumes=resume
+    ).run()
 
 
 def mark_script(arguments: list[str]) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from weft.analysis.blueprint import look_for_blocks
+from weft.analysis.facts import facts_of_blueprint
 from weft.api.batches.generators import generators_kept
 from weft.api.batches.losses import LossOfUser
 from weft.api.batches.stream import BatchStream, UserBatch
@@ -209,6 +210,12 @@ class Models:
             groups=groups,
             loss=loss,
         )
+
+    def supervise(self, planned: PlannedModel) -> None:
+        """Tell the supervisor of the job, where there is one, what a model with a loss is."""
+        if self._runs.supervised is not None and self._number == 0:
+            facts = facts_of_blueprint(planned.blueprint, planned.recipe)
+            self._runs.supervised.prepared(planned.recipe, facts)
 
     def bring(
         self,

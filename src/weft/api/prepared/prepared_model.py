@@ -138,6 +138,9 @@ class PreparedParts:
 class PreparedModel:
     """A model and its optimizer under a plan.  Every method is called on every rank."""
 
+    _can_go_on = False
+    """Whether a supervisor can start the script again, and the loop goes on."""
+
     def __init__(self, parts: PreparedParts, nominal_count: float | None = None) -> None:
         """`nominal_count`: see `begin_training`."""
         planned = parts.planned
@@ -164,14 +167,19 @@ class PreparedModel:
         )
         shards, order = self._parallel.stores.shards, [*planned.groups]
         self._optimizer = UserOptimizer(optimizer, shards, order=order, whole=cuts != "anywhere", guard=self._guard)
-        self._recorder = Recorder()
+        self._recorder = Recorder(progress=parts.recorded.progress)
         self._training = begin_training(recipe, self._parallel, self._optimizer, None, self._recorder, nominal_count)
         if parts.proof is not None:
             parts.proof.check(self._training, self._guard, self._recorder, self._loss)
         self._rounds = parts.rounds.of(self._training, self._name, self._guard)
         self._run = parts.recorded.run
         self._reporter = StepReporter(self._run, self._recorder, self._parallel)
-        self._reporter.start(0, None)
+        self._supervised = parts.recorded.supervised
+        self._is_to_go_on = self._can_go_on and self._supervised is not None and self._supervised.goes_on
+        """Whether an earlier generation's save is still to be taken up."""
+        self._has_gone_on = False
+        if not self._is_to_go_on:
+            self._reporter.start(0, None)
         self._steps, self._attached = 0, StatefulObjects(ATTACHED)
         self._frozen = [name for name, value in blueprint.module.named_parameters() if not value.requires_grad]
         self._saves = Saves(parts.recorded.checkpointer(mesh), self._training, self._optimizer, self._attached, mesh)
@@ -188,6 +196,7 @@ class PreparedModel:
     @property
     def steps(self) -> int:
         """Finished steps."""
+        self._take_up()
         return self._steps
 
     def attach(self, **objects: Any) -> None:
@@ -200,6 +209,11 @@ class PreparedModel:
         """
         if not objects:
             raise RecipeError("state.attach() was given nothing. Name what to save: state.attach(scheduler=scheduler).")
+        if self._has_gone_on:
+            raise RecipeError(
+                f"{self._name}.attach() came after the state had been taken up that an earlier start of the script has"
+                " saved. Attach objects right behind session.prepare."
+            )
         self._attached.add(objects, saved=(self.model, self.optimizer))
 
     def end_round(self) -> None:
@@ -209,6 +223,7 @@ class PreparedModel:
         then `evaluate`, `predict` and `export` see what replicas agreed on last, and the model has this replica's own
         weights.  Nothing happens where no step was taken since, or the plan has no local steps.
         """
+        self._take_up()
         self._guard.refuse_within_manual(f"{self._name}.end_round()")
         self._rounds.end()
 
@@ -221,10 +236,13 @@ class PreparedModel:
             RecipeError: on every rank; what is attached has other states on other ranks.
             CheckpointError: on every rank; it cannot be written.
         """
+        self._take_up()
         recording = self._reporter.phase("checkpoint")
         with self._calls.call(f"{self._name}.save()", meets=True), self._guard.inside(), recording as seconds:
             path = self._saves.write(self._steps, self._place(), self.optimizer)
         self._run.emit(CheckpointEvent(step=self._steps, path=str(path), seconds=seconds()))
+        if self._can_go_on and self._supervised is not None:
+            self._supervised.saved()
         return path
 
     def export(self, folder: str | Path) -> Path:
@@ -234,6 +252,7 @@ class PreparedModel:
         Raises:
             CheckpointError: on every rank; the folder is not empty or cannot be written.
         """
+        self._take_up()
         called, peers = self._calls.call(f"{self._name}.export()", meets=True), self._saves.peers
         with called, self._guard.inside():
             self._rounds.warn("export")
@@ -245,12 +264,28 @@ class PreparedModel:
         Raises:
             CheckpointError: there is none, it is damaged, or it is another model's.
         """
+        if self._is_to_go_on:  # whatever the script began from, an earlier start of it has come further
+            self._take_up()
+            return self._steps
         self._guard.refuse_within_manual(f"{self._name}.load()")
         which = "latest" if path is None else path_of("state.load(path)", path, CheckpointError)
         with self._calls.call(f"{self._name}.load()", meets=True), self._guard.inside():
             state = self._saves.read(which)
         self._loaded(state)
+        if path is None and self._can_go_on and self._supervised is not None:
+            self._supervised.saved()
         return self._steps
+
+    def _take_up(self) -> None:
+        """Go on from the newest save of an earlier start of the script, once, where there was one."""
+        if not self._is_to_go_on:
+            return
+        self._is_to_go_on, self._has_gone_on = False, True
+        with self._calls.call(f"the first use of {self._name} after a restart", meets=True), self._guard.inside():
+            state = self._saves.read("latest")
+        self._loaded(state)
+        assert self._supervised is not None
+        self._supervised.went_on(self._steps, self.plan)
 
     def _loaded(self, state: Mapping[str, Json]) -> None:
         """Go on where a save was made, whose model was filled."""
@@ -281,6 +316,8 @@ class PreparedModel:
         try:
             self._reporter.report()
             self._run.emit(EndEvent(step=self._steps, stopped=False))
+            if self._recorder.progress is not None:
+                self._recorder.progress.end()
         finally:  # whatever a callback raises
             self._training.close()
 
@@ -297,6 +334,7 @@ class PreparedModel:
 
     def _check_ready(self, call: str) -> None:
         self._guard.check_ready(f"{self._name}.{call}", self.model, self._frozen, self._left)
+        self._reporter.enter_step()
         self._left, self._facts = None, {}  # until the step is through: one left by an error has changed gradients
 
     def _agreement(self) -> dict[str, Any]:
@@ -314,6 +352,7 @@ class PreparedModel:
         self._reporter.step(event, samples=samples)
         if self._reports_now():
             self._reporter.report()
+        self._reporter.leave_step()
 
     def _reports_now(self) -> bool:
         """Whether what the last steps took is said behind this one."""

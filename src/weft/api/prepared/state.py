@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,11 @@ from weft.api.prepared.evaluation import Evaluation, Metrics
 from weft.api.prepared.prepared_model import PreparedModel, PreparedParts
 from weft.api.ranks.agreement import check_same_batches
 from weft.config.document import Json
+from weft.errors import RecipeError
 from weft.events import EpochEvent, EvaluationEvent, StepEvent
 from weft.model.blueprint import Batch
+from weft.run.checkpoint import SaveError
+from weft.run.launch import HAND_OVER
 from weft.techniques.core import LossTotals
 from weft.techniques.randomness.sample_draws import SampleDraws
 
@@ -49,12 +53,23 @@ from weft.model.families._tables import CutTable, SplitRule
 from weft.model.hooks import refuse_given
 from weft.run.engine.proof import ProveMode
 
+logger = logging.getLogger(__name__)
+
 
 class TrainState(PreparedModel):
     """A model, its optimizer and its data under a plan.  Every method is called on every rank."""
 
+    _can_go_on = True
+
     def __init__(self, parts: PreparedParts, stream: Iterable[UserBatch]) -> None:
         super().__init__(parts)
+        self._is_stopping = self._knows_step = False
+        self._is_resumed = self._is_to_go_on
+        """Whether the loop has not begun since an earlier start of the script was gone on from."""
+        self._open_epoch: int | None = None
+        """Epoch whose batches are being handed out."""
+        self._unfinished: int | None = None
+        """Epoch whose batches are all taken, and behind whose last the loop has not come."""
         plan, mesh, recipe = parts.planned.plan, parts.planned.mesh, parts.planned.recipe
         self._batch_size = recipe.batch.global_batch_size
         self._stream = BatchStream(stream, recipe.run.seed, self._check_equal, self._batch_size)
@@ -74,22 +89,58 @@ class TrainState(PreparedModel):
 
         Without `steps`: until the next step's epoch is through.  After `load` it goes on where the run was.
         """
-        return self._batches(integer_or_none("state.batches(steps=…)", steps))
+        steps = integer_or_none("state.batches(steps=…)", steps)
+        self._take_up()
+        self._refuse_counting(steps)
+        if steps is not None or not self._has_gone_on:
+            self._unfinished = None
+        return self._batches(steps)
 
-    def _batches(self, steps: int | None) -> Iterator[Any]:
-        epoch, step = self._epoch, self._steps
+    @property
+    def steps(self) -> int:
+        """Finished steps."""
+        self._knows_step = True
+        return super().steps
+
+    def _batches(self, steps: int | None = None) -> Iterator[Any]:
+        epoch, self._open_epoch = self._epoch, None if steps is not None else self._epoch
+        try:
+            for batch in self._coming(steps, epoch):
+                yield batch
+                # The loop is through with the step, and with all that it does after one.
+                self._leave_if_asked()
+        finally:
+            self._open_epoch = None
+        if steps is None:
+            self._unfinished = None
+            self._run.emit(EpochEvent(step=self._steps, number=epoch))
+
+    def _coming(self, steps: int | None, epoch: int) -> Iterator[Any]:
+        """Yield this rank's shares of so many batches, or of those that are left of an epoch."""
         if self._stream.num_samples is None:
             for batch in self._passes.batches(steps):
                 yield self._share_of(batch)
-        else:
-            last = None if steps is None else step + steps
-            while (last is None and self._stream.epoch_of(step) == epoch) or (last is not None and step < last):
-                with self._recorder.span("data_wait"):
-                    batch = self._stream.read(step, self._shares.usual.start, self._shares.usual.stop)
-                yield self._handed_out(batch)
-                step += 1
-        if steps is None:
-            self._run.emit(EpochEvent(step=self._steps, number=epoch))
+            return
+        step = self._steps
+        last = None if steps is None else step + steps
+        while (last is None and self._stream.epoch_of(step) == epoch) or (last is not None and step < last):
+            with self._recorder.span("data_wait"):
+                batch = self._stream.read(step, self._shares.usual.start, self._shares.usual.stop)
+            yield self._handed_out(batch)
+            step += 1
+
+    def _refuse_counting(self, steps: int | None) -> None:
+        """Refuse a loop that would train too long, because it counts from its beginning what earlier starts of the
+        script have done."""
+        is_first, self._is_resumed = self._is_resumed, False
+        if not is_first or self._knows_step or not self._steps or (steps is None and self._epoch == 0):
+            return
+        what = "passes through the data" if steps is None else "steps"
+        raise RecipeError(
+            f"the script was started again and goes on after step {self._steps}, and its loop counts {what} from the"
+            " beginning, so it would train too long. Write `for epoch in state.epochs(N): for batch in epoch:`, or have"
+            " the loop ask state.steps how far it is."
+        )
 
     def step(self, batch: UserBatch) -> StepEvent:
         """Train on this rank's share of a global batch: forward, backward, reductions, clipping, the optimizer's step.
@@ -100,10 +151,13 @@ class TrainState(PreparedModel):
             RecipeError: the ranks' optimizers have other settings or have done other numbers of steps; gradients are
                 off, a parameter frozen at prepare is not any more, or gradients were changed (clipped) after a step.
         """
+        self._begin_step()
         self._check_ready("step()")
         with self._calls.call(f"{self._name}.step()", facts=lambda: self._facts), self._guard.inside():
             microbatches = self._taken(batch)
-            event = self._training.stepper(microbatches, step=self._steps, **self._agreement())
+            event = self._training.stepper(
+                microbatches, step=self._steps, stop_requested=self._stop_flag, **self._agreement()
+            )
             self._note_left()
         self._took(event)
         return event
@@ -131,6 +185,7 @@ class TrainState(PreparedModel):
         """
         from weft.api.prepared.manual_step import ManualStep, check_manual  # loaded where a loop writes its own
 
+        self._begin_step()
         self._check_ready("manual_step()")
         check_manual(self.plan, self._blueprint.vocabulary_head, per_sample_loss=self._loss.per_sample)
         with self._calls.call(f"{self._name}.manual_step()"):
@@ -155,7 +210,9 @@ class TrainState(PreparedModel):
         self._facts = self._settings()
         called = self._calls.call(f"the end of {self._name}.manual_step()", facts=lambda: self._facts)
         with called, self._guard.inside():
-            event = self._training.stepper.end(totals, step=self._steps, **self._agreement())
+            event = self._training.stepper.end(
+                totals, step=self._steps, stop_requested=self._stop_flag, **self._agreement()
+            )
             self._note_left()
         return event
 
@@ -178,6 +235,7 @@ class TrainState(PreparedModel):
             DataError: the ranks were given other numbers of samples, or what `outputs` selects has no row per sample.
             RecipeError: a metric is none.
         """
+        self._take_up()
         known = Metrics(metrics, outputs)
         collected = self._evaluation.outputs(outputs or logits_and_labels) if metrics else None
         recording = self._reporter.phase("evaluation")
@@ -187,6 +245,8 @@ class TrainState(PreparedModel):
             totals = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
             for batch_totals in self._evaluation.run_through(loader, collected, counts=True):
                 totals += batch_totals
+                if self._recorder.progress is not None:
+                    self._recorder.progress.moved()
                 if collected is not None:
                     known.update(collected.join())
             world = self._mesh["world"]
@@ -209,6 +269,7 @@ class TrainState(PreparedModel):
         Raises:
             DataError: what it selects has no row per sample, or rows of several shapes.
         """
+        self._take_up()
         collected = self._evaluation.outputs(outputs or logits_alone)
         called = self._calls.call(f"{self._name}.predict()", meets=True)
         with called, self._guard.inside(), self._rounds.agreed("predict"):
@@ -256,7 +317,9 @@ class TrainState(PreparedModel):
         After `load` they begin with the epoch that the run was in.  `len(epoch)` is its number of steps, and
         `epoch.number` counts from 0.
         """
-        return Epochs(self.batches, lambda: self._epoch, self._stream.epoch_length, number, self._rounds.end)
+        self._take_up()
+        self._is_resumed = False
+        return Epochs(self._batches, lambda: self._epoch, self._stream.epoch_length, number, self._rounds.end)
 
     def _handed_out(self, batch: UserBatch) -> UserBatch:
         """A batch on its way to the loop; where others have other shares, the loop must draw nothing into it."""
@@ -287,7 +350,9 @@ class TrainState(PreparedModel):
 
     @property
     def _epoch(self) -> int:
-        """The epoch in which the next step lies."""
+        """The epoch in which the next step lies, or behind whose last batch the loop has not come."""
+        if self._unfinished is not None:
+            return self._unfinished
         return self._passes.number if (known := self._stream.epoch_of(self._steps)) is None else known
 
     def _check_equal(self, digest: str) -> None:
@@ -298,6 +363,31 @@ class TrainState(PreparedModel):
     def _took(self, event: StepEvent) -> None:
         self._note(event, self._share.size)
         self._shares.took_step(self._share)
+        self._is_stopping = event.stop
+
+    def _begin_step(self) -> None:
+        self._take_up()
+        self._leave_if_asked()
+        self._unfinished = None
+
+    def _stop_flag(self) -> float:
+        """Whether this rank was asked to stop, for the sum of a step."""
+        return 0.0 if self._supervised is None else self._supervised.stop_flag
+
+    def _leave_if_asked(self) -> None:
+        """Save and end the script, where some rank was asked to stop in the last step.  All ranks come here at once."""
+        if not self._is_stopping or self._supervised is None:
+            return
+        self._is_stopping = False
+        number = self._supervised.agreed_signal(self._mesh)
+        try:
+            self.save()  # also where the loop has saved in this step: it may have done more behind that
+        except SaveError as problem:
+            if number != HAND_OVER:
+                raise
+            logger.warning("the ranks go on under their plan: %s", problem)
+            return
+        self._supervised.leave()
 
     def _note_left(self) -> None:
         """Gradients are as the step has left them."""
@@ -311,11 +401,18 @@ class TrainState(PreparedModel):
         }
 
     def _place(self) -> dict[str, Json]:
-        return {**self._of_data(), **self._passes.state()}
+        is_through = self._open_epoch is not None and self._stream.epoch_of(self._steps) not in (None, self._open_epoch)
+        return {
+            **self._of_data(),
+            **self._passes.state(),
+            # The loop has taken all batches of an epoch, and not done yet what it does behind the last.
+            **({"unfinished_epoch": self._open_epoch} if is_through else {}),
+        }
 
     def _go_on(self, state: Mapping[str, Json]) -> None:
         refuse_other_data(state, **self._of_data())
         self._passes.load(state)
+        self._unfinished = cast("int | None", state.get("unfinished_epoch"))
         self._shares.forget()
 
     def _of_data(self) -> dict[str, Any]:
@@ -387,6 +484,7 @@ class ModelWithLoss:
         proving = (self.prove, planning.quiet, recipe, planned.plan, planned.blueprint, planned.mesh, put_back)
         proof = SessionProof.of(*proving, optimizer=optimizer, loss=loss, stream=stream, example=example)
         shape = shape_of(example)
+        self.models.supervise(planned)
         state = self.models.bring(
             planned,
             LossOfUser(planned.loss, shape, without_labels(model, shape, blueprint.inputs)),

@@ -18,11 +18,13 @@ import torch.distributed as dist
 
 import weft.errors
 from weft.api.ranks.agreement import gather_texts
+from weft.api.ranks.supervision import SupervisedSession
 from weft.comm.mesh import Mesh
 from weft.config.plan import Plan, dump_plan
 from weft.errors import LaunchError, WeftError
 from weft.events import Emitted, Event, Listening, OnEvent, Run, RunFolder, Track, loggers_to, sinks_of
 from weft.events.folder_lock import FolderLock
+from weft.events.progress import ProgressRow
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.launch import RankInfo
 
@@ -84,6 +86,10 @@ class ModelRun:
     folder: RunFolder
     run: Run
     lock: FolderLock
+    progress: ProgressRow | None = None
+    """Where the launcher reads how far the model's loop is; None: without a launcher, or for further models."""
+    supervised: SupervisedSession | None = None
+    """The session's part in a job that is started again; None where it is not, or for further models."""
 
     def checkpointer(self, mesh: Mesh) -> Checkpointer:
         """Return the checkpointer of this run, where the folder is this session's. Call on every rank."""
@@ -105,8 +111,11 @@ class SessionRuns:
         record: bool,
         track: Track | None = None,
         on_event: OnEvent | None = None,
+        supervised: SupervisedSession | None = None,
     ) -> None:
         self._given = folder
+        self.supervised = supervised
+        """The session's part in a job that is started again; None where it is not."""
         self._track, self._on_event = track, on_event
         self._callbacks: list[Callback] = []
         self._rank_info = rank_info
@@ -147,6 +156,11 @@ class SessionRuns:
             logger.warning("%s", self._note)
             self._note = ""
         self._runs.append(run)
+        if number == 1:
+            progress = self._rank_info.progress_row()
+            return ModelRun(own, self._called(run, number), lock, progress, self.supervised if self._record else None)
+        if self.supervised is not None:
+            self.supervised.prepared_another()
         return ModelRun(own, self._called(run, number), lock)
 
     def _lock_of(self, folder: RunFolder, plan: Plan) -> FolderLock:
@@ -190,7 +204,9 @@ class SessionRuns:
         script = Path(sys.argv[0])
         own = create_folder(run_name(script) if script.suffix == ".py" else "session", folder_name)
         if self._folder is None:
-            self._note = self._lock_of(own, plan).acquire()
+            note = self._lock_of(own, plan).acquire()
+            # A generation takes the folder over from the one before, and its supervisor has said so.
+            self._note = "" if self.supervised is not None and self.supervised.goes_on else note
         try:
             own.plan.write_text(dump_plan(plan))
         except OSError as error:

@@ -136,7 +136,7 @@ class Saves:
 
     def check(self, state: JsonObject) -> None:
         """Refuse what `written` cannot have returned."""
-        for name in ("steps", "in_pass", "passes"):
+        for name in ("steps", "in_pass", "passes", "unfinished_epoch"):
             if name in state.values:
                 state.count(name)
         self._attached.check(state)

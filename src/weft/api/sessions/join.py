@@ -16,6 +16,7 @@ from weft.api.planning.session_plan import Planning, with_timeout
 from weft.api.planning.settings import PlanSettings
 from weft.api.preflight.proof import check_prove
 from weft.api.ranks.recording import SessionRuns
+from weft.api.ranks.supervision import SupervisedSession
 from weft.api.sessions.session import Session
 from weft.config.plan import Plan, PlanKeywords, over_ranks
 from weft.config.recipe import PermitRecipe, Precision
@@ -23,6 +24,7 @@ from weft.errors import LaunchError, RecipeError
 from weft.events import OnEvent, Track
 from weft.run.engine.proof import ProveMode
 from weft.run.launch import RankInfo, initialise_distributed
+from weft.run.launch.generation import ScriptGeneration
 from weft.run.launch.launcher import ForkServer, launch_cells
 
 
@@ -95,6 +97,7 @@ def session(
     """
     check_session(permit, compression, settings, device, track, record=record, quiet=quiet)
     own_folder = run_folder_of(folder)
+    supervised = _supervised(record=record)
     requested = requested_plan("weft.session", plan, keywords, _ARGUMENTS)
     precision = keywords.get("precision")
     if precision is not None:
@@ -105,6 +108,10 @@ def session(
     )
     if type(seed) is not int or seed < 0:
         raise RecipeError(f"seed = {seed!r} is no seed. Give a whole number from 0 on.")
+    if supervised is not None and supervised.goes_on:
+        own_folder, quiet, prove = supervised.folder, True, "never"
+    if supervised is not None and supervised.plan is not None:
+        requested, plan_settings = supervised.plan, PlanSettings(local_steps=local_steps)
     requested = plan_settings.over(requested) if isinstance(requested, Plan) else requested
     if isinstance(requested, Plan) and requested.compute.device != "auto":
         device = requested.compute.device
@@ -129,9 +136,22 @@ def session(
             ),
             quiet=quiet,
         )
-        runs = SessionRuns(own_folder, distributed.rank_info, record=record, track=track, on_event=on_event)
+        runs = SessionRuns(
+            own_folder, distributed.rank_info, record=record, track=track, on_event=on_event, supervised=supervised
+        )
         stack.callback(runs.close)
         return Session(distributed, planning, runs, check_prove(prove), stack)
+
+
+def _supervised(*, record: bool) -> SupervisedSession | None:
+    """Return the session's part in a job that `weft launch` starts again; None under other launchers."""
+    rank_info = RankInfo.from_environment()
+    generation = ScriptGeneration.read(rank_info)
+    return (
+        SupervisedSession(generation, rank_info)
+        if generation is not None and rank_info is not None and record
+        else None
+    )
 
 
 _ARGUMENTS = tuple(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from weft.api.prepared.state import ModelWithLoss, Split, TrainState
 from weft.api.ranks.calls import RankCalls
 from weft.api.ranks.exchange import RankExchange
 from weft.api.ranks.recording import SessionRuns
+from weft.api.ranks.supervision import ReplacedPlan
 from weft.api.sessions.share_errors import explain_share
 from weft.comm.device import group_store
 from weft.config.plan import MeshPlan
@@ -59,6 +60,8 @@ class Session:
         self._loop: OwnLoop | None = None
         leaving.callback(register_optimizer_step_pre_hook(self._models.refuse_foreign_optimizer).remove)
         self._leaving: ExitStack | None = leaving.pop_all()
+        if runs.supervised is not None:
+            runs.supervised.on_leaving(self.close)
         self._stay_open = add_exit_hook(self._leave)
 
     def __enter__(self) -> Self:
@@ -124,6 +127,16 @@ class Session:
         """The first other rank that failed, and how; None while all live, or where no supervisor would say so (under
         torchrun).  Nothing collective can be done any more then, `save` included."""
         return self._distributed.rank_failure
+
+    def on_change(self, callback: Callable[[ReplacedPlan], object]) -> None:
+        """Have a function called on every rank, with the plans and the step, where `weft replan` has changed the plan.
+
+        The script begins again at its top then, on as many ranks as the new plan has, and the loop goes on at the batch
+        that was not finished.  The call comes when the model has its weights, before that batch.  What hangs on the
+        number of ranks can be set there; under other launchers than `weft launch` it is never called.
+        """
+        if self._runs.supervised is not None:
+            self._runs.supervised.on_change(callback)
 
     def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
         """Print on rank 0 alone, and at once.  Not collective."""

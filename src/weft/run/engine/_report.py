@@ -30,6 +30,7 @@ class StepReporter:
         self._since_report = 0
         self._step = 0
         self._mark = time.perf_counter()
+        self._outside: int | None = None
 
     def measure_peak(self, known: float | None = None) -> None:
         """Measure the FLOP/s of matrix products of all ranks together, by all at once so that shared cores are shared:
@@ -58,6 +59,17 @@ class StepReporter:
     def begin(self) -> None:
         """Time runs from now on.  Call it before a step where time has passed that was none of its own."""
         self._mark = time.perf_counter()
+
+    def leave_step(self) -> None:
+        """Until the next step the loop is about something of its own, which may take its time: no hang."""
+        if self._recorder.progress is not None and self._outside is None:
+            self._outside = self._recorder.progress.elsewhere()
+
+    def enter_step(self) -> None:
+        """A step begins."""
+        if self._recorder.progress is not None and self._outside is not None:
+            self._recorder.progress.leave(self._outside)
+            self._outside = None
 
     @contextmanager
     def phase(self, name: str) -> Generator[Callable[[], float]]:

@@ -9,6 +9,9 @@ import threading
 import time
 from types import FrameType
 
+import torch
+import torch.distributed as dist
+
 from weft.run.launch import HAND_OVER
 
 _TOGETHER_SECONDS = 1.0
@@ -58,11 +61,15 @@ class StopRequest:
             self._requested_at = time.monotonic()
 
     def __enter__(self) -> StopRequest:
-        """Take over the signals; outside the main thread Python allows no handlers and only `request` works."""
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, HAND_OVER):
-                self._previous[number] = signal.signal(number, self._handle)
+        """Take over the signals."""
+        self.take(signal.SIGINT, signal.SIGTERM, HAND_OVER)
         return self
+
+    def take(self, *numbers: signal.Signals) -> None:
+        """Take over these signals; outside the main thread Python allows no handlers and only `request` works."""
+        if threading.current_thread() is threading.main_thread():
+            for number in numbers:
+                self._previous[number] = signal.signal(number, self._handle)
 
     def __exit__(self, *_: object) -> None:
         if self._previous.get(HAND_OVER) == signal.SIG_DFL:
@@ -71,6 +78,13 @@ class StopRequest:
             # None: the handler was not installed by Python and cannot be put back
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # pyright: ignore[reportArgumentType]
         self._previous.clear()
+
+    def agreed(self, device: torch.device, group: dist.ProcessGroup | None) -> int:
+        """Return the signal that some rank of the group got: the others may not have, or not yet.  Collective."""
+        number = torch.tensor(self.signal_number, device=device)
+        if group is not None:
+            dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
+        return int(number)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         # The handler only notes the signal: a rank that left here would strand the others in a collective.

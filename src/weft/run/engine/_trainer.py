@@ -191,7 +191,7 @@ class Trainer:
                 # Some rank's signal, summed with the step: all ranks leave the loop after the same step.
                 stopped = result.stop
                 if stopped:
-                    number = self._agree_on_signal(stop)
+                    number = stop.agreed(self._mesh.device, self._mesh["world"].group)
                 if self._reports(step) or stopped:
                     reporter.report(recipe.run.steps - step)
                 goes_on = not stopped or number == HAND_OVER
@@ -323,11 +323,3 @@ class Trainer:
 
     def _due(self, step: int, every: int | None) -> bool:
         return every is not None and step % every == 0
-
-    def _agree_on_signal(self, stop: StopRequest) -> int:
-        """The signal that some rank got: the others may not have, or not yet."""
-        number = torch.tensor(stop.signal_number, device=self._mesh.device)
-        world = self._mesh["world"]
-        if world.group is not None:
-            dist.all_reduce(number, dist.ReduceOp.MAX, group=world.group)
-        return int(number)

@@ -122,7 +122,7 @@ def parent_ranks(job: LaunchJob, folder: Path, commands: int, events: int) -> in
 def _preload(job: LaunchJob) -> None:
     """Import what every rank of this job needs, so that ranks get it by fork."""
     sys.path[:] = job.import_path
-    if job.kind in ("function", "cells"):
+    if job.kind == "function" or job.preload:
         _import(*([job.target.partition(":")[0]] if job.kind == "function" else []), *job.preload)
 
 

@@ -31,6 +31,8 @@ class LaunchJob:
     logs: str | None
     """Folder of `rank<r>.out`, with what each rank prints; None: ranks print where their parent prints."""
 
+    num_restarts: int = 0
+    """How often the script was started before."""
     memory: str | None = None
     """The launcher's folder in the host's memory, which the ranks' parent removes if the launcher is killed."""
 

@@ -144,7 +144,8 @@ def _set_rank_environment(job: LaunchJob, rank: int, folder: Path, port: int | N
         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         # The store is the launcher's and listens on loopback only; rank 0's own would listen on every interface.
-        | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+        | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"}
+        | {"TORCHELASTIC_RESTART_COUNT": str(job.num_restarts)}
         | {FAILURE_PIPE_VARIABLE: str(failure_pipe_path(folder, rank))}
     )
 

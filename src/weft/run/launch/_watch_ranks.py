@@ -53,9 +53,9 @@ class RunningJob:
     """Status of the process that started the ranks, where that ended before they did."""
     signal_to_send: Callable[[], signal.Signals | None] = lambda: None
     """Asked twice a second: a signal that the ranks shall get now, or None."""
-    kills_survivors: bool = False
-    """Whether the other ranks are killed as soon as a signal has killed one: the job starts again from what is saved,
-    and nothing that they could still say matters."""
+    kills_survivors: Callable[[], bool] = lambda: False
+    """Asked when a signal has killed a rank: whether the others are killed at once, because the job starts again from
+    what is saved, and nothing that they could still say matters."""
     positions: dict[int, Position] = field(default_factory=dict[int, Position])
     """Rank → its position in the training when the job had ended."""
 
@@ -85,7 +85,7 @@ class RunningJob:
     @property
     def is_over(self) -> bool:
         """Whether the ranks that are left can be killed without losing anything."""
-        return self.kills_survivors and any(code < 0 for code in self.codes.values())
+        return any(code < 0 for code in self.codes.values()) and self.kills_survivors()
 
     def forward_signal(self, number: int, _frame: object = None) -> None:
         """Pass a signal to every rank.  A further SIGINT kills: somebody at the terminal wants an end.  A further
@@ -143,7 +143,8 @@ def watch_ranks(job: RunningJob, events: int) -> None:
                     job.receive(line)
             elif deadline is not None and time.monotonic() >= deadline:
                 # Sent once.  The parent escalates to SIGKILL by itself, so this loop only waits for the ends.
-                job.send_command(TERMINATE)
+                # Ranks that start again anyway need no time: they would only say that they were asked to stop.
+                job.send_command(signal.SIGKILL if job.kills_survivors() else TERMINATE)
                 deadline, is_terminating = None, True
             elif not is_terminating:
                 job.poll()

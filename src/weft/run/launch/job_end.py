@@ -49,6 +49,11 @@ class JobEnd:
     """Rank → its position in the training when it ended; ranks that do not train are absent."""
 
     @property
+    def has_left_to_go_on(self) -> bool:
+        """Whether all ranks have ended with status 75: everything is saved, for a next generation or another day."""
+        return all(exit is not None and exit.status == os.EX_TEMPFAIL for exit in self.outcomes.values())
+
+    @property
     def values(self) -> list[Any]:
         """Return values of the function, by rank."""
         outcomes = (self.outcomes[rank] for rank in range(self.num_processes))

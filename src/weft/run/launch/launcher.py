@@ -109,6 +109,42 @@ def run_function(
     return _run_to_end(job, fork_server, stopped_timeout_seconds, supervision=supervision)
 
 
+def run_script(
+    script: str,
+    arguments: Sequence[str],
+    num_processes: int,
+    *,
+    module: bool = False,
+    under: str | None = None,
+    threads_per_rank: int | None = None,
+    logs: Path | None = None,
+    preload: Sequence[str] = (),
+    num_restarts: int = 0,
+    fork_server: ForkServer | None = None,
+    stopped_timeout_seconds: float = COLLECTIVE_TIMEOUT_SECONDS,
+    hang_limits: HangLimits | None = None,
+    memory: Path | None = None,
+    signal_to_send: Callable[[], signal.Signals | None] = lambda: None,
+    prepare: Callable[[Path], object] = lambda folder: None,
+    conclude: Callable[[], object] = lambda: None,
+    starts_again: Callable[[], bool] = lambda: True,
+) -> JobEnd:
+    """Run a script as `launch_script` does, and return how that ended, as `run_function` does.
+
+    `prepare` is called with the job's private folder before the ranks start, `conclude` when all have ended and the
+    folder is still there, and `starts_again` when a signal has killed one: whether the others can be killed at once,
+    because the script starts again.  Ranks find `num_restarts` in
+    TORCHELASTIC_RESTART_COUNT.
+
+    Raises:
+        LaunchError: there is no such script, or no ranks could be started.
+    """
+    job = _script_job(script, arguments, num_processes, module, under, threads_per_rank, logs, preload)
+    job = replace(job, memory=None if memory is None else str(memory), num_restarts=num_restarts)
+    supervision = _Supervision(hang_limits, signal_to_send, prepare, conclude, starts_again)
+    return _run_to_end(job, fork_server, stopped_timeout_seconds, supervision=supervision)
+
+
 def launch_cells(
     function: Callable[..., Any],
     arguments: Mapping[str, Any],
@@ -143,6 +179,9 @@ class _Supervision:
 
     hang_limits: HangLimits | None
     signal_to_send: Callable[[], signal.Signals | None]
+    prepare: Callable[[Path], object] = lambda folder: None
+    conclude: Callable[[], object] = lambda: None
+    starts_again: Callable[[], bool] = lambda: True
 
     def signal_once_begun(self, board: ProgressBoard) -> Callable[[], signal.Signals | None]:
         """Ask for signals only while all ranks are in their loops: one that has no handler yet would die of them."""
@@ -167,6 +206,10 @@ def _run_to_end(
     with _private_folder() as folder, _LauncherRun(folder, WarningSink()) as run:
         running = _run(job, folder, fork_server, stopped_timeout_seconds, run, meanwhile, supervision)
         end = _end_of(running, folder)
+        if supervision is not None:
+            supervision.conclude()
+            if end.has_left_to_go_on:
+                return replace(end, cause=None)
         if end.cause is not None and not running.signals:
             run.fail_with(end, None, is_final=supervision is None)
     return end
@@ -192,13 +235,7 @@ def launch_script(
     Raises:
         LaunchError: there is no such script.
     """
-    if not module and not Path(script).is_file():
-        raise LaunchError(f"there is no script {script} (in {os.getcwd()}). Give the path of a Python file.")
-    if not script:
-        raise LaunchError("the name of the module is empty. Give one that `python -m` would take.")
-    kind = "module" if module or under else "script"
-    words = [*(["-m"] if under and module else []), *([script] if under else []), *arguments]
-    job = _job(kind, under or script, words, num_processes, threads_per_rank, logs, None)
+    job = _script_job(script, arguments, num_processes, module, under, threads_per_rank, logs)
     with _private_folder() as folder, _LauncherRun(folder, WarningSink(failures=True)) as run:
         running = _run(job, folder, None, COLLECTIVE_TIMEOUT_SECONDS, run)
         if running.signals and any(running.codes.values()):
@@ -208,6 +245,25 @@ def launch_script(
             return 0
         run.fail_with(end, logs)
         return end.cause.status
+
+
+def _script_job(
+    script: str,
+    arguments: Sequence[str],
+    num_processes: int,
+    module: bool,
+    under: str | None,
+    threads: int | None,
+    logs: Path | None,
+    preload: Sequence[str] = (),
+) -> LaunchJob:
+    if not module and not Path(script).is_file():
+        raise LaunchError(f"there is no script {script} (in {os.getcwd()}). Give the path of a Python file.")
+    if not script:
+        raise LaunchError("the name of the module is empty. Give one that `python -m` would take.")
+    kind = "module" if module or under else "script"
+    words = [*(["-m"] if under and module else []), *([script] if under else []), *arguments]
+    return _job(kind, under or script, words, num_processes, threads, logs, None, preload)
 
 
 class _LauncherRun(Run):
@@ -306,7 +362,8 @@ def _run(
         )
         running = RunningJob(commands, job.num_processes, StoppedProcesses(stopped_timeout_seconds, run.warn))
         if supervision is not None:
-            running.kills_survivors = True
+            supervision.prepare(folder)
+            running.kills_survivors = supervision.starts_again
             running.signal_to_send = supervision.signal_once_begun(board)
             if supervision.hang_limits is not None:
                 limits = supervision.hang_limits

@@ -1,0 +1,302 @@
+"""A script whose ranks start again when one fails: `weft launch`, on this host.
+
+Only a script whose session has saved is started again by itself: it goes on from there.  Any other may have had effects
+that a second start repeats; its first failure ends the job, unless the user allows restarts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+
+from weft.config.document import Document, bind, lay_over, parse_overrides, typed
+from weft.config.plan import MeshPlan, ModelFacts, Plan, complete_plan, dump_plan, load_plan, over_ranks
+from weft.config.recipe import OnFailure, Recipe
+from weft.errors import RecipeError
+from weft.events import RunFolder
+from weft.run.launch import threads_of_user
+from weft.run.launch._rank_info import run_folder_note
+from weft.run.launch.generation import ScriptGeneration, SessionReport
+from weft.run.launch.job_end import JobEnd
+from weft.run.launch.launcher import ForkServer, HangLimits, run_script
+from weft.run.supervise import (
+    PlanChange,
+    PlanChanges,
+    PolicyTexts,
+    Supervisor,
+    SupervisorSignals,
+    log_between,
+    report_end,
+)
+from weft.techniques.check import check_plan, check_runnable
+
+_TEXTS = PolicyTexts(
+    stop="--on-failure {kind}=stop; {kind}=restart would start the script again.",
+    max_restarts="--max-restarts {number}",
+)
+
+
+def policies_of(texts: Sequence[str], max_restarts: int | None) -> OnFailure:
+    """Return the policies of `--on-failure killed=stop,hang_seconds=60` and `--max-restarts`.
+
+    Raises:
+        RecipeError: a policy is unknown or impossible.
+    """
+    settings = [setting for text in texts for setting in text.split(",") if setting]
+    settings += [] if max_restarts is None else [f"max_restarts={max_restarts}"]
+    overrides = parse_overrides([f"on_failure.{setting}" for setting in settings], ("on_failure",))
+    return bind(OnFailure, lay_over(Document("on_failure", RecipeError, {}, {}), overrides, "--on-failure"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedScript:
+    """A script and how it is to be started."""
+
+    script: str
+    """Python file; with `module`, the name of a module."""
+    arguments: Sequence[str]
+    """Its own command line."""
+    num_processes: int
+    module: bool = False
+    under: str | None = None
+    """Module that runs it, as in `python -m under script`."""
+    threads: int | None = None
+    """Threads of each rank; by default the cores are shared out."""
+    logs: Path | None = None
+    """Folder for what each rank prints."""
+
+    @property
+    def uses_weft(self) -> bool:
+        """Whether its text imports Weft, so that ranks are better forked from a process that has."""
+        if self.under is not None:
+            return True
+        with suppress(OSError, UnicodeDecodeError):
+            return (
+                not self.module
+                and re.search(r"^\s*(import|from) weft\b", Path(self.script).read_text(), re.M) is not None
+            )
+        return False
+
+
+@dataclass(slots=True, kw_only=True)
+class SupervisedScript:
+    """A script that is to run on this host until it is done."""
+
+    launched: LaunchedScript
+    policies: OnFailure
+    restarts_any: bool
+    """Whether a script is started again, too, for which no session has saved."""
+    resumes: Path | None = None
+    """Folder of an earlier run, from whose newest save the session goes on."""
+    _run: RunFolder | None = None
+    """Folder of the session's run, once it has told."""
+    _session: SessionReport = field(default_factory=SessionReport)
+    _folder: Path | None = None
+    """Private folder of the generation that runs."""
+    _plans: PlanChanges[None] | None = None
+    _before: str = ""
+    """TOML of the plan before, where the next generation goes on under another."""
+    _forks: ForkServer | None = None
+
+    def run(self) -> int:
+        """Run generations of ranks until the script is done, was stopped, or failed for good; return the status for the
+        caller's own exit.
+
+        Raises:
+            LaunchError: there is no such script, or no ranks could be started.
+            KeyboardInterrupt: a second Ctrl-C came between two generations.
+        """
+        if self.resumes is not None:
+            self._run, self._session = RunFolder.open(self.resumes), SessionReport(num_models=1, has_saved=True)
+        with SupervisorSignals() as signals, ExitStack() as stack:
+            supervisor = Supervisor(
+                self.policies,
+                saved_step=self._saved_step,
+                samples_per_step=0,
+                plan=self._plan,
+                plan_change=self._plan_change,
+                log=lambda event: log_between(self._run, event),
+                report=report_end,
+                stopping=signals.stopping,
+                may_restart=lambda end: self._goes_on or self.restarts_any,
+                texts=_TEXTS,
+            )
+
+            def next_signal() -> signal.Signals | None:
+                supervisor.sample()
+                self._look()
+                return signals.number if self._plans is None else self._plans.signal_to_send(signals.number)
+
+            def start(number: int, resumes: bool) -> JobEnd:
+                if signals.number is not None:  # it came before any launcher could pass it on
+                    return JobEnd(num_processes=0, outcomes={}, cause=None, signals=(signals.number,))
+                return self._generation(number, resumes, self._fork_server(stack), next_signal)
+
+            end, reason = supervisor.run(start, resumes=self.resumes is not None)
+            return self._status(signals.added_to(end), reason)
+
+    def _generation(
+        self,
+        number: int,
+        resumes: bool,
+        fork_server: ForkServer,
+        next_signal: Callable[[], signal.Signals | None],
+    ) -> JobEnd:
+        """Start the ranks of a generation, and return how they ended."""
+        launched, goes_on, plan = self.launched, resumes and self._goes_on, self._plan()
+        if self._plans is not None:
+            self._plans.begin()
+        generation = ScriptGeneration(
+            number=number,
+            run=str(self._known_run.path.resolve()) if goes_on else "",
+            plan=dump_plan(plan) if goes_on and plan != self._plan_of_script else "",
+            before=self._before,
+        )
+        self._before = ""
+        hang_seconds = self.policies.hang_seconds
+        timeout_seconds = plan.compute.timeout_seconds
+
+        def prepare(folder: Path) -> None:
+            self._folder = folder
+            generation.write(folder)
+
+        return run_script(
+            launched.script,
+            launched.arguments,
+            plan.mesh.world_size,
+            module=launched.module,
+            under=launched.under,
+            threads_per_rank=launched.threads,
+            logs=launched.logs,
+            num_restarts=number - 1,
+            fork_server=fork_server,
+            stopped_timeout_seconds=min(timeout_seconds, hang_seconds or timeout_seconds),
+            hang_limits=HangLimits(hang_seconds, timeout_seconds),
+            signal_to_send=next_signal,
+            prepare=prepare,
+            conclude=self._look,
+            starts_again=self._starts_again,
+        )
+
+    def _fork_server(self, stack: ExitStack) -> ForkServer:
+        """The fork server of all generations; one that was killed with its ranks is replaced."""
+        if self._forks is None or not self._forks.is_alive:
+            launched = self.launched
+            threads = launched.threads or max(1, (os.cpu_count() or 1) // launched.num_processes)
+            preload = ("weft.api", "torch._dynamo") if launched.uses_weft else ()
+            self._forks = stack.enter_context(ForkServer(threads_per_rank=threads, preload=preload))
+        return self._forks
+
+    # ── what the session has told ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _look(self) -> None:
+        """Read what the session of the generation that runs has told."""
+        assert self._folder is not None
+        session, note = SessionReport.read(self._folder), run_folder_note(self._folder)
+        if session.num_models:
+            self._session = session
+        if self._run is None and note.is_file():
+            self._run = RunFolder(Path(note.read_text()))
+        if self._plans is None and self._run is not None and self._session.num_models == 1 and self._session.facts:
+            # What a restart needs is imported now, beside the ranks, and not when one has failed.
+            threading.Thread(target=import_module, args=("weft.run.checkpoint",), daemon=True).start()
+            self._plans = PlanChanges(
+                self._run, load_plan(self._run.plan), None, check=self._checked, report=report_end
+            )
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a session can go on from what it has saved."""
+        return self._run is not None and self._session.num_models == 1 and self._session.has_saved
+
+    @property
+    def _known_run(self) -> RunFolder:
+        assert self._run is not None, "asked of a session that has saved"
+        return self._run
+
+    @property
+    def _plan_of_script(self) -> Plan:
+        """Stands for the plan that the script itself names."""
+        return Plan(mesh=MeshPlan(replicate=self.launched.num_processes))
+
+    def _plan(self) -> Plan:
+        """The plan of the generation that runs, or is about to."""
+        if self._plans is not None:
+            return self._plans.plan
+        if self.resumes is not None and self._run is not None and self._run.plan.is_file():
+            plan = load_plan(self._run.plan)
+            return plan if plan.mesh.world_size == self.launched.num_processes else self._plan_of_script
+        return self._plan_of_script
+
+    def _saved_step(self) -> int:
+        """Finished steps of the session's newest save."""
+        if not self._goes_on:
+            return 0
+        from weft.run.checkpoint import newest_saved_step  # imports torch, which a script may do without
+
+        return newest_saved_step(self._known_run.checkpoints)
+
+    def _starts_again(self) -> bool:
+        self._look()
+        return self._goes_on or self.restarts_any
+
+    # ── plans ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _checked(self, plan: Plan) -> tuple[Plan, None]:
+        """Return a plan complete under which the session could go on, as far as can be told without building its model.
+
+        Raises:
+            WeftError: it does not fit the session's batch or model.
+        """
+        recipe, facts = typed(Recipe, self._session.recipe), typed(ModelFacts, self._session.facts)
+        plan, _ = complete_plan(over_ranks(plan, None), recipe, {}, threads_of_user(), is_chosen=False)
+        check_plan(plan, recipe, facts, None)
+        check_runnable(plan)
+        return plan, None
+
+    def _plan_change(self, end: JobEnd) -> PlanChange | None:
+        if self._plans is None:
+            return None
+        before = dump_plan(self._plans.plan)
+        change = self._plans.change_after(end, handed_over=end.has_left_to_go_on)
+        if change is not None:
+            self._before = before
+        return change
+
+    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _status(self, end: JobEnd, reason: str) -> int:
+        """Say how the script ended, and return the status of that."""
+        if end.signals and (end.has_failed_rank or end.cause is not None or not end.outcomes):
+            if end.signals[0] == signal.SIGTERM and self._goes_on:
+                print(f"stopped   {self._how_to_go_on()}", flush=True)
+                return os.EX_TEMPFAIL
+            return 128 + end.signals[0]
+        if end.cause is None:
+            return os.EX_TEMPFAIL if end.outcomes and end.has_left_to_go_on else 0
+        texts = (end.report(self.launched.logs), reason, self._how_to_go_on())
+        print("\n".join(text for text in texts if text), file=sys.stderr, flush=True)
+        return end.cause.status
+
+    def _how_to_go_on(self) -> str:
+        """A sentence on what is saved and how to go on from it; empty where no save has finished."""
+        if self._run is None:
+            return ""
+        sentence = self._run.how_to_go_on()
+        if not sentence or not self._goes_on:
+            return sentence
+        launched = self.launched
+        words = [f"--resume={os.path.relpath(self._run.path)}", f"-n{launched.num_processes}"]
+        words += ["--module"] if launched.module else []
+        words += ["--accelerate"] if launched.under else []
+        command = shlex.join(["weft", "launch", *words, launched.script, *launched.arguments])
+        return f"{sentence.partition(' Go on with')[0]} Go on with: {command}"

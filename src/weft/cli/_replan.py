@@ -32,8 +32,7 @@ def replan(
     auto
         Go on under the plan that is best by this run's own measurements, where it is better by more than noise.
     """
-    from weft.config.plan import apply_overrides, load_plan
-    from weft.config.recipe import load_recipe
+    from weft.config.plan import lay_over_plan, load_plan
     from weft.events import RunFolder
     from weft.run.supervise.replan import PlanRequest, ask_for_plan
 
@@ -53,6 +52,5 @@ def replan(
         if not text.startswith("plan."):
             raise PlanError(f"--set {text}: a run that goes on keeps its recipe. Only settings of its plan may change.")
     folder = RunFolder.open(run)
-    recipe = load_recipe(folder.recipe)
-    _, changed = apply_overrides(recipe, load_plan(plan or folder.plan), list(overrides))
+    changed = lay_over_plan(load_plan(plan or folder.plan), list(overrides))
     print(ask_for_plan(folder, changed))

@@ -21,6 +21,7 @@ from weft.events._format import format_duration as format_duration
 from weft.events._format import format_loss as format_loss
 from weft.events._format import text_of as text_of
 from weft.events._logs import loggers_to as loggers_to
+from weft.events._owner import FolderOwner as FolderOwner
 from weft.events._owner import FolderToken as FolderToken
 from weft.events._owner import Owned as Owned
 from weft.events._owner import read_owner as read_owner

@@ -37,6 +37,7 @@ from weft.run.supervise import (
     log_between,
     report_end,
 )
+from weft.run.supervise.replan import named_as_supervisor
 from weft.techniques.check import check_plan, check_runnable
 
 _TEXTS = PolicyTexts(
@@ -106,6 +107,8 @@ class SupervisedScript:
     _before: str = ""
     """TOML of the plan before, where the next generation goes on under another."""
     _forks: ForkServer | None = None
+    _open: ExitStack = field(default_factory=ExitStack)
+    """Closed with the last generation."""
 
     def run(self) -> int:
         """Run generations of ranks until the script is done, was stopped, or failed for good; return the status for the
@@ -117,7 +120,7 @@ class SupervisedScript:
         """
         if self.resumes is not None:
             self._run, self._session = RunFolder.open(self.resumes), SessionReport(num_models=1, has_saved=True)
-        with SupervisorSignals() as signals, ExitStack() as stack:
+        with SupervisorSignals() as signals, self._open:
             supervisor = Supervisor(
                 self.policies,
                 saved_step=self._saved_step,
@@ -139,7 +142,7 @@ class SupervisedScript:
             def start(number: int, resumes: bool) -> JobEnd:
                 if signals.number is not None:  # it came before any launcher could pass it on
                     return JobEnd(num_processes=0, outcomes={}, cause=None, signals=(signals.number,))
-                return self._generation(number, resumes, self._fork_server(stack), next_signal)
+                return self._generation(number, resumes, self._fork_server(), next_signal)
 
             end, reason = supervisor.run(start, resumes=self.resumes is not None)
             return self._status(signals.added_to(end), reason)
@@ -187,13 +190,13 @@ class SupervisedScript:
             starts_again=self._starts_again,
         )
 
-    def _fork_server(self, stack: ExitStack) -> ForkServer:
+    def _fork_server(self) -> ForkServer:
         """The fork server of all generations; one that was killed with its ranks is replaced."""
         if self._forks is None or not self._forks.is_alive:
             launched = self.launched
             threads = launched.threads or max(1, (os.cpu_count() or 1) // launched.num_processes)
             preload = ("weft.api", "torch._dynamo") if launched.uses_weft else ()
-            self._forks = stack.enter_context(ForkServer(threads_per_rank=threads, preload=preload))
+            self._forks = self._open.enter_context(ForkServer(threads_per_rank=threads, preload=preload))
         return self._forks
 
     # ── what the session has told ─────────────────────────────────────────────────────────────────────────────────────
@@ -209,6 +212,7 @@ class SupervisedScript:
         if self._plans is None and self._run is not None and self._session.num_models == 1 and self._session.facts:
             # What a restart needs is imported now, beside the ranks, and not when one has failed.
             threading.Thread(target=import_module, args=("weft.run.checkpoint",), daemon=True).start()
+            self._open.enter_context(named_as_supervisor(self._run))
             self._plans = PlanChanges(
                 self._run, load_plan(self._run.plan), None, check=self._checked, report=report_end
             )

@@ -10,6 +10,7 @@ from weft.config.plan._fill import over_ranks as over_ranks
 from weft.config.plan._groups import groups_over as groups_over
 from weft.config.plan._load import apply_overrides as apply_overrides
 from weft.config.plan._load import dump_plan as dump_plan
+from weft.config.plan._load import lay_over_plan as lay_over_plan
 from weft.config.plan._load import load_plan as load_plan
 from weft.config.plan._load import parse_plan as parse_plan
 from weft.config.plan._load import with_settings as with_settings

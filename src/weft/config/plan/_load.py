@@ -63,6 +63,11 @@ def apply_overrides(recipe: Recipe, plan: Plan, overrides: Iterable[str]) -> tup
     return _lay_over_recipe(recipe, parsed), _lay_over_plan(plan, parsed)
 
 
+def lay_over_plan(plan: Plan, overrides: Iterable[str]) -> Plan:
+    """`apply_overrides` of `plan.…=value` settings alone."""
+    return _lay_over_plan(plan, parse_overrides(overrides, ("plan",)))
+
+
 def with_settings(plan: Plan, settings: Mapping[str, Any], origin: str) -> Plan:
     """Return a plan with settings by dotted key (`data_parallel.zero`) laid over it, given at `origin`, for messages.
 

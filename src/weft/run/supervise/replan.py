@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from weft.config.plan import Plan, dump_plan, parse_plan
 from weft.errors import LaunchError, PlanError, WeftError
-from weft.events import RunFolder, read_owner
+from weft.events import FolderOwner, RunFolder, read_owner
 from weft.files import write_whole
 
 _POLL_SECONDS = 0.05
@@ -55,12 +55,12 @@ def ask_for_plan(run: RunFolder, request: Plan | PlanRequest, *, timeout_seconds
         LaunchError: no training runs there, or it does not answer.
         PlanError: the run does not take the plan, and goes on as it was.
     """
-    owner = read_owner(run.path / "owner.json")
-    if owner is None or owner.ended or owner.is_gone:
-        raise LaunchError(
-            f"no training runs in {run.path}. Go on with it under another plan by: weft train {run.recipe} --plan"
-            f" PLAN --resume {run.path}"
-        )
+    owners = (read_owner(run.path / "owner.json"), read_owner(_supervisor(run)))
+    if all(owner is None or owner.ended or owner.is_gone for owner in owners):
+        go_on = f"weft train {run.recipe} --plan PLAN --resume {run.path}"
+        if not run.recipe.is_file():
+            go_on = f"weft launch -n N --resume {run.path} SCRIPT, with the plan in {run.plan}"
+        raise LaunchError(f"no training runs in {run.path}. Go on with it under another plan by: {go_on}")
     asked = request if isinstance(request, PlanRequest) else PlanRequest(plan=request)
     path, answer = _request(run), _answer(run)
     answer.unlink(missing_ok=True)
@@ -110,6 +110,24 @@ class ReplanRequests:
     def _say(self, *, accepted: bool, text: str) -> None:
         with suppress(OSError):
             write_whole(_answer(self._run), json.dumps({"accepted": accepted, "text": text}))
+
+
+@contextmanager
+def named_as_supervisor(run: RunFolder) -> Generator[None]:
+    """Name this process as the one that takes requests within, where the folder's owner is a rank: between two
+    generations it has none."""
+    path = _supervisor(run)
+    with suppress(OSError):
+        write_whole(path, json.dumps(asdict(FolderOwner(token=1))))
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _supervisor(run: RunFolder) -> Path:
+    return run.path / "supervisor.json"
 
 
 def _request(run: RunFolder) -> Path:

@@ -98,6 +98,8 @@ class SupervisedScript:
     """Whether a script is started again, too, for which no session has saved."""
     resumes: Path | None = None
     """Folder of an earlier run, from whose newest save the session goes on."""
+    fork_server: ForkServer | None = None
+    """Forks the ranks; by default one is started."""
     _run: RunFolder | None = None
     """Folder of the session's run, once it has told."""
     _session: SessionReport = field(default_factory=SessionReport)
@@ -106,7 +108,6 @@ class SupervisedScript:
     _plans: PlanChanges[None] | None = None
     _before: str = ""
     """TOML of the plan before, where the next generation goes on under another."""
-    _forks: ForkServer | None = None
     _open: ExitStack = field(default_factory=ExitStack)
     """Closed with the last generation."""
 
@@ -132,6 +133,7 @@ class SupervisedScript:
                 stopping=signals.stopping,
                 may_restart=lambda end: self._goes_on or self.restarts_any,
                 texts=_TEXTS,
+                tries_early_errors=self.restarts_any,
             )
 
             def next_signal() -> signal.Signals | None:
@@ -180,6 +182,7 @@ class SupervisedScript:
             under=launched.under,
             threads_per_rank=launched.threads,
             logs=launched.logs,
+            preload=("weft.api", "torch._dynamo") if launched.uses_weft else (),
             num_restarts=number - 1,
             fork_server=fork_server,
             stopped_timeout_seconds=min(timeout_seconds, hang_seconds or timeout_seconds),
@@ -192,12 +195,11 @@ class SupervisedScript:
 
     def _fork_server(self) -> ForkServer:
         """The fork server of all generations; one that was killed with its ranks is replaced."""
-        if self._forks is None or not self._forks.is_alive:
+        if self.fork_server is None or not self.fork_server.is_alive:
             launched = self.launched
             threads = launched.threads or max(1, (os.cpu_count() or 1) // launched.num_processes)
-            preload = ("weft.api", "torch._dynamo") if launched.uses_weft else ()
-            self._forks = self._open.enter_context(ForkServer(threads_per_rank=threads, preload=preload))
-        return self._forks
+            self.fork_server = self._open.enter_context(ForkServer(threads_per_rank=threads))
+        return self.fork_server
 
     # ── what the session has told ─────────────────────────────────────────────────────────────────────────────────────
 

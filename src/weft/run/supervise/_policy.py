@@ -52,9 +52,17 @@ class RestartPolicy:
     """Decides after each failure of one run."""
 
     def __init__(
-        self, policies: OnFailure, saved_step: int, samples_per_step: int, texts: PolicyTexts | None = None
+        self,
+        policies: OnFailure,
+        saved_step: int,
+        samples_per_step: int,
+        texts: PolicyTexts | None = None,
+        *,
+        tries_early_errors: bool = False,
     ) -> None:
-        """`saved_step`: finished steps of the newest saved state when the run starts; 0 for none."""
+        """`saved_step`: finished steps of the newest saved state when the run starts; 0 for none.  With
+        `tries_early_errors` an error before the first step is tried once more, too."""
+        self._tries_early_errors = tries_early_errors
         self._policies = policies
         self._texts = texts or PolicyTexts()
         self._saved_step = saved_step
@@ -79,12 +87,13 @@ class RestartPolicy:
         policy = getattr(self._policies, failure.kind)
         if policy == "stop":
             return Stop(self._texts.stop.format(kind=failure.kind))
-        if failure.kind == "error" and not failure.made_steps and last is None:
+        if failure.kind == "error" and not failure.made_steps and last is None and not self._tries_early_errors:
             return Stop("")  # raised where every start comes by: a restart would repeat it
         if policy == "shrink" and (shrink := self._shrink(failure, last)) is not None:
             return shrink
         if failure.kind == "error" and failure.is_again(last):
-            return Stop(f"The same error came at step {failure.step} after a restart, too. {self._batch(failure.step)}")
+            at = f"at step {failure.step} " if failure.step else ""
+            return Stop(f"The same error came {at}after a restart, too. {self._batch(failure.step)}".rstrip())
         if failure.kind == "error" and failure.is_again(self._before_shrink):
             return Stop(f"The same error came at step {failure.step} on fewer devices. {self._batch(failure.step)}")
         if self._num_restarts >= self._policies.max_restarts:

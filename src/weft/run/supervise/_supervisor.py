@@ -60,6 +60,7 @@ class Supervisor:
         shrink: Callable[[Shrink], PlanChange] | None = None,
         may_restart: Callable[[JobEnd], bool] = lambda end: True,
         texts: PolicyTexts | None = None,
+        tries_early_errors: bool = False,
     ) -> None:
         """Say how to keep the run going.  Nothing starts yet.
 
@@ -76,9 +77,12 @@ class Supervisor:
                 None: no policy of the run asks for that.
             may_restart: whether ranks can go on from what is saved after such an end; policies are asked only then.
             texts: how messages name the policies; by default as those of a recipe.
+            tries_early_errors: whether ranks start again once, too, after an error before the first step.
         """
         self._saved_step = saved_step
-        self._policy = RestartPolicy(policies, saved_step(), samples_per_step, texts)
+        self._policy = RestartPolicy(
+            policies, saved_step(), samples_per_step, texts, tries_early_errors=tries_early_errors
+        )
         self._may_restart = may_restart
         self._plan = plan
         self._plan_change = plan_change

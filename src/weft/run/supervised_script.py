@@ -55,7 +55,14 @@ def policies_of(texts: Sequence[str], max_restarts: int | None) -> OnFailure:
     settings = [setting for text in texts for setting in text.split(",") if setting]
     settings += [] if max_restarts is None else [f"max_restarts={max_restarts}"]
     overrides = parse_overrides([f"on_failure.{setting}" for setting in settings], ("on_failure",))
-    return bind(OnFailure, lay_over(Document("on_failure", RecipeError, {}, {}), overrides, "--on-failure"))
+    policies = bind(OnFailure, lay_over(Document("on_failure", RecipeError, {}, {}), overrides, "--on-failure"))
+    shrinking = [setting for setting in settings if setting.endswith("=shrink")]
+    if shrinking:
+        raise RecipeError(
+            f"--on-failure {shrinking[0]}: Weft finds a plan for fewer ranks only where a recipe says what is trained."
+            " Use restart or stop; weft replan RUN --plan PLAN lets a session go on with fewer ranks."
+        )
+    return policies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,8 @@ from s3_server import S3Server
 from weft.errors import CheckpointError
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.checkpoint.store import CheckpointStore
-from weft.run.checkpoint.tiers import DiskFolder, Drain, TieredCheckpointer, create_memory_folder, remove_memory_folder
+from weft.run.checkpoint.tiers import DiskFolder, Drain, TieredCheckpointer
+from weft.run.launch.memory_folder import create_memory_folder, remove_memory_folder
 from weft.techniques.core import CheckpointShard, NestedSplit, Split
 
 SHAPE = torch.Size((4, 6))

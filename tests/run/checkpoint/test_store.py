@@ -24,7 +24,8 @@ from weft.run.checkpoint import Checkpointer
 from weft.run.checkpoint.inspect import list_checkpoints
 from weft.run.checkpoint.store import CheckpointStore
 from weft.run.checkpoint.store_tier import StoreDrain, saves_in_store
-from weft.run.checkpoint.tiers import Drained, TieredCheckpointer, create_memory_folder, remove_memory_folder
+from weft.run.checkpoint.tiers import Drained, TieredCheckpointer
+from weft.run.launch.memory_folder import create_memory_folder, remove_memory_folder
 from weft.techniques.core import CheckpointShard
 
 

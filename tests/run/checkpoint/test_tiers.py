@@ -20,9 +20,8 @@ from weft.run.checkpoint.tiers import (
     Drain,
     Drained,
     TieredCheckpointer,
-    create_memory_folder,
-    remove_memory_folder,
 )
+from weft.run.launch.memory_folder import create_memory_folder, remove_memory_folder
 from weft.techniques.core import CheckpointShard
 
 
@@ -162,7 +161,7 @@ def test_without_room_in_memory_saves_go_to_the_disk(memory: Path, tmp_path: Pat
 
 ORPHAN = """
 import os, sys
-from weft.run.checkpoint.tiers import create_memory_folder
+from weft.run.launch.memory_folder import create_memory_folder
 print(create_memory_folder(), flush=True)
 os.kill(os.getpid(), 9)
 """

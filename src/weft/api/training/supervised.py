@@ -21,7 +21,7 @@ from weft.events.folder_lock import FolderLock
 from weft.events.loss_board import LossBoard
 from weft.formatting import format_percent
 from weft.run.checkpoint import newest_saved_step
-from weft.run.checkpoint.tiers import saves_in_memory
+from weft.run.checkpoint.memory_saves import saves_in_memory
 from weft.run.data import PreparedData
 from weft.run.engine import TrainingResult
 from weft.run.engine.proof import ProveMode

@@ -24,13 +24,8 @@ from weft.run.checkpoint._checkpointer import KEEP, newest_saved_step
 from weft.run.checkpoint._folder import LATEST, CompleteCheckpoint, complete_checkpoints
 from weft.run.checkpoint._read import StoredCheckpoint
 from weft.run.checkpoint.store import CheckpointStore
-from weft.run.checkpoint.tiers import (
-    DiskFolder,
-    Drain,
-    create_memory_folder,
-    free_memory_bytes,
-    remove_memory_folder,
-)
+from weft.run.checkpoint.tiers import DiskFolder, Drain, free_memory_bytes
+from weft.run.launch.memory_folder import create_memory_folder, remove_memory_folder
 
 logger = logging.getLogger(__name__)
 

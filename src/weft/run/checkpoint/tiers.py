@@ -20,12 +20,10 @@ import json
 import logging
 import os
 import secrets
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,9 +32,8 @@ from weft.config.document import Json
 from weft.errors import WeftError
 from weft.events import Owned
 from weft.files import write_whole
-from weft.process import machine_name, start_of, unused_memory_bytes
+from weft.process import unused_memory_bytes
 from weft.run.checkpoint._checkpointer import (
-    KEEP,
     CheckpointChoice,
     Checkpointer,
     SaveError,
@@ -46,13 +43,11 @@ from weft.run.checkpoint._checkpointer import (
 )
 from weft.run.checkpoint._folder import complete_checkpoints, step_name
 from weft.run.checkpoint._peers import MAXIMUM, Peers
+from weft.run.launch.memory_folder import SHARED_MEMORY
 from weft.techniques.core import CheckpointShard
 
 logger = logging.getLogger(__name__)
 
-_SHARED_MEMORY = Path("/dev/shm")
-_PREFIX = "weft-saves-"
-_OWNER = "owner.json"
 _WANTED, _DRAINED = "wanted.json", "drained.json"
 _POLL_SECONDS = 0.02
 _COPIES = 2
@@ -418,61 +413,10 @@ class Drain:
         return Drained(step=wanted.step, number=wanted.number, path=path, seconds=seconds, problem=problem)
 
 
-@contextmanager
-def saves_in_memory(checkpoints: Path, owned: Owned | None) -> Generator[Path | None]:
-    """Keep saves in memory, which outlive the ranks, and copy to the disk what shall last; None on a host that has no
-    such memory.  At the end the newest one lies on the disk, whatever ended the run."""
-    memory = create_memory_folder()
-    if memory is None:
-        yield None
-        return
-    drain = Drain(memory, DiskFolder(checkpoints, KEEP, owned))
-    try:
-        with drain:
-            yield memory
-    finally:
-        if drain.flush():
-            remove_memory_folder(memory)
-        else:
-            logger.warning(
-                "the newest save lies in %s alone. Make room, and copy it to %s.", memory, checkpoints.parent
-            )
-
-
-def create_memory_folder() -> Path | None:
-    """Make a folder in memory that only this user can enter, for a supervisor that removes it; None where the system
-    has none.  What supervisors left that were killed is removed first."""
-    if not _SHARED_MEMORY.is_dir():
-        return None
-    _remove_orphans()
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-{secrets.token_hex(4)}-", dir=_SHARED_MEMORY))
-        owner = {"machine": machine_name(), "pid": os.getpid(), "started": start_of(os.getpid())}
-        (folder / _OWNER).write_text(json.dumps(owner))
-    except OSError:
-        return None
-    return folder
-
-
-def remove_memory_folder(folder: Path) -> None:
-    """Remove the folder with all saves in it."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_orphans() -> None:
-    for folder in _SHARED_MEMORY.glob(f"{_PREFIX}{os.getuid()}-*"):
-        try:
-            owner = json.loads((folder / _OWNER).read_text())
-        except (OSError, ValueError):
-            continue  # just being made
-        if owner["machine"] == machine_name() and start_of(int(owner["pid"])) != owner["started"]:
-            remove_memory_folder(folder)
-
-
 def free_memory_bytes() -> float:
     """Bytes that saves may take: of the memory file system, and of what the host, or the control group, has left."""
     try:
-        system = os.statvfs(_SHARED_MEMORY)
+        system = os.statvfs(SHARED_MEMORY)
     except OSError:
         return 0.0
     return min(system.f_bavail * system.f_frsize, _SHARE_OF_MEMORY * unused_memory_bytes())

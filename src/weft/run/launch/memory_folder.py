@@ -1,0 +1,46 @@
+"""A supervisor's folder in the host's memory, in which saves outlive the ranks that wrote them."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+
+from weft.process import machine_name, start_of
+
+SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "weft-saves-"
+_OWNER = "owner.json"
+
+
+def create_memory_folder() -> Path | None:
+    """Make a folder in memory that only this user can enter, for a supervisor that removes it; None where the system
+    has none.  What supervisors left that were killed is removed first."""
+    if not SHARED_MEMORY.is_dir():
+        return None
+    _remove_orphans()
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-{secrets.token_hex(4)}-", dir=SHARED_MEMORY))
+        owner = {"machine": machine_name(), "pid": os.getpid(), "started": start_of(os.getpid())}
+        (folder / _OWNER).write_text(json.dumps(owner))
+    except OSError:
+        return None
+    return folder
+
+
+def remove_memory_folder(folder: Path) -> None:
+    """Remove the folder with all saves in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_orphans() -> None:
+    for folder in SHARED_MEMORY.glob(f"{_PREFIX}{os.getuid()}-*"):
+        try:
+            owner = json.loads((folder / _OWNER).read_text())
+        except (OSError, ValueError):
+            continue  # just being made
+        if owner["machine"] == machine_name() and start_of(int(owner["pid"])) != owner["started"]:
+            remove_memory_folder(folder)

@@ -43,11 +43,11 @@ from weft.run.checkpoint._checkpointer import (
 )
 from weft.run.checkpoint._folder import complete_checkpoints, step_name
 from weft.run.checkpoint._peers import MAXIMUM, Peers
-from weft.run.launch.memory_folder import SHARED_MEMORY
 from weft.techniques.core import CheckpointShard
 
 logger = logging.getLogger(__name__)
 
+_SHARED_MEMORY = Path("/dev/shm")
 _WANTED, _DRAINED = "wanted.json", "drained.json"
 _POLL_SECONDS = 0.02
 _COPIES = 2
@@ -416,7 +416,7 @@ class Drain:
 def free_memory_bytes() -> float:
     """Bytes that saves may take: of the memory file system, and of what the host, or the control group, has left."""
     try:
-        system = os.statvfs(SHARED_MEMORY)
+        system = os.statvfs(_SHARED_MEMORY)
     except OSError:
         return 0.0
     return min(system.f_bavail * system.f_frsize, _SHARE_OF_MEMORY * unused_memory_bytes())

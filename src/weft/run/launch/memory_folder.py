@@ -11,7 +11,7 @@ from pathlib import Path
 
 from weft.process import machine_name, start_of
 
-SHARED_MEMORY = Path("/dev/shm")
+_SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "weft-saves-"
 _OWNER = "owner.json"
 
@@ -19,11 +19,11 @@ _OWNER = "owner.json"
 def create_memory_folder() -> Path | None:
     """Make a folder in memory that only this user can enter, for a supervisor that removes it; None where the system
     has none.  What supervisors left that were killed is removed first."""
-    if not SHARED_MEMORY.is_dir():
+    if not _SHARED_MEMORY.is_dir():
         return None
     _remove_orphans()
     try:
-        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-{secrets.token_hex(4)}-", dir=SHARED_MEMORY))
+        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-{secrets.token_hex(4)}-", dir=_SHARED_MEMORY))
         owner = {"machine": machine_name(), "pid": os.getpid(), "started": start_of(os.getpid())}
         (folder / _OWNER).write_text(json.dumps(owner))
     except OSError:
@@ -37,7 +37,7 @@ def remove_memory_folder(folder: Path) -> None:
 
 
 def _remove_orphans() -> None:
-    for folder in SHARED_MEMORY.glob(f"{_PREFIX}{os.getuid()}-*"):
+    for folder in _SHARED_MEMORY.glob(f"{_PREFIX}{os.getuid()}-*"):
         try:
             owner = json.loads((folder / _OWNER).read_text())
         except (OSError, ValueError):

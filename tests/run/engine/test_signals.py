@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 
-from weft.run.engine import HAND_OVER, StopRequest
+from weft.run.engine import StopRequest
+from weft.run.launch import HAND_OVER
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -14,7 +14,7 @@ from pathlib import Path
 from weft.events import Emitted, EvaluationEvent, RateEvent, StepEvent
 
 _BYTES = 8
-_PEAK, _VALIDATION, _FIRST_LOSS = 0, 1, 2
+_PEAK, _VALIDATION, _FIRST_STEP, _FIRST_LOSS = 0, 1, 2, 3
 
 
 class LossBoard:
@@ -27,7 +27,7 @@ class LossBoard:
         with path.open("r+b") as file:
             # A sparse file that meets a full disk later would kill the rank that writes, by a signal.
             os.posix_fallocate(file.fileno(), 0, (_FIRST_LOSS + num_steps) * _BYTES)
-            file.write(struct.pack("2d", 0.0, math.nan))
+            file.write(struct.pack("3d", 0.0, math.nan, 0.0))
 
     @classmethod
     @contextmanager
@@ -40,9 +40,12 @@ class LossBoard:
         finally:
             Path(name).unlink(missing_ok=True)
 
-    def of_steps(self, first: int, last: int) -> tuple[float, ...]:
-        """Return the losses of the steps after `first` finished ones, up to `last`."""
-        content = self.path.read_bytes()[(_FIRST_LOSS + first) * _BYTES : (_FIRST_LOSS + last) * _BYTES]
+    def losses(self, last: int) -> tuple[float, ...]:
+        """Return the losses from the earliest step that any generation has done, up to the step `last`."""
+        first = int(self._number(_FIRST_STEP))
+        if not first:
+            return ()
+        content = self.path.read_bytes()[(_FIRST_LOSS + first - 1) * _BYTES : (_FIRST_LOSS + last) * _BYTES]
         return struct.unpack(f"{len(content) // _BYTES}d", content)
 
     @property
@@ -75,6 +78,8 @@ class LossSink:
         match emitted.event:
             case StepEvent(step=step, loss=loss):
                 self._numbers[_FIRST_LOSS + step - 1] = loss
+                # A run may go on from an older save than the newest, where that is damaged.
+                self._numbers[_FIRST_STEP] = min(step, int(self._numbers[_FIRST_STEP]) or step)
             case EvaluationEvent(validation_loss=loss):
                 self._numbers[_VALIDATION] = loss
             case RateEvent(flops_per_second=float() as flops, peak_share=float() as share) if share:

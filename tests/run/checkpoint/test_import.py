@@ -32,7 +32,6 @@ from weft.config.recipe import (
 from weft.errors import CheckpointError
 from weft.model.build import build_model
 from weft.run.checkpoint.export import read_tensors
-from weft.run.checkpoint.foreign import convert
 from weft.run.checkpoint.foreign._sources import read_source
 
 SHAPE = DecoderShape(num_layers=2, hidden_size=16, num_heads=2, vocabulary_size=300, sequence_length=8)
@@ -223,10 +222,6 @@ def test_evil_files_run_nothing_and_there_is_no_other_way(tmp_path: Path) -> Non
     for name in ("new.pt", "old.pt", "module.pt", "raw.bin", "archive.pt"):
         with pytest.raises(CheckpointError, match="cannot be read as tensors and plain values alone"):
             read_source(tmp_path / name)
-    assert not canary.exists()
-    (tmp_path / "scratch").mkdir()
-    with pytest.raises(CheckpointError, match="Save the state_dict"):
-        convert(tmp_path / "new.pt", tmp_path / "scratch")
     assert not canary.exists()
 
 

@@ -100,7 +100,6 @@ class SupervisedTraining:
                 stopping=signals.stopping,
                 shrink=lambda shrink: self._shrink(plans, shrink),
             )
-            first = self._saved_step(memory) if resumes else 0
             world_size = self.plan.mesh.world_size
 
             def next_signal() -> signal.Signals | None:
@@ -118,7 +117,7 @@ class SupervisedTraining:
 
             end, reason = supervisor.run(start, resumes=resumes)
             signals.added_to(end).raise_cause(reason)
-            return self._result(signals.added_to(end), losses, first, time.perf_counter() - started)
+            return self._result(signals.added_to(end), losses, time.perf_counter() - started)
 
     @contextmanager
     def _saves(self) -> Generator[tuple[Path | None, StoreSaves | None]]:
@@ -182,13 +181,13 @@ class SupervisedTraining:
         count = self.replanner.cluster.num_accelerators if self.plan.compute.device != "cpu" else None
         return [device for device in range(count or 0) if device not in self._left_out]
 
-    def _result(self, end: JobEnd, losses: LossBoard, first: int, seconds: float) -> TrainingResult:
+    def _result(self, end: JobEnd, losses: LossBoard, seconds: float) -> TrainingResult:
         """The result of all generations together."""
         last = typed(TrainingResult, end.values[0])
         validation = last.validation_loss if last.validation_loss is not None else losses.validation_loss
         return replace(
             last,
-            losses=losses.of_steps(first, last.steps),
+            losses=losses.losses(last.steps),
             validation_loss=validation,
             seconds=seconds,
             stop_signal=end.signals[0] if end.signals else last.stop_signal,

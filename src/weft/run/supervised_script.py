@@ -22,12 +22,13 @@ from weft.config.document import Document, bind, lay_over, parse_overrides, type
 from weft.config.plan import MeshPlan, ModelFacts, Plan, complete_plan, dump_plan, load_plan, over_ranks
 from weft.config.recipe import OnFailure, Recipe
 from weft.errors import RecipeError
-from weft.events import RunFolder
+from weft.events import FolderToken, RunFolder, read_owner
 from weft.run.launch import threads_of_user
 from weft.run.launch._rank_info import run_folder_note
 from weft.run.launch.generation import ScriptGeneration, SessionReport
 from weft.run.launch.job_end import JobEnd
 from weft.run.launch.launcher import ForkServer, HangLimits, run_script
+from weft.run.launch.memory_folder import create_memory_folder, remove_memory_folder
 from weft.run.supervise import (
     PlanChange,
     PlanChanges,
@@ -115,6 +116,8 @@ class SupervisedScript:
     _plans: PlanChanges[None] | None = None
     _before: str = ""
     """TOML of the plan before, where the next generation goes on under another."""
+    _memory: Path | None = None
+    """Folder in the host's memory for snapshots."""
     _open: ExitStack = field(default_factory=ExitStack)
     """Closed with the last generation."""
 
@@ -128,6 +131,8 @@ class SupervisedScript:
         """
         if self.resumes is not None:
             self._run, self._session = RunFolder.open(self.resumes), SessionReport(num_models=1, has_saved=True)
+        self._memory = create_memory_folder()
+        self._open.callback(self._leave_memory, is_wanted=True)
         with SupervisorSignals() as signals, self._open:
             supervisor = Supervisor(
                 self.policies,
@@ -154,7 +159,9 @@ class SupervisedScript:
                 return self._generation(number, resumes, self._fork_server(), next_signal)
 
             end, reason = supervisor.run(start, resumes=self.resumes is not None)
-            return self._status(signals.added_to(end), reason)
+            end = signals.added_to(end)
+            self._leave_memory(is_wanted=end.cause is not None or end.has_failed_rank)
+            return self._status(end, reason)
 
     def _generation(
         self,
@@ -172,6 +179,7 @@ class SupervisedScript:
             run=str(self._known_run.path.resolve()) if goes_on else "",
             plan=dump_plan(plan) if goes_on and plan != self._plan_of_script else "",
             before=self._before,
+            memory="" if self._memory is None else str(self._memory),
         )
         self._before = ""
         hang_seconds = self.policies.hang_seconds
@@ -194,6 +202,7 @@ class SupervisedScript:
             fork_server=fork_server,
             stopped_timeout_seconds=min(timeout_seconds, hang_seconds or timeout_seconds),
             hang_limits=HangLimits(hang_seconds, timeout_seconds),
+            memory=self._memory,
             signal_to_send=next_signal,
             prepare=prepare,
             conclude=self._look,
@@ -256,7 +265,25 @@ class SupervisedScript:
             return 0
         from weft.run.checkpoint import newest_saved_step  # imports torch, which a script may do without
 
-        return newest_saved_step(self._known_run.checkpoints)
+        folders = [self._known_run.checkpoints, *([self._memory] if self._memory is not None else [])]
+        return max(newest_saved_step(folder) for folder in folders)
+
+    def _leave_memory(self, *, is_wanted: bool) -> None:
+        """Remove the folder in memory; where the script has not come to its end, its newest snapshot lasts."""
+        memory, self._memory = self._memory, None
+        if memory is None:
+            return
+        if is_wanted and self._goes_on:
+            from weft.run.checkpoint import KEEP
+            from weft.run.checkpoint.tiers import DiskFolder, Drain
+
+            owner = read_owner(self._known_run.path / "owner.json")
+            token = None if owner is None else FolderToken(self._known_run.path, owner)
+            is_free = owner is None or owner.ended or owner.is_gone  # else another job has taken the folder over
+            if is_free and not Drain(memory, DiskFolder(self._known_run.checkpoints, KEEP, token)).flush():
+                print(f"The newest snapshot lies in {memory} alone. Make room.", file=sys.stderr, flush=True)
+                return
+        remove_memory_folder(memory)
 
     def _starts_again(self) -> bool:
         self._look()

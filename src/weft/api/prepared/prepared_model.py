@@ -182,7 +182,9 @@ class PreparedModel:
             self._reporter.start(0, None)
         self._steps, self._attached = 0, StatefulObjects(ATTACHED)
         self._frozen = [name for name, value in blueprint.module.named_parameters() if not value.requires_grad]
-        self._saves = Saves(parts.recorded.checkpointer(mesh), self._training, self._optimizer, self._attached, mesh)
+        durable = parts.recorded.checkpointer(mesh)
+        tiers = parts.recorded.tiers(durable) if self._can_go_on else None
+        self._saves = Saves(durable, self._training, self._optimizer, self._attached, mesh, tiers)
         self._copied = CopiedState(self._parallel)
         gathers = plan.data_parallel.shards_weights and mesh.size("shard") > 1
         self._guard.watch(self._parallel, before, recipe, self._optimizer.held, gathers=gathers)
@@ -241,9 +243,14 @@ class PreparedModel:
         with self._calls.call(f"{self._name}.save()", meets=True), self._guard.inside(), recording as seconds:
             path = self._saves.write(self._steps, self._place(), self.optimizer)
         self._run.emit(CheckpointEvent(step=self._steps, path=str(path), seconds=seconds()))
-        if self._can_go_on and self._supervised is not None:
-            self._supervised.saved()
+        self._note_saved()
         return path
+
+    def _note_saved(self) -> None:
+        """Note that this run's newest save, or one that it has loaded, is the newest in its folder."""
+        if self._can_go_on and self._supervised is not None and not self._supervised.has_saved:
+            self._supervised.saved()
+            self._saves.begin_snapshots(self._steps)
 
     def export(self, folder: str | Path) -> Path:
         """Write the whole model as `transformers` loads it (safetensors, and `config.json` where it has one), under any
@@ -272,9 +279,17 @@ class PreparedModel:
         with self._calls.call(f"{self._name}.load()", meets=True), self._guard.inside():
             state = self._saves.read(which)
         self._loaded(state)
-        if path is None and self._can_go_on and self._supervised is not None:
-            self._supervised.saved()
+        if path is None:
+            self._note_saved()
+        # What lies in memory is of steps that the loop has gone back from.
+        self._saves.snapshot(self._steps, self._place, self.optimizer, at_once=True)
         return self._steps
+
+    def _snapshot(self) -> None:
+        """Save into memory, where a snapshot is due."""
+        if self._supervised is not None and self._supervised.has_saved:
+            with self._reporter.phase("checkpoint"), self._guard.inside():
+                self._saves.snapshot(self._steps, self._place, self.optimizer, at_once=False)
 
     def _take_up(self) -> None:
         """Go on from the newest save of an earlier start of the script, once, where there was one."""
@@ -285,6 +300,7 @@ class PreparedModel:
             state = self._saves.read("latest")
         self._loaded(state)
         assert self._supervised is not None
+        self._saves.begin_snapshots(self._steps)
         self._supervised.went_on(self._steps, self.plan)
 
     def _loaded(self, state: Mapping[str, Json]) -> None:

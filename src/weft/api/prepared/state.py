@@ -109,6 +109,7 @@ class TrainState(PreparedModel):
                 yield batch
                 # The loop is through with the step, and with all that it does after one.
                 self._leave_if_asked()
+                self._snapshot()
         finally:
             self._open_epoch = None
         if steps is None:

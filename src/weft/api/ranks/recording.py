@@ -26,6 +26,7 @@ from weft.events import Emitted, Event, Listening, OnEvent, Run, RunFolder, Trac
 from weft.events.folder_lock import FolderLock
 from weft.events.progress import ProgressRow
 from weft.run.checkpoint import Checkpointer, Peers
+from weft.run.checkpoint.tiers import TieredCheckpointer
 from weft.run.launch import RankInfo
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,12 @@ class ModelRun:
     def checkpointer(self, mesh: Mesh) -> Checkpointer:
         """Return the checkpointer of this run, where the folder is this session's. Call on every rank."""
         return Checkpointer(self.folder.checkpoints, Peers.of_group(mesh["world"]), owned=self.lock)
+
+    def tiers(self, durable: Checkpointer) -> TieredCheckpointer | None:
+        """Return what takes snapshots into the supervisor's memory beside these; None where there is no supervisor."""
+        if self.supervised is None or self.supervised.memory is None:
+            return None
+        return TieredCheckpointer(durable, self.supervised.memory, ranks_on_host=self.supervised.ranks_on_host)
 
 
 class SessionRuns:

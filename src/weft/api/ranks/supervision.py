@@ -57,14 +57,19 @@ class SupervisedSession:
         return parse_plan(self._generation.plan) if self._generation.plan else None
 
     @property
+    def memory(self) -> Path | None:
+        """The supervisor's folder in the host's memory, for snapshots; None where the host has none."""
+        return Path(self._generation.memory) if self._generation.memory else None
+
+    @property
+    def ranks_on_host(self) -> int:
+        """Ranks that share the host's memory."""
+        return self._rank_info.local_world_size
+
+    @property
     def goes_on(self) -> bool:
         """Whether this generation goes on from what an earlier one has saved."""
         return bool(self._generation.run)
-
-    @property
-    def number(self) -> int:
-        """Number of the generation, from 1."""
-        return self._generation.number
 
     # ── what the supervisor is told ───────────────────────────────────────────────────────────────────────────────────
 
@@ -81,11 +86,15 @@ class SupervisedSession:
         self._tell(replace(self._report, num_models=2))
         self._stop.__exit__()
 
+    @property
+    def has_saved(self) -> bool:
+        """Whether the newest save in the run's folder is of this run."""
+        return self._report.has_saved
+
     def saved(self) -> None:
         """The newest save in the run's folder is of this session, or was loaded by it."""
-        if not self._report.has_saved:
-            self._tell(replace(self._report, has_saved=True))
-            self._take_sigterm()
+        self._tell(replace(self._report, has_saved=True))
+        self._take_sigterm()
 
     def _take_sigterm(self) -> None:
         # Without a save SIGTERM ends a script as it always did; a handler of the user's own stays.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
+import time
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Self, cast, final
@@ -19,6 +20,7 @@ from weft.comm.mesh import GroupView, Mesh
 from weft.config.document import Json, JsonObject
 from weft.errors import CheckpointError
 from weft.run.checkpoint import Checkpointer, StoredCheckpoint
+from weft.run.checkpoint.tiers import TieredCheckpointer
 from weft.run.engine import TrainingState
 from weft.techniques.core import CheckpointShard, NestedSplit
 
@@ -36,8 +38,12 @@ class Saves:
         optimizer: UserOptimizer,
         attached: StatefulObjects,
         mesh: Mesh,
+        tiers: TieredCheckpointer | None = None,
     ) -> None:
-        self._checkpointer = checkpointer
+        """`tiers` takes snapshots into memory beside the saves; None: there are none."""
+        self._checkpointer, self._tiers = checkpointer, tiers
+        self._snapshot_at = time.perf_counter()
+        self._snapshot_step = 0
         self.peers = checkpointer.peers
         self._training = training
         self._kept = optimizer.kept
@@ -87,6 +93,24 @@ class Saves:
         own = [*self._kept.own_shards(counts=counts), *self._attached.checkpoint_shards(counts=counts)]
         return state, [*self._training.checkpoint_shards(), *own]
 
+    def begin_snapshots(self, steps: int) -> None:
+        """Take snapshots into memory from now on, after `steps` finished steps."""
+        if self._tiers is not None:
+            self._tiers.begin(steps)
+            self._snapshot_at, self._snapshot_step = time.perf_counter(), steps
+
+    def snapshot(
+        self, steps: int, place: Callable[[], Mapping[str, Json]], optimizer: torch.optim.Optimizer, *, at_once: bool
+    ) -> None:
+        """Take one where one is due, or `at_once`.  It costs no more than what a failure would: see `tiers`."""
+        tiers = self._tiers
+        if tiers is None or not tiers.next_snapshot or (steps < tiers.next_snapshot and not at_once):
+            return
+        seconds = (time.perf_counter() - self._snapshot_at) / max(steps - self._snapshot_step, 1)
+        state, shards = self.written(steps, place(), optimizer)
+        tiers.snapshot(steps, shards, state, seconds)
+        self._snapshot_at, self._snapshot_step = time.perf_counter(), steps
+
     def read(self, which: Path | Literal["latest"]) -> dict[str, Json]:
         """Take a save's model, states and attached objects over, and return the rest of it.
 
@@ -96,7 +120,7 @@ class Saves:
         """
         check_same_facts({"the save that is loaded": str(which)}, self._mesh.device, self._mesh["world"].group)
         with self.loading():
-            state = self._checkpointer.load(which, self.to_fill, check=self._check)
+            state = (self._tiers or self._checkpointer).load(which, self.to_fill, check=self._check)
             self.take(state)
         return state
 

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from weft.config.document import Document, bind, lay_over, parse_overrides, type
 from weft.config.plan import MeshPlan, ModelFacts, Plan, complete_plan, dump_plan, load_plan, over_ranks
 from weft.config.recipe import OnFailure, Recipe
 from weft.errors import RecipeError
-from weft.events import FolderToken, RunFolder, read_owner
+from weft.events import Event, FolderToken, GenerationEvent, RunFolder, read_owner
 from weft.run.launch import threads_of_user
 from weft.run.launch._rank_info import run_folder_note
 from weft.run.launch.generation import ScriptGeneration, SessionReport
@@ -140,7 +140,7 @@ class SupervisedScript:
                 samples_per_step=0,
                 plan=self._plan,
                 plan_change=self._plan_change,
-                log=lambda event: log_between(self._run, event),
+                log=self._log,
                 report=report_end,
                 stopping=signals.stopping,
                 may_restart=lambda end: self._goes_on or self.restarts_any,
@@ -311,6 +311,11 @@ class SupervisedScript:
         if change is not None:
             self._before = before
         return change
+
+    def _log(self, event: Event) -> None:
+        if isinstance(event, GenerationEvent) and not self._goes_on:
+            event = replace(event, failed_step=0)  # which of its steps a script does again is its own affair
+        log_between(self._run, event)
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -243,7 +243,7 @@ def test_what_cannot_be_sent_at_the_end_stays_in_the_runs_folder(
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
         saves.store._files = CheckpointStore(url)._files
         Checkpointer(saves.memory).save(10, shards_of(10))
-    assert f"the newest save stays in {disk}. Going on with the run by --resume sends it" in caplog.text
+    assert f"the newest save stays in {disk}, and going on with the run by --resume sends it: s3" in caplog.text
     assert Checkpointer(disk).latest() == disk / "step-000010"
     assert not saves.memory.exists()
     assert os.environ["AWS_ENDPOINT_URL"] == "http://127.0.0.1:1"

@@ -98,36 +98,36 @@ class StoreDrain(Drain):
         changed = self._disk_changed()
         if changed != self._seen_on_disk or self._tried.is_due():
             self._seen_on_disk = changed
-            self.send_newest()
+            self.send_newest()  # a failure has been said once, and is tried again
 
-    def send_newest(self) -> bool:
-        """Send the newest save of this host, if it is newer than what lies in the store.  Return whether none has to be
-        sent any more."""
+    def send_newest(self) -> str:
+        """Send the newest save of this host, if it is newer than what lies in the store.  Return why that failed, or an
+        empty text."""
         newest = self._newest_here()
         try:
             if newest is not None and newest.manifest.step > self._store.newest_step():
-                tries = len(self._tried.failures)
+                is_again = bool(self._tried.failures)
                 self._tried.copy(newest.path)
-                if tries:
+                if is_again:
                     logger.warning(
                         "the checkpoint of step %d has reached %s now", newest.manifest.step, self._store.url
                     )
         except (WeftError, OSError) as problem:
-            logger.warning("a checkpoint did not reach %s: %s", self._store.url, problem)
-            return False
-        return True
+            return str(problem)
+        return ""
 
     def flush(self) -> bool:
         """Send the newest save, trying for a while: no rank runs any more.  What cannot be sent goes to the run's
         folder.  Return whether nothing is in memory alone."""
+        problem = ""
         for seconds in (*_WAIT_AT_END_SECONDS, 0.0):
-            if self.send_newest():
+            if not (problem := self.send_newest()):
                 return True
             time.sleep(seconds)
         logger.warning(
-            "the newest save stays in %s. Going on with the run by --resume sends it to %s.",
+            "the newest save stays in %s, and going on with the run by --resume sends it: %s",
             self._checkpoints,
-            self._store.url,
+            problem,
         )
         return Drain(self._memory, DiskFolder(self._checkpoints, KEEP, self._store.owned)).flush()
 
@@ -156,16 +156,22 @@ class _Tried:
     """Monotonic times of failures since a copy has succeeded, or since the tries were used up."""
 
     def newest_step(self) -> int:
-        return self.store.newest_step()
+        with self._noted():
+            return self.store.newest_step()
 
     def copy(self, checkpoint: Path) -> str:
-        try:
+        with self._noted():
             url = self.store.copy(checkpoint)
+        self.failures.clear()
+        return url
+
+    @contextmanager
+    def _noted(self) -> Generator[None]:
+        try:
+            yield
         except (WeftError, OSError):
             self.failures.append(time.monotonic())
             raise
-        self.failures.clear()
-        return url
 
     def is_due(self) -> bool:
         """Whether something failed, and is to be tried again now."""

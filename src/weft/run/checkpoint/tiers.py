@@ -407,8 +407,8 @@ class Drain:
         try:
             path = self._destination.copy(self._memory / step_name(wanted.step))
         except (WeftError, OSError) as error:
+            # Rank 0 says it; where no rank is left, the last try (`flush`) says what is wrong.
             problem = f"the checkpoint of step {wanted.step} did not reach {self._name}: {error}"
-            logger.warning("%s", problem)  # no rank may be there any more to say it
         seconds = time.perf_counter() - began
         return Drained(step=wanted.step, number=wanted.number, path=path, seconds=seconds, problem=problem)
 

@@ -126,6 +126,7 @@ def _freeze() -> None:
 NEEDS = {
     "gpu": Need(_has_gpu, "needs a CUDA device; run it there with `make gpu`", may_lack_in_ci=True),
     "needs_root": Need(lambda: os.geteuid() == 0, "needs root, to make network namespaces"),
+    "needs_etcd": Need(lambda: shutil.which("etcd") is not None, "needs etcd (apt-get install etcd-server)"),
     "needs_browser": Need(_has_browser, "needs Chromium or Firefox"),
 }
 

@@ -24,8 +24,15 @@ def train(
     resume: str | None = None,
     trials: bool = True,
     prove: Literal["auto", "always", "never"] = "auto",
+    nodes: str | None = None,
+    rendezvous: str | None = None,
+    network: str | None = None,
+    processes_per_node: int | None = None,
 ) -> int:
     """Train a recipe.
+
+    On several hosts, give the same command with `--nodes` and `--run-folder` on each; the folder must be one that all
+    of them see.  A folder with saves is gone on with.
 
     Parameters
     ----------
@@ -41,11 +48,37 @@ def train(
     prove
         Compare two steps under the plan with plain PyTorch before the run: `auto` where that takes no longer than 10 s
         or 5 % of the run, and once for the same recipe, plan and versions.
+    nodes
+        Hosts of the job: `4`, or `2..4` where hosts may be lost, leave and join while it runs.
+    rendezvous
+        How hosts find one another: `folder`, by the run's folder (the default), or `etcd://host:port,host:port`.
+    network
+        Network on which hosts reach one another, such as `10.0.0.0/24`; needed where a host has several addresses.
+    processes_per_node
+        Processes of a host, with --nodes; by default one for each accelerator, or each core.
     """
+    from weft.errors import LaunchError
     from weft.run.launch import RankInfo
     from weft.run.launch.launcher import open_fork_server
     from weft.techniques.check import check_runnable
 
+    if nodes is not None:
+        if run_folder is None or resume is not None or processes is not None:
+            raise LaunchError(
+                "--nodes needs --run-folder, a folder that all hosts see: the run begins there, or goes on. It does not"
+                " go with --resume or --processes (--processes-per-node says how many a host has)."
+            )
+        return _train_on_hosts(
+            recipe,
+            plan,
+            overrides,
+            run_folder,
+            (nodes, rendezvous, network),
+            processes_per_node=processes_per_node,
+            prove=prove,
+        )
+    if (unused := rendezvous or network or processes_per_node) is not None:
+        raise LaunchError(f"--rendezvous, --network and --processes-per-node ({unused}) need --nodes.")
     rank_info = RankInfo.from_environment()  # of a rank that torchrun has started
     if rank_info is not None and plan == "auto" and processes is None:
         processes = rank_info.world_size
@@ -74,6 +107,46 @@ def train(
         return 128 + signal.SIGINT if result.stop_signal in (0, signal.SIGINT) else os.EX_TEMPFAIL
     if rank_info is None or rank_info.rank == 0:
         _show_what_it_learnt(result.folder, recipe)
+    return 0
+
+
+def _train_on_hosts(
+    recipe: Path,
+    plan: str,
+    overrides: Overrides,
+    folder: Path,
+    hosts: tuple[str, str | None, str | None],
+    *,
+    processes_per_node: int | None,
+    prove: Literal["auto", "always", "never"],
+) -> int:
+    """Take part as one of several hosts; `hosts` are `--nodes`, `--rendezvous` and `--network`."""
+    from weft.api.training.hosts import HostsRequest, train_on_hosts
+    from weft.config.plan import Plan, apply_overrides, load_plan
+    from weft.config.recipe import load_recipe
+    from weft.errors import PlanError
+
+    # Where a host is lost, torch's sockets would print a page of C++ calls; Weft says in a line what it means.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    nodes, rendezvous, network = hosts
+    request = HostsRequest.of_nodes(nodes, rendezvous=rendezvous or "folder", network=network)
+    given = Plan() if plan == "auto" else load_plan(plan)
+    read, given = apply_overrides(load_recipe(recipe), given, list(overrides))
+    if plan == "auto" and given != Plan():
+        raise PlanError("--set plan.… does not go with --plan auto on several hosts. Write the plan into a file.")
+    result = train_on_hosts(
+        read,
+        "auto" if plan == "auto" else given,
+        request,
+        folder=folder,
+        processes_per_node=processes_per_node,
+        prove=prove,
+    )
+    if result is None:
+        return 0
+    if result.stopped_early:
+        return 128 + signal.SIGINT if result.stop_signal in (0, signal.SIGINT) else os.EX_TEMPFAIL
+    _show_what_it_learnt(result.folder, recipe)
     return 0
 
 

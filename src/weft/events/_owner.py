@@ -60,6 +60,11 @@ class FolderOwner:
         return f"{who} on host {self.host} (user {self.user}, since {self.since}: {self.command})"
 
     @property
+    def process(self) -> str:
+        """Names the owner's process; a further token of it changes nothing."""
+        return f"{self.machine} {self.pid} {self.started}"
+
+    @property
     def is_here(self) -> bool:
         """Whether its process id means a process of this machine and of this container."""
         return self.machine == machine_name()

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Self, final
@@ -33,16 +34,20 @@ _SETTLE_SECONDS = 0.3
 class FolderLock:
     """Makes this process the owner of a run's folder.  Use it on one rank, and say to the others how it went."""
 
-    def __init__(self, folder: Path, *, silent_seconds: float = SILENT_SECONDS) -> None:
+    def __init__(self, folder: Path, *, silent_seconds: float = SILENT_SECONDS, beats: bool = False) -> None:
         """Say which folder.  Nothing is touched yet.
 
         Args:
             folder: made by `acquire`.
             silent_seconds: what passes at most between two events of the run.
+            beats: whether this process calls `beat` several times within `silent_seconds`, whatever the run does.
+                Otherwise an owner counts as gone after 20 minutes at the earliest.
         """
         self.folder = folder
         self._path = folder.absolute() / OWNER
-        self._silent_seconds = max(silent_seconds, SILENT_SECONDS)
+        self._silent_seconds = silent_seconds if beats else max(silent_seconds, SILENT_SECONDS)
+        self._watched: tuple[str, float, float] | None = None
+        """Nonce and last sign of life of an owner that beats, and when it was seen first by this process's clock."""
         self._descriptor: int | None = None
         self._token: FolderToken | None = None
         self._renewing = threading.Lock()
@@ -52,9 +57,10 @@ class FolderLock:
         """The right to write that the run's other processes are given; None before `acquire` and after `release`."""
         return self._token
 
-    def acquire(self) -> str:
+    def acquire(self, *, is_lost: Callable[[], bool] | None = None) -> str:
         """Become the owner, if this process is not yet.  Return a line on the last owner where that has ended without
-        giving the folder back; else nothing.
+        giving the folder back; else nothing.  `is_lost` says whether the owner is known to be gone, by better evidence
+        than the folder has.
 
         Raises:
             LaunchError: another process is the owner, or the folder is not writable.
@@ -64,6 +70,9 @@ class FolderLock:
         path = self._path
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if is_lost is not None and is_lost():
+                # The lost host may seem to hold the file's lock for a while: the new owner's is another file.
+                self._replace(path)
             started = time.monotonic()
             while (waited := time.monotonic() - started) < _CLOSING_SECONDS:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
@@ -152,6 +161,8 @@ class FolderLock:
         if not _is_at(descriptor, path):
             return None
         line = self._judge(last, os.fstat(descriptor).st_mtime, locked=locked is not None)
+        if line is None:
+            return None
         owner = FolderOwner(token=last.token + 1 if last is not None else 1, silent_seconds=self._silent_seconds)
         _write(descriptor, owner)
         if locked is None:  # two may be here at once: the one that wrote last
@@ -163,11 +174,31 @@ class FolderLock:
         os.register_at_fork(after_in_child=_ForgetInChild(self))
         return line
 
-    def _judge(self, last: FolderOwner | None, beat_at: float, *, locked: bool) -> str:
-        """Return a sentence about the last owner.  Raises where it may live, though this process has the lock."""
+    def _replace(self, path: Path) -> None:
+        """Put a new file in the place of the owner's, with the same content: it has no lock."""
+        last = read_owner(path)
+        if last is not None:
+            new = path.with_name(f"{OWNER}.{os.urandom(4).hex()}")
+            new.write_text(json.dumps(asdict(replace(last, ended=True)), indent=1) + "\n")
+            new.replace(path)
+
+    def _silence(self, last: FolderOwner, beat_at: float) -> float:
+        """Seconds since the last sign of life of an owner on another host."""
+        if last.silent_seconds >= SILENT_SECONDS:
+            return max(time.time() - beat_at, 0.0)
+        # So short a time cannot be told by two hosts' clocks.  This process watches whether the sign changes.
+        now = time.monotonic()
+        if self._watched is None or self._watched[:2] != (last.nonce, beat_at):
+            self._watched = last.nonce, beat_at, now
+        return now - self._watched[2]
+
+    def _judge(self, last: FolderOwner | None, beat_at: float, *, locked: bool) -> str | None:
+        """Return a sentence about the last owner; None: it must be watched for longer.  Raises where it may live,
+        though this process has the lock."""
         if last is None or last.ended:
             return ""
-        silent = max(time.time() - beat_at, 0.0)
+        before = self._watched
+        silent = self._silence(last, beat_at)
         # Three kinds of evidence, the surest first: this kernel's lock; the process table of this machine and
         # container; and, for another host, silence alone.
         if locked and last.shares_kernel:
@@ -176,6 +207,8 @@ class FolderLock:
             if not last.is_gone:
                 raise self._in_use(last, "")
             why = "has ended"
+        elif silent <= last.silent_seconds and last.silent_seconds < SILENT_SECONDS and before in (None, self._watched):
+            return None
         elif silent <= last.silent_seconds:
             raise self._in_use(
                 last,

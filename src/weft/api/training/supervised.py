@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.api.training.replanning import PlannedData, Replanner
 from weft.api.training.step_times import StepTimes
+from weft.config.cluster import Cluster
 from weft.config.document import typed
 from weft.config.plan import Plan
 from weft.config.recipe import Recipe
@@ -25,6 +26,7 @@ from weft.run.checkpoint.memory_saves import saves_in_memory
 from weft.run.data import PreparedData
 from weft.run.engine import TrainingResult
 from weft.run.engine.proof import ProveMode
+from weft.run.hosts.crew import HostCrew
 from weft.run.launch import HAND_OVER
 from weft.run.launch.job_end import JobEnd
 from weft.run.launch.launcher import ForkServer, HangLimits, run_function
@@ -46,8 +48,25 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
+class HostsOfTraining:
+    """The hosts of a training that has several, as the one that leads uses them."""
+
+    crew: HostCrew
+    cluster: Callable[[], Cluster]
+    """Describes those that take part now."""
+    ranks_per_host: int
+    wait_seconds: float
+    """Time to wait for others, where too few are left."""
+
+    @property
+    def num_devices(self) -> int:
+        """Ranks that the hosts have which take part now: as many of each as at the beginning."""
+        return sum(min(self.ranks_per_host, facts.num_devices) for facts in self.crew.hosts.values())
+
+
+@dataclass(slots=True, kw_only=True)
 class SupervisedTraining:
-    """A training that has been prepared, and is to run on this host until it is done."""
+    """A training that has been prepared, and is to run on this host until it is done, or on several."""
 
     recipe: Recipe
     plan: Plan
@@ -61,6 +80,7 @@ class SupervisedTraining:
     replanner: Replanner
     is_chosen: bool
     """Whether a search has chosen the plan: then another number of devices may have a very different one."""
+    hosts: HostsOfTraining | None = None
     _left_out: set[int] = field(default_factory=set[int])
     """Accelerators on which a rank failed again and again."""
 
@@ -104,7 +124,8 @@ class SupervisedTraining:
 
             def next_signal() -> signal.Signals | None:
                 supervisor.sample()
-                return plans.signal_to_send(signals.number)
+                has_grown = self.hosts is not None and self.hosts.crew.has_grown()
+                return plans.signal_to_send(signals.number, others_are_wanted=has_grown)
 
             def start(number: int, resumes: bool) -> JobEnd:
                 same = self.plan.mesh.world_size == world_size
@@ -121,7 +142,11 @@ class SupervisedTraining:
 
     @contextmanager
     def _saves(self) -> Generator[tuple[Path | None, StoreSaves | None]]:
-        """Keep saves in memory, and give their folder there, with the store that they last in where there is one."""
+        """Keep saves in memory, and give their folder there, with the store that they last in where there is one.
+        Ranks of several hosts save in the run's folder, which outlives each of them."""
+        if self.hosts is not None:
+            yield None, None
+            return
         if self.recipe.run.checkpoints is None:
             with saves_in_memory(self.run.checkpoints, self.lock) as memory:
                 yield memory, None
@@ -136,9 +161,25 @@ class SupervisedTraining:
         """Whether the next generation goes on under another plan, which is this training's then."""
         result = typed(TrainingResult, end.values[0]) if end.cause is None else None
         handed_over = result is not None and result.stopped_early and result.stop_signal == HAND_OVER
-        change = plans.change_after(end, handed_over=handed_over)
+        # Who is there comes first: the plan that was asked for, or that before, may not fit those that are left.
+        change = self._hosts_change(plans) if result is None or result.stopped_early else None
+        change = change or plans.change_after(end, handed_over=handed_over)
         self.plan, self.prepared = plans.plan, plans.data.prepared
         return change
+
+    def _hosts_change(self, plans: PlanChanges[PlannedData]) -> PlanChange | None:
+        """Whether the next generation has other hosts, and with them a plan for their devices.
+
+        Raises:
+            PlanError: no plan fits what is left.
+            LaunchError: too few hosts are left.
+        """
+        if self.hosts is None or not (why := self.hosts.crew.change_after(self.hosts.wait_seconds)):
+            return None
+        self.replanner = replace(self.replanner, cluster=self.hosts.cluster())
+        number, fewest, is_chosen = self.hosts.num_devices, self.recipe.run.min_devices, plans.data.is_chosen
+        after = self.replanner.for_devices(self.plan, number, is_chosen=is_chosen, fewest=fewest)
+        return plans.change_to(after, why)
 
     def _find(self, plans: PlanChanges[PlannedData], steps: StepTimes, request: PlanRequest) -> FoundPlan[PlannedData]:
         """Find a plan for a request that names none.
@@ -220,7 +261,8 @@ class SupervisedTraining:
         }
         compute = self.plan.compute
         hang_seconds = self.recipe.run.on_failure.hang_seconds
-        return run_function(
+        run_ranks = run_function if self.hosts is None else self.hosts.crew.run
+        return run_ranks(
             "weft.run.worker:run_rank",
             arguments,
             self.plan.mesh.world_size,

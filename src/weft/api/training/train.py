@@ -27,10 +27,10 @@ from weft.api.ranks.recording import create_folder, folder_of_rank_0, run_name
 from weft.api.saving.export import processor_files
 from weft.api.training.memory_fit import MeasurePeak, fit_microbatch, measure_peak_in_job, measure_peak_in_processes
 from weft.api.training.replanning import Replanner
-from weft.api.training.supervised import SupervisedTraining
+from weft.api.training.supervised import HostsOfTraining, SupervisedTraining
 from weft.api.training.time_trials import decide_by_trials
 from weft.comm.device import backend_for, device_for_rank
-from weft.config.cluster import Cluster
+from weft.config.cluster import Cluster, KnownMachine
 from weft.config.plan import ModelFacts, Plan, PlanKeywords, complete_plan, dump_plan, over_ranks
 from weft.config.recipe import OnFailure, Recipe, check_group_globs, dump_recipe, load_recipe
 from weft.errors import CheckpointError, LaunchError, PlanError, RecipeError, WeftError
@@ -129,7 +129,7 @@ def train(
         raise PlanError(f"processes = {processes!r} is no number of processes. Give a whole number from 1 on.")
     prove = check_prove(prove)
     with open_fork_server(fork_server) as warm:
-        job = _checked(recipe, plan, processes, reasons or {}, note, trials, try_memory, prove, quiet, warm)
+        job = check_training(recipe, plan, processes, reasons or {}, note, trials, try_memory, prove, quiet, warm)
         if RankInfo.from_environment() is not None:
             return job.run_as_rank(name, folder, resume)
         return job.run_as_parent(name, folder, resume)
@@ -139,7 +139,7 @@ _ARGUMENTS = tuple(name for name, each in inspect.signature(train).parameters.it
 """Arguments of `train` beside keywords of a plan, for a did-you-mean."""
 
 
-def _checked(
+def check_training(
     recipe: Recipe,
     plan: Plan | Literal["auto"],
     processes: int | None,
@@ -150,14 +150,15 @@ def _checked(
     prove: ProveMode,
     quiet: bool,
     fork_server: ForkServer | None,
-) -> _TrainingJob:
+    machine: KnownMachine | None = None,
+) -> TrainingJob:
     """Build the model, choose or read the plan, and check that all fits: what a rank would refuse is refused before
-    anything is prepared or written."""
+    anything is prepared or written.  `machine`: all hosts of the job; by default this one, or those of torchrun."""
     rank_info = RankInfo.from_environment()
     world = rank_info.world_size if rank_info is not None else processes
     blueprint = build_blueprint(recipe)
     facts = facts_of_blueprint(blueprint, recipe)
-    machine = machine_for(rank_info)
+    machine = machine or machine_for(rank_info)
     tight = False
     is_auto = plan == "auto"
     is_chosen = is_auto or bool(reasons)
@@ -184,7 +185,7 @@ def _checked(
             " try_memory out, or use a model whose inputs Weft knows (a reference, or a Hugging Face model)."
         )
     tight = tight if try_memory is None else try_memory
-    return _TrainingJob(
+    return TrainingJob(
         recipe, plan, is_chosen, blueprint, facts, machine.cluster, reasons, note, tight, prove, quiet, fork_server
     )
 
@@ -194,7 +195,7 @@ def _keep_quiet(line: str) -> None:
 
 
 @dataclass(slots=True)
-class _TrainingJob:
+class TrainingJob:
     """A training that has been checked and may begin."""
 
     recipe: Recipe
@@ -222,7 +223,12 @@ class _TrainingJob:
             prepared = self._prepare()
             run = earlier or create_folder(name, folder)
             lock = lock or self._locked(run, stack, is_new=True)
-            return self._launched(run, lock, prepared, resume)
+            return self._launched(run, lock, prepared, resumes=resume is not None)
+
+    def run_on_hosts(self, run: RunFolder, lock: FolderLock, hosts: HostsOfTraining, *, resumes: bool) -> RunResult:
+        """Prepare, start ranks on all hosts, and export what they trained.  Call on the host that leads, which owns the
+        run's folder."""
+        return self._launched(run, lock, self._prepare(), resumes=resumes, hosts=hosts)
 
     def _locked(self, run: RunFolder, stack: ExitStack, *, is_new: bool = False) -> FolderLock:
         """Make this process the owner of the run's folder.
@@ -238,7 +244,13 @@ class _TrainingJob:
         return lock
 
     def _launched(
-        self, run: RunFolder, lock: FolderLock, prepared: PreparedData, resume: str | Path | None
+        self,
+        run: RunFolder,
+        lock: FolderLock,
+        prepared: PreparedData,
+        *,
+        resumes: bool,
+        hosts: HostsOfTraining | None = None,
     ) -> RunResult:
         """Launch the ranks, and export what they trained."""
         with self._kept_with_run(run, prepared), _told_how_to_go_on(run):
@@ -260,8 +272,9 @@ class _TrainingJob:
                     prepared=prepared,
                 ),
                 is_chosen=self.is_chosen,
+                hosts=hosts,
             )
-            outcome = training.train(resumes=resume is not None)
+            outcome = training.train(resumes=resumes)
             self.plan = training.plan
         return self._finalise(run, outcome)
 

@@ -101,14 +101,19 @@ class TieredCheckpointer:
     """Saves into memory where there is room, and has what shall last copied to the disk.  Call every method on every
     rank alike, but `poll`."""
 
-    def __init__(self, durable: Checkpointer, memory: Path | None, *, ranks_on_host: int) -> None:
+    def __init__(
+        self, durable: Checkpointer, memory: Path | None, *, ranks_on_host: int, has_hosts: bool = False
+    ) -> None:
         """Say where the tiers lie.
 
         Args:
             durable: the checkpoints on the disk.
             memory: the supervisor's folder in memory (`create_memory_folder`); None: every save goes to the disk.
             ranks_on_host: ranks that share the host's memory.
+            has_hosts: whether the job has other hosts, any of which may be lost: then snapshots go to the disk, which
+                all of them see.
         """
+        self._has_hosts = has_hosts
         self._durable = durable
         self._peers: Peers = durable.peers
         self._folder = memory
@@ -141,7 +146,7 @@ class TieredCheckpointer:
     def begin(self, step: int) -> None:
         """The loop begins after `step` finished steps: plan the first snapshot, and take over a copy to the disk that
         the generation before has asked for."""
-        self.next_snapshot = step + _FIRST_SNAPSHOT_STEPS if self._memory is not None else 0
+        self.next_snapshot = step + _FIRST_SNAPSHOT_STEPS if self._memory is not None or self._has_hosts else 0
         if self._folder is not None and self._peers.rank == 0:
             wanted = _Wanted.read(self._folder)
             if wanted is not None and wanted.number != self._drained_number():
@@ -201,6 +206,8 @@ class TieredCheckpointer:
         """
         self._wait_for_drain()
         if at_once or not self._fits(shards):
+            if self._has_hosts and self.next_snapshot:
+                self.next_snapshot = step + self._interval
             return Saved(path=self._durable.save(step, shards, state), is_durable=True)
         self._durable.claim(step)
         if not self._saved_in_memory(step, shards, state):
@@ -227,27 +234,35 @@ class TieredCheckpointer:
 
     def snapshot(
         self, step: int, shards: Sequence[CheckpointShard], state: Mapping[str, Json], step_seconds: float
-    ) -> None:
-        """Save into memory only, where there is room, and plan the next one.
+    ) -> Path | None:
+        """Save against failures, and plan the next one: into memory only, where there is room; with several hosts to
+        the disk.  Return the checkpoint on the disk; None: there is none.
 
         The interval is √(2 · mean time between failures · stall): J. W. Young, "A first order approximation to the
         optimum checkpoint interval", CACM 17(9), 1974.
 
         Args:
             step_seconds: time of a step of late, on this rank.
+
+        Raises:
+            SaveError: as from `Checkpointer.save`.
         """
         if self._is_draining():
             # A snapshot would take the place of the save that is being copied.
             self.next_snapshot = step + 1
-            return
-        began = time.perf_counter()
-        if not self._fits(shards) or not self._saved_in_memory(step, shards, state):
+            return None
+        began, path = time.perf_counter(), None
+        if self._has_hosts:
+            self.next_snapshot = step + self._interval  # where this one fails, the next may not
+            path = self._durable.save(step, shards, state)
+        elif not self._fits(shards) or not self._saved_in_memory(step, shards, state):
             self.next_snapshot = 0
-            return
+            return None
         stall = time.perf_counter() - began
         steps = (2 * _FAILURE_SECONDS * stall) ** 0.5 / max(step_seconds, 1e-6)
         (self._interval,) = self._peers.share(max(1, min(round(steps), MAXIMUM // 2)))
         self.next_snapshot = step + self._interval
+        return path
 
     def poll(self) -> Drained | None:
         """Return a copy to the disk that has ended since this was asked last.  Call on rank 0 alone, between steps."""
@@ -286,7 +301,7 @@ class TieredCheckpointer:
             own = sum(shard.tensor.nbytes for shard in shards if shard.counts)
             free = self._memory is not None and _COPIES * own * self._ranks_on_host < free_memory_bytes()
             self._has_room = bool(self._peers.minimum([int(free)])[0])
-            if not self._has_room:
+            if not self._has_room and not self._has_hosts:
                 self.next_snapshot = 0
         return self._has_room
 

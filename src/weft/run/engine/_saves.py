@@ -84,10 +84,24 @@ class TrainingSaves:
         now = time.perf_counter()
         step_seconds, self._step_began = now - self._step_began, now
         if self._checkpointer.next_snapshot and step >= self._checkpointer.next_snapshot:
-            with self._reporter.phase("checkpoint"):
-                self._checkpointer.snapshot(step, *self._contents(step), step_seconds)
+            self._snapshot(step, step_seconds)
             self._step_began = time.perf_counter()
         self._say_drained()
+
+    def _snapshot(self, step: int, step_seconds: float) -> None:
+        path, problem = None, ""
+        with self._reporter.phase("checkpoint") as seconds:
+            try:
+                path = self._checkpointer.snapshot(step, *self._contents(step), step_seconds)
+            except SaveError as error:
+                if not error.training_can_continue:
+                    raise
+                problem = str(error)
+        if path is not None or problem:
+            where = str(path or self._checkpointer.folder)
+            self._run.emit(CheckpointEvent(step=step, path=where, seconds=seconds(), problem=problem))
+        if path is not None:
+            self.saved_step = step
 
     def _contents(self, step: int) -> tuple[list[CheckpointShard], dict[str, Json]]:
         state: dict[str, Json] = {

@@ -40,14 +40,14 @@ def failure_pipe_path(folder: Path, rank: int) -> Path:
     return folder / f"failures{rank}"
 
 
-def open_failure_pipes(folder: Path, num_processes: int) -> list[int]:
-    """Make the FIFOs of all ranks and return the launcher's ends, which lose nothing that is written before a rank
-    listens."""
-    pipes: list[int] = []
-    for rank in range(num_processes):
+def open_failure_pipes(folder: Path, ranks: Iterable[int]) -> dict[int, int]:
+    """Make the FIFOs of all ranks and return the launcher's ends by rank, which lose nothing that is written before a
+    rank listens."""
+    pipes: dict[int, int] = {}
+    for rank in ranks:
         os.mkfifo(failure_pipe_path(folder, rank), 0o600)
         # O_RDWR: opening for writing alone fails without a reader, and content is dropped when the last end closes.
-        pipes.append(os.open(failure_pipe_path(folder, rank), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+        pipes[rank] = os.open(failure_pipe_path(folder, rank), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     return pipes
 
 
@@ -64,9 +64,9 @@ def notify(pipes: Iterable[int], failure: RankFailure) -> None:
             os.write(pipe, line)
 
 
-def notify_other_ranks(folder: Path, num_processes: int, failure: RankFailure) -> None:
-    """Notify all other ranks that this one has failed.  Called in the failed rank, which alone knows the reason."""
-    for rank in range(num_processes):
+def notify_other_ranks(folder: Path, ranks: Iterable[int], failure: RankFailure) -> None:
+    """Notify all ranks of this host that this one has failed.  Called in the failed rank, which alone knows why."""
+    for rank in ranks:
         with suppress(OSError):  # nobody listens any more
             pipe = os.open(failure_pipe_path(folder, rank), os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:

@@ -46,6 +46,7 @@ class ForkServer:
         threads_per_rank: int | None = None,
         import_path: Sequence[str] | None = None,
         preload: Sequence[str] = (),
+        interface: str | None = None,
     ) -> None:
         """Start the process, and do not wait for it.
 
@@ -53,12 +54,15 @@ class ForkServer:
             threads_per_rank: OpenMP threads of every rank, where the environment does not say; by default each job's.
             import_path: where the process finds Weft and torch; by default where this one does.
             preload: modules that jobs will need beside torch.
+            interface: network interface by which ranks reach those of other hosts; by default they have none, and
+                torch's sockets listen on loopback.
         """
         environment = dict(os.environ)
         # Where the user says nothing each rank takes its job's number; until then one: what is imported may start more.
         environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank or 1))
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            environment.setdefault(name, "lo" if sys.platform == "linux" else "lo0")  # one host: no connections outside
+            # One host: no connections outside.
+            environment.setdefault(name, interface or ("lo" if sys.platform == "linux" else "lo0"))
         path = [os.path.abspath(entry) for entry in (sys.path if import_path is None else import_path)]
         imports = json.dumps({"import_path": path, "preload": list(preload)}).encode()
         self._jobs = 0
@@ -152,14 +156,14 @@ class ForkServer:
 
 @contextmanager
 def open_fork_server(
-    existing: ForkServer | None = None, *, preload: Sequence[str] = ()
+    existing: ForkServer | None = None, *, preload: Sequence[str] = (), interface: str | None = None
 ) -> Generator[ForkServer | None]:
     """The given fork server, or one that lasts as long as the block; none on a rank, which starts no others.
 
-    `preload`: what a new one imports beside what every training needs.
+    `preload`: what a new one imports beside what every training needs.  `interface`: as of `ForkServer`.
     """
     if existing is not None or RankInfo.from_environment() is not None:
         yield existing
         return
-    with ForkServer(preload=(*_TRAINING, *preload)) as fork_server:
+    with ForkServer(preload=(*_TRAINING, *preload), interface=interface) as fork_server:
         yield fork_server

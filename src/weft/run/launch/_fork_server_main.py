@@ -84,7 +84,7 @@ def parent_ranks(job: LaunchJob, folder: Path, commands: int, events: int) -> in
     from weft.run.launch._rank import run_rank
 
     adopt_orphans()  # what a rank leaves, stopped data workers among it, is ended here
-    failure_pipes = open_failure_pipes(folder, job.num_processes)
+    failure_pipes = open_failure_pipes(folder, job.ranks)
     # A Ctrl-C may come while ranks are being forked.  They inherit the blocked signal, and unblock it once their
     # handler is in place: until then it stays pending, and none is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -97,11 +97,11 @@ def parent_ranks(job: LaunchJob, folder: Path, commands: int, events: int) -> in
     port = listener.getsockname()[1] if listener is not None else None
     parent = os.getpid()
     ranks: dict[int, int] = {}
-    for rank in range(job.num_processes):
+    for rank in job.ranks:
         pid = os.fork()
         if pid == 0:
             die_with(parent)
-            _close([commands, events, wake_read, wake_write, *failure_pipes], listener)
+            _close([commands, events, wake_read, wake_write, *failure_pipes.values()], listener)
             return run_rank(job, rank, folder, port)
         ranks[pid] = rank
         with contextlib.suppress(BrokenPipeError):  # the launcher is gone; its pipe of commands says so, too
@@ -161,7 +161,7 @@ def _serve_store(listener: socket.socket | None, num_processes: int) -> object:
     )
 
 
-def _watch(ranks: dict[int, int], commands: int, events: int, wake: int, failure_pipes: list[int]) -> bool:
+def _watch(ranks: dict[int, int], commands: int, events: int, wake: int, failure_pipes: dict[int, int]) -> bool:
     """Report every rank that ends, to the launcher and where it failed to the others; obey until none is left.
 
     Returns whether the launcher lives.
@@ -195,7 +195,7 @@ def _wake(_number: int, _frame: FrameType | None) -> None:
     """Do nothing: that there is a handler makes Python write to the wake-up pipe."""
 
 
-def _reap(living: dict[int, int], events: int, failure_pipes: list[int]) -> None:
+def _reap(living: dict[int, int], events: int, failure_pipes: dict[int, int]) -> None:
     from weft.run.launch._failure_notice import RankFailure, describe_exit, notify
 
     while living:

@@ -67,9 +67,16 @@ class HangWatch:
     """Watches the ranks of one job.  Call `poll` twice a second; it returns the rank that hangs, once there is one."""
 
     def __init__(
-        self, board: ProgressBoard, folder: Path, limits: HangLimits, ask_for_stacks: Callable[[], object]
+        self,
+        board: ProgressBoard,
+        folder: Path,
+        limits: HangLimits,
+        ask_for_stacks: Callable[[], object],
+        first_rank: int = 0,
     ) -> None:
-        """`folder` is where ranks write their stacks when `ask_for_stacks` is called (`stacks_path`)."""
+        """`folder` is where ranks write their stacks when `ask_for_stacks` is called (`stacks_path`).  `first_rank` is
+        that of this host, whose board counts its own ranks from 0."""
+        self._first_rank = first_rank
         self._board = board
         self._folder = folder
         self._limits = limits
@@ -164,7 +171,7 @@ class HangWatch:
         """Let every rank write its stacks anew."""
         for rank in range(self._board.num_ranks):
             with suppress(OSError):
-                os.truncate(stacks_path(self._folder, rank), 0)
+                os.truncate(stacks_path(self._folder, self._first_rank + rank), 0)
         self._ask_for_stacks()
         self._asked_at = now
 
@@ -172,7 +179,7 @@ class HangWatch:
         stacks: dict[int, str] = {}
         for rank in range(len(positions)):
             try:
-                stacks[rank] = stacks_path(self._folder, rank).read_text(errors="replace")
+                stacks[rank] = stacks_path(self._folder, self._first_rank + rank).read_text(errors="replace")
             except OSError:
                 continue
         cpu = {rank: _cpu_seconds(position.pid) for rank, position in enumerate(positions)}
@@ -188,7 +195,7 @@ class HangWatch:
         does = "waits outside of any collective" if rank in idle else "computes without end"
         usual = f"; 99 of 100 steps took at most {self._longest_usual():.2g} s" if self._step_seconds else ""
         return RankExit(
-            rank=rank,
+            rank=self._first_rank + rank,
             host=socket.gethostname(),
             when=time.monotonic(),
             error=HANG,

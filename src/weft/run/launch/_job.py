@@ -12,6 +12,18 @@ from weft.files import write_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostPart:
+    """The part of a job on several hosts that one host has."""
+
+    first_rank: int
+    """Its ranks are this one and those that follow."""
+    world_size: int
+    """Ranks of all hosts."""
+    store: str
+    """Address (`host:port`) of the store at which the ranks of all hosts meet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchJob:
     """One launch."""
 
@@ -21,6 +33,7 @@ class LaunchJob:
     arguments: dict[str, Any] | list[str]
     """Keyword arguments of the function, the script's command line, or `arguments` and `sources` of cells."""
     num_processes: int
+    """Ranks on this host."""
     threads_per_rank: int
     threads_given: bool
     """The environment says how many, whatever `threads_per_rank` is."""
@@ -35,13 +48,23 @@ class LaunchJob:
     """How often the script was started before."""
     memory: str | None = None
     """The launcher's folder in the host's memory, which the ranks' parent removes if the launcher is killed."""
+    part: HostPart | None = None
+    """Where the job has other hosts, too."""
+
+    @property
+    def ranks(self) -> range:
+        """The ranks on this host, by their numbers in the whole job."""
+        first = self.part.first_rank if self.part is not None else 0
+        return range(first, first + self.num_processes)
 
     def write(self, folder: Path) -> None:
         (folder / "job.json").write_text(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> LaunchJob:
-        return cls(**json.loads((folder / "job.json").read_text()))
+        known: dict[str, Any] = json.loads((folder / "job.json").read_text())
+        part = known.pop("part")
+        return cls(**known, part=None if part is None else HostPart(**part))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

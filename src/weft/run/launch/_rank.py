@@ -34,7 +34,8 @@ STACKS_SIGNAL = signal.SIGUSR2
 
 
 def run_rank(job: LaunchJob, rank: int, folder: Path, port: int | None) -> int:
-    """Run one rank of `job` to its end and return its exit status.  `port` is where scripts meet."""
+    """Run one rank of `job`, by its number in the whole job, to its end; return its exit status.  `port` is where
+    scripts meet."""
     # The fork server ignores SIGINT; a rank must not inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -63,9 +64,7 @@ def run_rank(job: LaunchJob, rank: int, folder: Path, port: int | None) -> int:
     # because another is gone says nothing, for the others know already.
     if error is not None and not is_secondary_error(str(error)):
         first_line = next(iter(str(error).splitlines()), "")
-        notify_other_ranks(
-            folder, job.num_processes, RankFailure(rank, f"stopped with {type(error).__name__}: {first_line}")
-        )
+        notify_other_ranks(folder, job.ranks, RankFailure(rank, f"stopped with {type(error).__name__}: {first_line}"))
     if error is not None and job.logs is not None:
         traceback.print_exception(error)
     _flush()
@@ -130,7 +129,12 @@ def _limit_threads(job: LaunchJob) -> None:
 
 def _call(job: LaunchJob, rank: int, folder: Path) -> Any:
     pipe = str(failure_pipe_path(folder, rank))
-    rank_info = RankInfo(rank, job.num_processes, rank, job.num_processes, str(folder / "store"), pipe)
+    if job.part is None:
+        rank_info = RankInfo(rank, job.num_processes, rank, job.num_processes, str(folder / "store"), pipe)
+    else:
+        part, local_rank = job.part, rank - job.part.first_rank
+        numbers = (rank, part.world_size, local_rank, job.num_processes)
+        rank_info = RankInfo(*numbers, None, pipe, address=part.store, launcher_serves=True)
     module, _, name = job.target.partition(":")
     function = getattr(importlib.import_module(module), name)
     assert isinstance(job.arguments, dict)

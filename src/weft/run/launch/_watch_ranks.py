@@ -45,6 +45,14 @@ class RunningJob:
     """Report of what was stopped when the first rank failed, or for too long."""
     stopped_rank: int = 0
     """Rank of the stopped process in that report."""
+    first_rank: int = 0
+    """Number of this host's first rank in the whole job."""
+    is_over_elsewhere: Callable[[], bool] = lambda: False
+    """Asked at every look: whether ranks of another host have ended, so that these cannot go on."""
+    was_ended: bool = False
+    """Whether this job was ended because it was over elsewhere."""
+    poll_seconds: float = POLL_SECONDS
+    """Interval of the looks."""
     hang: HangWatch | None = None
     """Looks for a training whose step makes no progress, where that is asked for."""
     hanging: RankExit | None = None
@@ -85,7 +93,9 @@ class RunningJob:
     @property
     def is_over(self) -> bool:
         """Whether the ranks that are left can be killed without losing anything."""
-        return any(code < 0 for code in self.codes.values()) and self.kills_survivors()
+        if not self.was_ended and len(self.codes) < self.num_processes and self.is_over_elsewhere():
+            self.was_ended = True
+        return self.was_ended or (any(code < 0 for code in self.codes.values()) and self.kills_survivors())
 
     def forward_signal(self, number: int, _frame: object = None) -> None:
         """Pass a signal to every rank.  A further SIGINT kills: somebody at the terminal wants an end.  A further
@@ -132,7 +142,8 @@ def watch_ranks(job: RunningJob, events: int) -> None:
         while len(job.codes) < job.num_processes:
             # The pipe wakes this process at once when a rank ends.  A stopped rank writes nothing, so it is looked for
             # by polling in between.
-            wait = POLL_SECONDS if deadline is None else max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))
+            pause = job.poll_seconds
+            wait = pause if deadline is None else max(0.0, min(pause, deadline - time.monotonic()))
             if selector.select(wait):
                 data = os.read(events, 65536)
                 if not data:  # the fork server and the ranks' parent are gone; the caller finds exits missing

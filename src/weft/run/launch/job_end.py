@@ -17,6 +17,8 @@ from weft.run.launch._report import report
 
 HANG = "Hang"
 """`RankExit.error` of a rank whose step made no progress, which the launcher has noticed and ended."""
+HOST_LOST = "HostLost"
+"""`RankExit.error` of the first rank of a host that is gone."""
 PARENT_LOST = "ParentLost"
 """`RankExit.error` where the process that started the ranks was killed."""
 
@@ -34,13 +36,15 @@ class RankError(LaunchError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
-    """The end of a job on this host."""
+    """The end of a job: of its ranks on this host, or of all."""
 
     num_processes: int
     outcomes: Mapping[int, RankExit | None]
     """Rank → its exit as it reported it; None: it ended without a report."""
     cause: RankExit | None
     """Exit of the rank that failed first; None if all ended well."""
+    was_ended: bool = False
+    """Whether these ranks were killed because those of another host could not go on: the cause is there."""
     signals: tuple[signal.Signals, ...] = ()
     """Signals that this process got and passed on while the ranks ran."""
     has_failed_rank: bool = False
@@ -56,14 +60,14 @@ class JobEnd:
     @property
     def values(self) -> list[Any]:
         """Return values of the function, by rank."""
-        outcomes = (self.outcomes[rank] for rank in range(self.num_processes))
+        outcomes = (self.outcomes[rank] for rank in sorted(self.outcomes))
         return [outcome.value for outcome in outcomes if outcome is not None]
 
     def report(self, logs: Path | None = None) -> str:
         """The first cause in a few lines: rank, host, error, and where it was raised.  `logs` is the folder with what
         the ranks have printed, where that was kept."""
         assert self.cause is not None
-        if self.cause.error in (signal.SIGSTOP.name, PARENT_LOST):
+        if self.cause.error in (signal.SIGSTOP.name, PARENT_LOST, HOST_LOST):
             return self.cause.message
         return report(self.cause, self.num_processes, logs)
 
@@ -89,7 +93,7 @@ class JobEnd:
         if cause.error == PARENT_LOST:
             raise LaunchError(cause.message + reason)
         rank, host = cause.rank, cause.host
-        if cause.error == signal.SIGSTOP.name:
+        if cause.error in (signal.SIGSTOP.name, HOST_LOST):
             raise RankError(cause.message + reason, rank=rank, host=host, kind=cause.error)
         if self.signals:
             name = self.signals[0].name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -27,6 +28,7 @@ from weft.run.launch._fork_server import ForkServer as ForkServer
 from weft.run.launch._fork_server import open_fork_server as open_fork_server
 from weft.run.launch._hang import HangLimits as HangLimits
 from weft.run.launch._hang import HangWatch
+from weft.run.launch._job import HostPart as HostPart
 from weft.run.launch._job import LaunchJob, RankExit
 from weft.run.launch._rank import STACKS_SIGNAL
 from weft.run.launch._rank_info import progress_path, run_folder_note
@@ -35,6 +37,9 @@ from weft.run.launch._stopped import StoppedProcesses
 from weft.run.launch._watch_ranks import RunningJob, forwarding_signals, watch_ranks
 from weft.run.launch.job_end import PARENT_LOST, JobEnd
 from weft.run.launch.job_end import RankError as RankError
+
+_POLL_SECONDS_OF_HOSTS = 0.1
+"""Interval of looks at other hosts' ends: a part of the time without training after one was lost."""
 
 
 def launch_function(
@@ -91,6 +96,8 @@ def run_function(
     hang_limits: HangLimits | None = None,
     memory: Path | None = None,
     signal_to_send: Callable[[], signal.Signals | None] = lambda: None,
+    part: HostPart | None = None,
+    is_over_elsewhere: Callable[[], bool] = lambda: False,
 ) -> JobEnd:
     """Call `function(rank_info, **arguments)` as `launch_function` does, and return how that ended: nothing that a rank
     fails by is raised.
@@ -98,14 +105,15 @@ def run_function(
     With `hang_limits` a training whose step makes no progress is ended, too.  The other ranks are killed as soon as a
     signal has killed one: this is for a caller that starts them again.  `memory` is a folder in the host's memory that
     belongs to this process; it is removed when this process is killed.  `signal_to_send` is asked twice a second for a
-    signal that the ranks shall get.
+    signal that the ranks shall get.  Where the job has other hosts, `num_processes` and `part` are what this one has
+    of it, and `is_over_elsewhere` is asked ten times a second whether ranks there have ended: then these are killed.
 
     Raises:
         LaunchError: no ranks could be started, or the process that started them was killed.
     """
     job = _job("function", function, dict(arguments), num_processes, threads_per_rank, None, None)
-    job = replace(job, memory=None if memory is None else str(memory))
-    supervision = _Supervision(hang_limits, signal_to_send)
+    job = replace(job, memory=None if memory is None else str(memory), part=part)
+    supervision = _Supervision(hang_limits, signal_to_send, is_over_elsewhere)
     return _run_to_end(job, fork_server, stopped_timeout_seconds, supervision=supervision)
 
 
@@ -182,6 +190,7 @@ class _Supervision:
     prepare: Callable[[Path], object] = lambda folder: None
     conclude: Callable[[], object] = lambda: None
     starts_again: Callable[[], bool] = lambda: True
+    is_over_elsewhere: Callable[[], bool] = lambda: False
 
     def signal_once_begun(self, board: ProgressBoard) -> Callable[[], signal.Signals | None]:
         """Ask for signals only while all ranks are in their loops: one that has no handler yet would die of them."""
@@ -361,13 +370,18 @@ def _run(
             for end, mode in zip((*os.pipe(), *os.pipe()), ("rb", "wb", "rb", "wb"), strict=True)
         )
         running = RunningJob(commands, job.num_processes, StoppedProcesses(stopped_timeout_seconds, run.warn))
+        running.first_rank = job.ranks[0]
         if supervision is not None:
             supervision.prepare(folder)
             running.kills_survivors = supervision.starts_again
+            running.is_over_elsewhere = supervision.is_over_elsewhere
+            if job.part is not None:
+                running.poll_seconds = _POLL_SECONDS_OF_HOSTS
             running.signal_to_send = supervision.signal_once_begun(board)
             if supervision.hang_limits is not None:
                 limits = supervision.hang_limits
-                running.hang = HangWatch(board, folder, limits, lambda: running.send_command(STACKS_SIGNAL))
+                ask = lambda: running.send_command(STACKS_SIGNAL)  # noqa: E731
+                running.hang = HangWatch(board, folder, limits, ask, running.first_rank)
         # With `meanwhile` the caller's own code runs here first, which Ctrl-C must interrupt; handlers come after it.
         if meanwhile is None:
             stack.enter_context(forwarding_signals(running))
@@ -387,7 +401,7 @@ def _run(
         finally:
             commands.close()  # whatever happened here: the ranks' parent kills what is left, and ends
             status = fork_server.end(while_waiting=running.stopped.continue_parents)
-    running.positions.update((rank, board.position(rank)) for rank in range(job.num_processes))
+    running.positions.update((rank, board.position(place)) for place, rank in enumerate(job.ranks))
     if len(running.codes) < job.num_processes:
         running.parent_status = status
     return running
@@ -395,13 +409,15 @@ def _run(
 
 def _end_of(running: RunningJob, folder: Path) -> JobEnd:
     """Return the end of a job whose ranks have all ended."""
-    outcomes = {rank: RankExit.read(folder, rank) for rank in range(running.num_processes)}
+    ranks = range(running.first_rank, running.first_rank + running.num_processes)
+    outcomes = {rank: RankExit.read(folder, rank) for rank in ranks}
     return JobEnd(
         num_processes=running.num_processes,
         outcomes=outcomes,
         cause=_cause(running, outcomes),
         signals=tuple(running.signals),
         has_failed_rank=any(running.codes.values()),
+        was_ended=running.was_ended,
         positions={rank: position for rank, position in running.positions.items() if position.pid},
     )
 
@@ -428,7 +444,7 @@ def _cause(running: RunningJob, outcomes: Mapping[int, RankExit | None]) -> Rank
 def _lost_parent(running: RunningJob) -> RankExit:
     """The process that started the ranks was killed, and they ended with it."""
     return RankExit(
-        rank=next(rank for rank in range(running.num_processes) if rank not in running.codes),
+        rank=next(rank for rank in itertools.count(running.first_rank) if rank not in running.codes),
         host=socket.gethostname(),
         when=time.monotonic(),
         error=PARENT_LOST,

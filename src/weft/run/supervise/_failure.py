@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 from weft.run.launch._report import is_secondary_or_timeout
-from weft.run.launch.job_end import HANG, PARENT_LOST, JobEnd
+from weft.run.launch.job_end import HANG, HOST_LOST, PARENT_LOST, JobEnd
 
 FailureKind = Literal["killed", "error", "hang", "host_memory", "device_memory", "not_finite", "replicas", "input"]
 """The policies of `[run.on_failure]`, and `input`: what only the user can mend."""
 
+_NOTICED = (HANG, HOST_LOST, PARENT_LOST)
+"""What no rank has raised: the message says everything."""
 _NO_HOST_MEMORY = ("can't allocate memory", "Cannot allocate memory", "std::bad_alloc", "unable to mmap")
 """Texts of torch's allocators and of the system on the CPU."""
 
@@ -48,13 +50,13 @@ def failure_of(end: JobEnd, *, out_of_memory_kills: int) -> GenerationFailure | 
     if cause is None:
         return None
     position = end.positions.get(cause.rank)
-    raised = cause.error is not None and not cause.message.startswith("killed by")
+    raised = cause.error not in (None, *_NOTICED) and not cause.message.startswith("killed by")
     first_line = next(iter(cause.message.strip().splitlines()), "")
     return GenerationFailure(
         kind=_kind(end, out_of_memory_kills),
         rank=cause.rank,
         host=cause.host,
-        cause=f"{cause.error}: {first_line}" if raised and cause.error not in (HANG, PARENT_LOST) else first_line,
+        cause=f"{cause.error}: {first_line}" if raised else first_line,
         step=position.step + 1 if position is not None and position.has_begun else 0,
         phase=position.phase if position is not None else "",
         made_steps=made_steps(end),
@@ -76,6 +78,8 @@ def _kind(end: JobEnd, out_of_memory_kills: int) -> FailureKind:
         return "device_memory"
     if error == "MemoryError" or any(text in cause.message for text in _NO_HOST_MEMORY):
         return "host_memory"
+    if error == HOST_LOST:
+        return "killed"
     if error.startswith("SIG") or error == PARENT_LOST:
         return "host_memory" if error in ("SIGKILL", PARENT_LOST) and out_of_memory_kills else "killed"
     if error == "NotFiniteError":

@@ -70,12 +70,12 @@ class PlanChanges(Generic[D]):
         """A generation begins, which nobody has asked to stop yet."""
         self._is_handing_over = False
 
-    def signal_to_send(self, noted: signal.Signals | None) -> signal.Signals | None:
+    def signal_to_send(self, noted: signal.Signals | None, *, others_are_wanted: bool = False) -> signal.Signals | None:
         """Return the signal that the ranks shall get: `noted`, one that came while no launcher passed it on, or to stop
-        for others, where another plan has been asked for.  Each generation gets one at most."""
+        for others, where these are wanted or another plan has been asked for.  Each generation gets one at most."""
         if self._asked is None and noted is None:
             self._requests.take()
-        if self._is_handing_over or (self._asked is None and noted is None):
+        if self._is_handing_over or not (self._asked is not None or noted is not None or others_are_wanted):
             return None
         self._is_handing_over = True
         return noted or HAND_OVER
@@ -98,7 +98,8 @@ class PlanChanges(Generic[D]):
     def change_to(self, plan_and_data: tuple[Plan, D], why: str) -> PlanChange:
         """Let the next generation go on under another plan, with its data.  `why` ends the sentence that names both."""
         plan, data = plan_and_data
-        text = f"{mesh_sizes(self.plan)} → {mesh_sizes(plan)}, {why}"
+        before, after = mesh_sizes(self.plan), mesh_sizes(plan)
+        text = f"{before} → {after}, {why}" if before != after else f"{after}, {why}"
         self.plan, self.data = plan, data
         write_whole(self._run.plan, dump_plan(plan), durable=True)
         return PlanChange(text=text)

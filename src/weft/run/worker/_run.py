@@ -185,7 +185,9 @@ def training_of(
     provenance = {"recipe": recipe.digest, "plan": plan.digest, "run": folder.path.name}
     durable = Checkpointer(folder.checkpoints, Peers.of_group(mesh["world"]), provenance=provenance, owned=token)
     local = distributed.rank_info.local_world_size
-    checkpointer = TieredCheckpointer(durable, memory, ranks_on_host=local)
+    # Hosts of torchrun are not counted: who starts them again does not ask for saves.
+    has_hosts = distributed.rank_info.failure_pipe is not None and local < distributed.world_size
+    checkpointer = TieredCheckpointer(durable, memory, ranks_on_host=local, has_hosts=has_hosts)
     try:
         yield Trainer(recipe, training, data, mesh, recorder, checkpointer=checkpointer, run=events)
     finally:

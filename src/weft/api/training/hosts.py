@@ -1,0 +1,326 @@
+"""A training on several hosts: the same command on each, which hosts may leave and join while it runs."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from weft.analysis.blueprint import build_blueprint
+from weft.api.training.supervised import HostsOfTraining
+from weft.api.training.train import RunResult, check_training
+from weft.config.cluster import Cluster, KnownMachine, LinkTier, known_machine
+from weft.config.plan import Plan, load_plan
+from weft.config.recipe import Recipe
+from weft.errors import LaunchError, RecipeError, WeftError
+from weft.events import RunFolder
+from weft.model.blueprint import Blueprint
+from weft.run.data import PreparedData, data_shape
+from weft.run.data.preparation import ConsoleProgress, prepare_data, silent
+from weft.run.engine.proof import ProveMode
+from weft.run.hosts.crew import HostCrew, follow
+from weft.run.hosts.meeting import FOLDER, Meeting, open_meeting
+from weft.run.hosts.membership import Membership, Verdict
+from weft.run.hosts.network import own_address
+from weft.run.hosts.registry import RegistryLostError
+from weft.run.hosts.roster import HostFacts
+from weft.run.hosts.signed import JobSecret
+from weft.run.launch.launcher import ForkServer, open_fork_server
+from weft.run.supervise import SupervisorSignals
+from weft.version import VERSION
+
+_SETTLE_SECONDS = 1.0
+"""Time that further hosts get after the least number is there: one command starts them together."""
+_FIRST_MEETING_SECONDS = 20.0
+"""Time to reach the registry at the beginning, when its address may be wrong.  Later on it is known to be right."""
+_ASSUMED_LATENCY_SECONDS = 50e-6
+_ASSUMED_BANDWIDTH = 1.25e9
+"""Between hosts whose network nobody has described: 10 Gbit/s, for the planner alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostsRequest:
+    """Hosts of a job, as its user asks for them: the same on all."""
+
+    least: int
+    most: int
+    rendezvous: str = FOLDER
+    """`folder`: the host that gets the run's folder serves a store.  `etcd://host:port,…`: etcd, which outlives any."""
+    network: str | None = None
+    """Network on which hosts reach one another, as `10.0.0.0/24`; None: each has one address only."""
+    wait_seconds: float = 300.0
+    """Time to wait for hosts, at the beginning and where too few are left."""
+
+    @classmethod
+    def of_nodes(
+        cls, nodes: int | str, *, rendezvous: str = FOLDER, network: str | None = None, wait_seconds: float = 300.0
+    ) -> HostsRequest:
+        """Read `4`, or `2..4` where hosts may be lost and join.
+
+        Raises:
+            LaunchError: it is neither.
+        """
+        least, dots, most = str(nodes).partition("..")
+        if not least.isdecimal() or (dots and not most.isdecimal()) or not 1 <= int(least) <= int(most or least):
+            raise LaunchError(
+                f"--nodes {nodes} is no number of hosts. Give one, as 4, or the least and the most: 2..4."
+            )
+        return cls(
+            least=int(least),
+            most=int(most or least),
+            rendezvous=rendezvous,
+            network=network,
+            wait_seconds=wait_seconds,
+        )
+
+
+def train_on_hosts(
+    recipe: Recipe,
+    plan: Plan | Literal["auto"],
+    hosts: HostsRequest,
+    *,
+    folder: Path,
+    processes_per_node: int | None = None,
+    reasons: Mapping[str, str] | None = None,
+    prove: ProveMode = "auto",
+    quiet: bool = False,
+) -> RunResult | None:
+    """Train a recipe on several hosts.  Call it on each of them alike, and on further ones later.
+
+    One host leads: it plans, owns the run's folder and supervises.  The others start the ranks that it says.  When a
+    host is lost, is told to stop, or joins, all go on under a plan for those that are there; the mathematics stays.
+    When the leader is lost, another leads.  A folder with saves is gone on with; otherwise the run begins.
+
+    Args:
+        plan: of the whole job, or `auto`.
+        folder: of the run; all hosts must see it, and the user alone may enter it.
+        processes_per_node: ranks of a host; by default its accelerators, or its cores.
+        reasons: why settings of the plan have their values, to be printed.
+
+    Returns:
+        On the host that led at the end what came of it; None on the others.
+
+    Raises:
+        WeftError: what was wrong.  Status 75: the job was stopped or lost hosts, has saved, and can be started again.
+    """
+    if recipe.run.checkpoints is not None:
+        raise RecipeError(
+            "run.checkpoints names an object store, and runs on several hosts save in the run's folder, which all of"
+            " them see. Leave it out."
+        )
+    policies = recipe.run.on_failure
+    if shrinking := [each.name for each in fields(policies) if getattr(policies, each.name) == "shrink"]:
+        raise RecipeError(
+            f'run.on_failure.{shrinking[0]} = "shrink" leaves out a device, and on several hosts only a whole host is'
+            ' left out. Use "restart".'
+        )
+    address = own_address(hosts.network)
+    with open_fork_server(interface=address.interface) as fork_server:
+        machine = known_machine()
+        agent = _HostAgent(
+            recipe=recipe,
+            plan=plan,
+            request=hosts,
+            run=RunFolder(folder.absolute()),
+            facts=HostFacts(
+                host=socket.gethostname(),
+                address=address.address,
+                num_devices=_num_devices(machine.cluster, plan, processes_per_node),
+                accelerator=machine.cluster.kinds[0] if machine.cluster.has_accelerators else "",
+                version=VERSION,
+                recipe=recipe.digest,
+            ),
+            machine=machine,
+            reasons=reasons or {},
+            prove=prove,
+            quiet=quiet,
+            fork_server=fork_server,
+        )
+        return agent.run_to_end()
+
+
+def _num_devices(cluster: Cluster, plan: Plan | Literal["auto"], processes_per_node: int | None) -> int:
+    if processes_per_node is not None:
+        if processes_per_node < 1:
+            raise LaunchError(f"--processes-per-node {processes_per_node}: a host has at least 1.")
+        return processes_per_node
+    on_processors = isinstance(plan, Plan) and plan.compute.device == "cpu"
+    return (cluster.num_accelerators if not on_processors else None) or os.cpu_count() or 1
+
+
+@dataclass(slots=True, kw_only=True)
+class _HostAgent:
+    """This host's part in one job: it follows, or leads, until the job is over."""
+
+    recipe: Recipe
+    plan: Plan | Literal["auto"]
+    request: HostsRequest
+    run: RunFolder
+    facts: HostFacts
+    machine: KnownMachine
+    reasons: Mapping[str, str]
+    prove: ProveMode
+    quiet: bool
+    fork_server: ForkServer | None
+
+    def run_to_end(self) -> RunResult | None:
+        try:
+            self.run.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(f"the run folder {self.run.path} cannot be made: {error.strerror}.") from None
+        # All that a host needs to start ranks is there before it joins: others wait for it from then on.
+        blueprint = build_blueprint(self.recipe)
+        prepared = self._prepare(blueprint)
+        secret = JobSecret.of_folder(self.run.path)
+        place = (self.request.rendezvous, self.run.path, secret, self.facts)
+        seconds, has_met = _FIRST_MEETING_SECONDS, False
+        while True:
+            with (
+                SupervisorSignals() as signals,
+                open_meeting(*place, seconds=seconds, is_again=has_met, log=self._say) as meeting,
+            ):
+                has_met = True
+                followed = follow(
+                    meeting.membership,
+                    lambda arguments: _own_data(arguments, prepared),
+                    fork_server=self.fork_server,
+                    is_stopping=signals.stopping.is_set,
+                )
+                if followed.verdict is not None:
+                    return self._conclude(followed.verdict)
+                if followed.why == "stopped":
+                    raise LaunchError("this host was told to stop, and has saved with the others.", status=75)
+                if followed.why == "leads":
+                    try:
+                        return self._lead(meeting)
+                    except RegistryLostError as error:
+                        self._say(f"note      {error}")
+            seconds = self.request.wait_seconds
+            self._say("note      this host looks for the others again")
+
+    def _prepare(self, blueprint: Blueprint) -> PreparedData:
+        progress = silent if self.quiet else ConsoleProgress(sys.stderr)
+        return prepare_data(self.recipe, data_shape(blueprint, self.recipe), progress=progress)
+
+    def _conclude(self, verdict: Verdict) -> None:
+        if verdict.status:
+            raise LaunchError(verdict.text, status=verdict.status)
+        self._say(verdict.text)
+
+    def _lead(self, meeting: Meeting) -> RunResult:
+        """Lead the job to its end, and tell the others how it ended."""
+        if line := meeting.lead():
+            self._say(f"note      {line}")
+        crew = HostCrew(meeting.membership, self.facts.address, least=self.request.least, most=self.request.most)
+        try:
+            self._gather(meeting.membership)
+            crew.choose()
+            result = self._train(meeting, crew)
+        except RegistryLostError:
+            raise
+        except WeftError as error:
+            crew.conclude(Verdict(status=error.status, text=f"host {self.facts.host}, which leads, says: {error}"))
+            raise
+        status = os.EX_TEMPFAIL if result.stopped_early else 0
+        done = f"stopped   at step {result.steps}, saved" if result.stopped_early else f"done      {self.run.path}"
+        crew.conclude(Verdict(status=status, text=f"{done} (host {self.facts.host} has led)"))
+        return result
+
+    def _gather(self, membership: Membership) -> None:
+        """Wait until enough hosts are there, and check that they belong together."""
+        wanted, least = self.request.most, self.request.least
+        if len(membership.view.members) < least:
+            self._say(f"hosts     {_names(membership)}; at least {least} are wanted, so this one waits for more")
+        if not membership.wait(lambda view: len(view.members) >= least, self.request.wait_seconds):
+            raise LaunchError(
+                f"{len(membership.view.members)} of at least {least} hosts have come in"
+                f" {self.request.wait_seconds:.0f} s ({_names(membership)}). Start Weft on the others by the same"
+                " command, or permit fewer (--nodes).",
+                status=75,
+            )
+        if len(membership.view.members) < wanted:
+            membership.wait(lambda view: len(view.members) >= wanted, _SETTLE_SECONDS)
+        for facts in membership.view.members.values():
+            for what, mine, theirs in (
+                ("recipe", self.facts.recipe, facts.recipe),
+                ("version of Weft", self.facts.version, facts.version),
+                ("kind of accelerator", self.facts.accelerator, facts.accelerator),
+            ):
+                if mine != theirs:
+                    raise LaunchError(
+                        f"host {facts.host} was started with another {what} ({theirs or 'none'}) than host"
+                        f" {self.facts.host} ({mine or 'none'}). Start the same on all hosts."
+                    )
+        self._say(f"hosts     {_names(membership)}")
+
+    def _train(self, meeting: Meeting, crew: HostCrew) -> RunResult:
+        resumes = any(self.run.checkpoints.glob("step-*"))
+        plan = self._plan_of_run(crew) if resumes else self.plan
+        cluster = _cluster_of(self.machine.cluster, crew)
+        job = check_training(
+            self.recipe,
+            plan,
+            None if plan == "auto" or plan.mesh.world_size > 1 else crew.num_devices,
+            self.reasons,
+            "",
+            trials=False,
+            try_memory=False,
+            prove=self.prove,
+            quiet=self.quiet,
+            fork_server=self.fork_server,
+            machine=replace(self.machine, cluster=cluster),
+        )
+        ranks_per_host = math.ceil(job.plan.mesh.world_size / len(crew.hosts))
+        hosts = HostsOfTraining(
+            crew=crew,
+            cluster=lambda: _cluster_of(self.machine.cluster, crew),
+            ranks_per_host=ranks_per_host,
+            wait_seconds=self.request.wait_seconds,
+        )
+        return job.run_on_hosts(self.run, meeting.lock, hosts, resumes=resumes)
+
+    def _plan_of_run(self, crew: HostCrew) -> Plan | Literal["auto"]:
+        """The plan under which a run was going on, if it fits the hosts that are there; else another is looked for."""
+        before = load_plan(self.run.plan)
+        if before.mesh.world_size <= crew.num_devices:
+            return before
+        return self.plan if self.plan == "auto" else before
+
+    def _say(self, line: str) -> None:
+        if not self.quiet:
+            print(line, flush=True)
+
+
+def _own_data(arguments: dict[str, Any], prepared: PreparedData) -> dict[str, Any]:
+    """The leader's arguments of the ranks, with the data as they lie on this host."""
+    theirs = PreparedData.from_json(arguments["prepared"])
+    return {**arguments, "prepared": replace(prepared, branches=theirs.branches).to_json()}
+
+
+def _names(membership: Membership) -> str:
+    names = [facts.host for facts in membership.view.members.values()]
+    return f"{len(names)} host{'s' if len(names) != 1 else ''}: {', '.join(names)}"
+
+
+def _cluster_of(own: Cluster, crew: HostCrew) -> Cluster:
+    """A cluster of so many hosts, all like this one."""
+    count = len(crew.hosts)
+    node = replace(own.nodes[0], count=count)
+    devices = replace(node.devices, count=max(facts.num_devices for facts in crew.hosts.values()))
+    node = replace(node, devices=devices)
+    links = tuple(tier for tier in own.links if tier.devices <= devices.count)
+    if count > 1:
+        between = LinkTier(
+            name="between hosts",
+            devices=count * devices.count,
+            latency_seconds=_ASSUMED_LATENCY_SECONDS,
+            bandwidth_bytes_per_second=_ASSUMED_BANDWIDTH,
+            spread=0.5,
+        )
+        links = (*links, between)
+    return replace(own, nodes=(node,), links=links)

@@ -1,0 +1,296 @@
+"""One generation on several hosts: the leader says who starts which ranks, all start theirs, and all hear how it ended.
+
+As soon as the ranks of one host have failed, or the host is gone, the others end theirs: they would only wait.  The
+leader collects what every host reports, and makes of it the end of one job, as of ranks on one host.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, final
+
+from weft.errors import LaunchError
+from weft.run.hosts.membership import JobView, Membership, Verdict
+from weft.run.hosts.registry import LEASE_SECONDS, RegistryLostError
+from weft.run.hosts.roster import HostFacts, Roster, Seat, merged, seats_of
+from weft.run.hosts.torch_store import serve_store
+from weft.run.launch._job import RankExit
+from weft.run.launch.job_end import HOST_LOST, JobEnd
+from weft.run.launch.launcher import ForkServer, HangLimits, HostPart, run_function
+
+_REPORT_SECONDS = 30.0
+"""Time for a host that is there to report how its ranks ended, after those of another have: it only kills them."""
+_FUNCTION = "weft.run.worker:run_rank"
+"""All that one host can make another call."""
+_REACH_SECONDS = 10.0
+
+
+@final
+class HostCrew:
+    """The hosts of a job as the leader uses them: `run` starts a generation on all that take part."""
+
+    def __init__(self, membership: Membership, address: str, *, least: int, most: int) -> None:
+        """`least` and `most`: hosts that take part.  Further ones wait for the place of one that is lost."""
+        self._membership = membership
+        self._address = address
+        self._least, self._most = least, most
+        self._hosts: dict[str, HostFacts] = {}
+        self._gone: set[str] = set()
+        """Hosts that were told to stop: they take part in no further generation."""
+
+    @property
+    def hosts(self) -> Mapping[str, HostFacts]:
+        """The hosts that take part, by their names in the registry; the leader's is the first."""
+        return self._hosts
+
+    @property
+    def num_devices(self) -> int:
+        """Ranks that the hosts can have together."""
+        return sum(facts.num_devices for facts in self._hosts.values())
+
+    def choose(self) -> None:
+        """Let those take part that are there, as many as are wanted."""
+        present = self._present()
+        self._hosts = dict(list(present.items())[: self._most])
+
+    def has_grown(self) -> bool:
+        """Whether a host has come that would take part: ask while ranks run, and let them hand over if so."""
+        return set(self._hosts) < set(list(self._present())[: self._most])
+
+    def change_after(self, seconds: float) -> str:
+        """Choose anew, and return a sentence that says who was lost and who has come; empty where nothing has changed.
+        Where too few are left, wait so long for others.
+
+        Raises:
+            LaunchError: too few hosts are there.
+        """
+        before = dict(self._hosts)
+        if not self._membership.wait(lambda _: len(self._present()) >= self._least, seconds):
+            self._refuse_if_lost()
+            names = ", ".join(facts.host for facts in self._present().values())
+            raise LaunchError(
+                f"only {len(self._present())} of at least {self._least} hosts are there ({names}), and no other has"
+                f" come in {seconds:.0f} s. Start Weft on another host by the same command, or permit fewer (--nodes).",
+                status=75,
+            )
+        self.choose()
+        lost = [facts.host for name, facts in before.items() if name not in self._hosts and name not in self._gone]
+        left = [facts.host for name, facts in before.items() if name not in self._hosts and name in self._gone]
+        come = [facts.host for name, facts in self._hosts.items() if name not in before]
+        sentences = [f"{_listed(lost)} {'was' if len(lost) == 1 else 'were'} lost"] if lost else []
+        sentences += [
+            f"{_listed(hosts)} {_have(hosts)} {what}" for hosts, what in ((left, "left"), (come, "come")) if hosts
+        ]
+        return f"since {' and '.join(sentences)}" if sentences else ""
+
+    def run(
+        self,
+        function: str,
+        arguments: Mapping[str, Any],
+        num_processes: int,
+        *,
+        threads_per_rank: int,
+        fork_server: ForkServer | None,
+        stopped_timeout_seconds: float,
+        hang_limits: HangLimits,
+        memory: Path | None,
+        signal_to_send: Callable[[], Any],
+    ) -> JobEnd:
+        """Run a generation's ranks on all hosts to their end, as `weft.run.launch.launcher.run_function` does on one.
+
+        Raises:
+            LaunchError: this host no longer leads, or no ranks could be started.
+        """
+        self._refuse_if_lost()
+        last = self._membership.view.roster
+        store, port = serve_store(self._address)
+        roster = Roster(
+            number=1 if last is None else last.number + 1,
+            seats=seats_of(self._hosts, num_processes),
+            store=f"{self._address}:{port}",
+            function=function,
+            arguments=dict(arguments),
+            threads_per_rank=threads_per_rank,
+            stopped_timeout_seconds=stopped_timeout_seconds,
+            hang_seconds=hang_limits.hang_seconds,
+            collective_timeout_seconds=hang_limits.timeout_seconds,
+        )
+        self._membership.propose(roster)
+        run_part(self._membership, roster, roster.seats[0], dict(arguments), fork_server, signal_to_send)
+        end = self._collect(roster)
+        del store  # ranks have ended, and with them all that met here
+        return end
+
+    def conclude(self, verdict: Verdict) -> None:
+        """Say to the other hosts that the job has ended, and give them a moment to hear it."""
+        self._membership.conclude(verdict)
+        mine = self._membership.name
+        self._membership.wait(lambda view: set(view.members) <= {mine}, LEASE_SECONDS)
+
+    def _collect(self, roster: Roster) -> JobEnd:
+        """Wait until every host has reported, or is gone."""
+        wanted = {seat.member for seat in roster.seats}
+        is_complete: Callable[[JobView], bool] = lambda view: wanted <= {*view.ends, *(wanted - {*view.members})}  # noqa: E731
+        self._membership.wait(is_complete, _REPORT_SECONDS)
+        self._refuse_if_lost()
+        view = self._membership.view
+        ends = dict(view.ends)
+        order = list(ends)
+        for seat in roster.seats:
+            if seat.member not in ends:
+                ends[seat.member] = _lost(seat)
+                order.append(seat.member)
+        own = next(iter(self._hosts))
+        stopped = {member for member, end in ends.items() if end.signals}
+        left = len(self._hosts.keys() - stopped)
+        if stopped and own not in stopped and left >= self._least:
+            # Only these hosts were told to stop: they have saved with all others, who go on without them.
+            self._gone |= stopped
+            ends.update((member, replace(ends[member], signals=())) for member in stopped)
+        return merged(ends, order, roster.world_size)
+
+    def _present(self) -> dict[str, HostFacts]:
+        return {name: facts for name, facts in self._membership.view.members.items() if name not in self._gone}
+
+    def _refuse_if_lost(self) -> None:
+        if self._membership.is_lost:
+            raise RegistryLostError(f"this host is on its own: {self._membership.why_lost}. Its ranks have ended.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """How following ended."""
+
+    why: Literal["verdict", "leads", "lost", "stopped"]
+    """The job is over; this host leads by now; it is on its own; or a signal has stopped it."""
+    verdict: Verdict | None = None
+
+
+def follow(
+    membership: Membership,
+    arguments: Callable[[dict[str, Any]], dict[str, Any]],
+    *,
+    fork_server: ForkServer | None,
+    is_stopping: Callable[[], bool],
+) -> Followed:
+    """Start this host's ranks of one generation after another, as the leader says.
+
+    Args:
+        arguments: makes of the leader's arguments of the ranks those of this host's.
+        is_stopping: whether a signal has come.
+    """
+    done = 0
+    while True:
+        if membership.view.verdict is not None:
+            return Followed(why="verdict", verdict=membership.view.verdict)
+        if membership.is_lost:
+            return Followed(why="lost")
+        if is_stopping():
+            return Followed(why="stopped")
+        roster = membership.view.roster
+        seat = None if roster is None else roster.seat_of(membership.name)
+        if roster is None or seat is None or roster.number <= done:
+            if membership.is_leader:
+                return Followed(why="leads")
+            membership.wait_for_change(0.5)
+            continue
+        done = roster.number
+        end = run_part(membership, roster, seat, arguments(roster.arguments), fork_server, lambda: None)
+        if end.signals:
+            return Followed(why="stopped")
+
+
+def run_part(
+    membership: Membership,
+    roster: Roster,
+    seat: Seat,
+    arguments: dict[str, Any],
+    fork_server: ForkServer | None,
+    signal_to_send: Callable[[], Any],
+) -> JobEnd:
+    """Run this host's ranks of a generation to their end, and report it to the others.
+
+    Raises:
+        LaunchError: the leader asks for something else than a training, or no ranks could be started.
+    """
+    if roster.function != _FUNCTION:
+        raise LaunchError(f"the leader asks this host to call {roster.function!r}, and only {_FUNCTION!r} is called.")
+
+    def is_over_elsewhere() -> bool:
+        """Whether the ranks of this generation cannot go on."""
+        view = membership.view
+        if membership.is_lost or view.roster is None or view.roster.number != roster.number:
+            return True
+        failed = any(end.cause is not None for member, end in view.ends.items() if member != membership.name)
+        return failed or any(each.member not in view.members for each in roster.seats)
+
+    part: HostPart = roster.part_of(seat)
+    try:
+        end = run_function(
+            roster.function,
+            arguments,
+            seat.num_ranks,
+            threads_per_rank=roster.threads_per_rank,
+            # A fork server that was killed with its ranks is replaced: without one, the job starts its own.
+            fork_server=fork_server if fork_server is not None and fork_server.is_alive else None,
+            stopped_timeout_seconds=roster.stopped_timeout_seconds,
+            hang_limits=HangLimits(roster.hang_seconds, roster.collective_timeout_seconds),
+            signal_to_send=signal_to_send,
+            part=part,
+            is_over_elsewhere=is_over_elsewhere,
+        )
+    except LaunchError as error:
+        end = _not_started(seat, error)
+    deadline = time.monotonic() + _REACH_SECONDS
+    while not membership.is_lost:
+        try:
+            membership.report(roster.number, end)
+            break
+        except RegistryLostError:
+            if time.monotonic() > deadline:
+                break
+    return end
+
+
+def _lost(seat: Seat) -> JobEnd:
+    """The end of a host's ranks that nobody can report any more."""
+    ranks = f"rank {seat.first_rank}" if seat.num_ranks == 1 else f"ranks {seat.first_rank} to {_last(seat)}"
+    cause = RankExit(
+        rank=seat.first_rank,
+        host=seat.host,
+        when=time.monotonic(),
+        error=HOST_LOST,
+        message=f"host {seat.host} was lost with {ranks}: it gave no sign of life for {LEASE_SECONDS:.0f} s",
+        status=1,
+    )
+    return JobEnd(num_processes=seat.num_ranks, outcomes={}, cause=cause, has_failed_rank=True)
+
+
+def _not_started(seat: Seat, error: LaunchError) -> JobEnd:
+    cause = RankExit(
+        rank=seat.first_rank,
+        host=socket.gethostname(),
+        when=time.monotonic(),
+        error=type(error).__name__,
+        message=str(error),
+        is_weft_error=True,
+        weft_status=error.status,
+        status=1,
+    )
+    return JobEnd(num_processes=seat.num_ranks, outcomes={}, cause=cause, has_failed_rank=True)
+
+
+def _last(seat: Seat) -> int:
+    return seat.first_rank + seat.num_ranks - 1
+
+
+def _listed(hosts: list[str]) -> str:
+    return f"host {hosts[0]}" if len(hosts) == 1 else f"hosts {', '.join(hosts)}"
+
+
+def _have(hosts: list[str]) -> str:
+    return "has" if len(hosts) == 1 else "have"

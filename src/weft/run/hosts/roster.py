@@ -1,0 +1,139 @@
+"""What hosts tell one another: who they are, which ranks each has in a generation, and how these ended."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from weft.events.progress import Position
+from weft.run.launch._job import RankExit
+from weft.run.launch._report import is_secondary_or_timeout
+from weft.run.launch.job_end import HOST_LOST, JobEnd
+from weft.run.launch.launcher import HostPart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """What a host says of itself when it joins."""
+
+    host: str
+    """Its name, for people."""
+    address: str
+    """Where the others reach it."""
+    num_devices: int
+    """Ranks that it can have: its accelerators, or its share of the processors."""
+    accelerator: str = ""
+    """Kind of its accelerators; empty: the ranks compute on processors."""
+    version: str
+    """Weft's."""
+    recipe: str
+    """Digest of the recipe that it was started with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """A host's place in a generation."""
+
+    member: str
+    """Its name in the registry."""
+    host: str
+    first_rank: int
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roster:
+    """One generation of a job on several hosts: what each is to start."""
+
+    number: int
+    """Counted from 1 over all generations of the job, whoever led them."""
+    seats: tuple[Seat, ...]
+    """In the order of their ranks; the first is the leader's."""
+    store: str
+    """Address of the store at which the ranks meet: a new one for each generation."""
+    function: str
+    arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+    threads_per_rank: int
+    stopped_timeout_seconds: float
+    hang_seconds: float | None
+    collective_timeout_seconds: float
+
+    @property
+    def world_size(self) -> int:
+        return sum(seat.num_ranks for seat in self.seats)
+
+    def seat_of(self, member: str) -> Seat | None:
+        """The seat of a host; None for one that only waits."""
+        return next((seat for seat in self.seats if seat.member == member), None)
+
+    def part_of(self, seat: Seat) -> HostPart:
+        """What the launcher of a host must know."""
+        return HostPart(first_rank=seat.first_rank, world_size=self.world_size, store=self.store)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, content: dict[str, Any]) -> Roster:
+        """Raises `KeyError`, `TypeError` or `ValueError` where it is none."""
+        values: dict[str, Any] = {**content, "seats": tuple(Seat(**seat) for seat in content["seats"])}
+        return cls(**values)
+
+
+def end_to_json(end: JobEnd) -> dict[str, Any]:
+    """Return the end of one host's ranks as what JSON can hold."""
+    return {**asdict(end), "signals": [int(number) for number in end.signals]}
+
+
+def end_of_json(content: dict[str, Any]) -> JobEnd:
+    """Raises `KeyError`, `TypeError` or `ValueError` where it is none."""
+    cause: dict[str, Any] | None = content["cause"]
+    outcomes: dict[str, dict[str, Any] | None] = content["outcomes"]
+    positions: dict[str, dict[str, Any]] = content["positions"]
+    read: dict[str, Any] = {
+        "cause": None if cause is None else RankExit(**cause),
+        "outcomes": {int(rank): None if each is None else RankExit(**each) for rank, each in outcomes.items()},
+        "signals": tuple(signal.Signals(number) for number in content["signals"]),
+        "positions": {int(rank): Position(**each) for rank, each in positions.items()},
+    }
+    return JobEnd(**{**content, **read})
+
+
+def seats_of(members: Mapping[str, HostFacts], world_size: int) -> tuple[Seat, ...]:
+    """Share ranks out over hosts, in their order: evenly where that is possible, else as many as each can have.  A host
+    that gets none is left out."""
+    room = [facts.num_devices for facts in members.values()]
+    even, rest = divmod(world_size, len(room))
+    if not rest and even <= min(room):
+        shares = [even] * len(room)
+    else:
+        shares, left = [], world_size
+        for devices in room:
+            shares.append(min(devices, left))
+            left -= shares[-1]
+        shares[-1] += left  # more ranks than devices: the plan was checked, so they share processors
+    seats: list[Seat] = []
+    first = 0
+    for (member, facts), share in zip(members.items(), shares, strict=True):
+        if share:
+            seats.append(Seat(member=member, host=facts.host, first_rank=first, num_ranks=share))
+            first += share
+    return tuple(seats)
+
+
+def merged(ends: Mapping[str, JobEnd], order: Sequence[str], world_size: int) -> JobEnd:
+    """Return the end of a job from the ends of its hosts.  `order` names those that failed, the first in front."""
+    causes = [cause for member in order if (cause := ends[member].cause) is not None]
+    # What another host's loss has made of a rank says less than the loss itself, whichever was heard of first.
+    cause = min(causes, key=lambda each: (each.error != HOST_LOST, is_secondary_or_timeout(each)), default=None)
+    signals = tuple(dict.fromkeys(number for end in ends.values() for number in end.signals))
+    return JobEnd(
+        num_processes=world_size,
+        outcomes={rank: outcome for end in ends.values() for rank, outcome in end.outcomes.items()},
+        cause=cause,
+        signals=signals,
+        has_failed_rank=any(end.has_failed_rank for end in ends.values()),
+        positions={rank: place for end in ends.values() for rank, place in end.positions.items()},
+    )

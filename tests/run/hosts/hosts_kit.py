@@ -1,0 +1,167 @@
+"""A small training on fake machines, and a real etcd of three."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import machines
+from machines import Machine
+
+STEPS = 150
+PROCESSES_PER_NODE = 2
+_RECIPE = """
+[model]
+reference = "decoder"
+num_layers = 4
+hidden_size = 48
+num_heads = 4
+num_kv_heads = 2
+vocabulary_size = 300
+sequence_length = 48
+dropout = 0.1
+[data]
+train = [{{ source = "{corpus}" }}]
+cache = "{cache}"
+[batch]
+global_batch_size = 8
+[optimizer]
+name = "adamw"
+learning_rate = 1e-3
+[run]
+steps = {steps}
+save_every = 25
+"""
+
+
+def write_recipe(folder: Path, *, steps: int = STEPS) -> Path:
+    """Write a recipe and its texts, and return its path."""
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    for number in range(6):
+        lines = (f"text {number} says {line * number % 97}\n" for line in range(200))
+        (corpus / f"{number}.txt").write_text("".join(lines))
+    recipe = folder / "recipe.toml"
+    recipe.write_text(_RECIPE.format(corpus=corpus, cache=folder / "cache", steps=steps))
+    return recipe
+
+
+@contextmanager
+def etcd_on(hosts: Sequence[Machine], folder: Path) -> Generator[str]:
+    """Run a member of etcd on each machine, and return the address for `--rendezvous`."""
+    cluster = ",".join(f"{host.name}=http://{host.address}:2380" for host in hosts)
+    for host in hosts:
+        client, peer = f"http://{host.address}:2379", f"http://{host.address}:2380"
+        words = ["etcd", "--name", host.name, "--data-dir", str(folder / f"etcd-{host.name}"), "--logger", "zap"]
+        words += ["--listen-client-urls", client, "--advertise-client-urls", client, "--initial-cluster", cluster]
+        words += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--log-level", "error"]
+        words += ["--heartbeat-interval", "100", "--election-timeout", "500"]
+        with (folder / f"etcd-{host.name}.log").open("w") as output:
+            host.start(words, output=output)
+    yield "etcd://" + ",".join(f"{host.address}:2379" for host in hosts)
+
+
+@dataclass
+class HostJob:
+    """One job on fake machines."""
+
+    recipe: Path
+    run: Path
+    rendezvous: str
+    nodes: str
+    plan: Path | None = None
+    processes: dict[str, subprocess.Popen[str]] = field(default_factory=dict[str, subprocess.Popen[str]])
+
+    def start(self, host: Machine, *options: str) -> None:
+        """Start the job's command on a machine."""
+        words = [sys.executable, "-m", "weft.cli", "train", str(self.recipe), "--run-folder", str(self.run)]
+        words += ["--nodes", self.nodes, "--rendezvous", self.rendezvous, "--prove", "never"]
+        words += ["--processes-per-node", str(PROCESSES_PER_NODE), *(["--plan", str(self.plan)] if self.plan else [])]
+        with self._output(host.name).open("a") as output:
+            self.processes[host.name] = host.start([*words, *options], output=output, environment=_environment())
+
+    def resume_alone(self, host: Machine) -> int:
+        """Try to go on with the run on one machine, as if nobody else did; return the status."""
+        words = [sys.executable, "-m", "weft.cli", "train", str(self.recipe), "--resume", str(self.run)]
+        with self._output(host.name).open("a") as output:
+            return host.start(words, output=output, environment=_environment()).wait(60)
+
+    def said(self, host: Machine) -> str:
+        """What the job has printed on a machine."""
+        return self._output(host.name).read_text()
+
+    def tell(self, host: Machine, number: signal.Signals) -> None:
+        """Send the job's command on a machine a signal."""
+        host.signal(self.processes[host.name], number)
+
+    def wait_for_step(self, step: int, *, seconds: float = 60) -> None:
+        """Wait until a step has been finished."""
+        deadline = time.monotonic() + seconds
+        while not any(each["step"] >= step for each in self.events("step")):
+            self._go_on(deadline, f"step {step}")
+
+    def wait_for(self, text: str, host: Machine, *, seconds: float = 60) -> None:
+        """Wait until the job has printed a text on a machine."""
+        deadline = time.monotonic() + seconds
+        while text not in self.said(host):
+            self._go_on(deadline, repr(text))
+
+    def wait(self, host: Machine, *, seconds: float = 90) -> int:
+        """Wait for the end of the job's command on a machine, and return its status."""
+        try:
+            return self.processes[host.name].wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{host.name} has not ended in {seconds} s:\n{self._tails()}") from None
+
+    def events(self, kind: str) -> list[dict[str, object]]:
+        """The events of a kind in the run's folder."""
+        path = self.run / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.is_file() else []
+        found: list[dict[str, object]] = []
+        for line in lines:
+            if line.endswith("}") and (event := json.loads(line))["kind"] == kind:
+                found.append(event)
+        return found
+
+    def losses(self) -> list[float]:
+        """The loss of each step in the history that was kept."""
+        by_step = {each["step"]: each["loss"] for each in self.events("step")}
+        return [by_step[step] for step in range(1, len(by_step) + 1)]
+
+    def _output(self, name: str) -> Path:
+        return self.run.parent / f"{name}.out"
+
+    def _go_on(self, deadline: float, what: str) -> None:
+        assert time.monotonic() < deadline, f"not in time: {what}\n{self._tails()}"
+        time.sleep(0.02)
+
+    def _tails(self) -> str:
+        return "\n".join(f"── {name}\n{self._output(name).read_text()[-2000:]}" for name in self.processes)
+
+
+def _environment() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+
+
+@contextmanager
+def job_on_machines(
+    number: int, folder: Path, *, rendezvous: str, nodes: str, steps: int = STEPS, plan: str = "[mesh]\nreplicate = 4\n"
+) -> Generator[tuple[HostJob, list[Machine]]]:
+    """A job that has not begun, and the machines for it.  `rendezvous` is `folder` or `etcd`."""
+    (folder / "plan.toml").write_text(plan)
+    with machines.machines(number, folder / "machines") as hosts:
+        recipe = write_recipe(folder, steps=steps)
+        job = HostJob(recipe, folder / "run", rendezvous, nodes, folder / "plan.toml")
+        if rendezvous == "folder":
+            yield job, hosts
+            return
+        with etcd_on(hosts, folder) as job.rendezvous:
+            yield job, hosts

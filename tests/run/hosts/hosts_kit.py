@@ -12,12 +12,12 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import machines
 from machines import Machine
 
 STEPS = 150
-PROCESSES_PER_NODE = 2
 _RECIPE = """
 [model]
 reference = "decoder"
@@ -77,16 +77,16 @@ class HostJob:
     run: Path
     rendezvous: str
     nodes: str
-    plan: Path | None = None
+    plan: Path
     processes: dict[str, subprocess.Popen[str]] = field(default_factory=dict[str, subprocess.Popen[str]])
 
     def start(self, host: Machine, *options: str) -> None:
         """Start the job's command on a machine."""
         words = [sys.executable, "-m", "weft.cli", "train", str(self.recipe), "--run-folder", str(self.run)]
         words += ["--nodes", self.nodes, "--rendezvous", self.rendezvous, "--prove", "never"]
-        words += ["--processes-per-node", str(PROCESSES_PER_NODE), *(["--plan", str(self.plan)] if self.plan else [])]
+        words += ["--plan", str(self.plan), *(options or ("--processes-per-node", "1"))]
         with self._output(host.name).open("a") as output:
-            self.processes[host.name] = host.start([*words, *options], output=output, environment=_environment())
+            self.processes[host.name] = host.start([*words], output=output, environment=_environment())
 
     def resume_alone(self, host: Machine) -> int:
         """Try to go on with the run on one machine, as if nobody else did; return the status."""
@@ -121,15 +121,20 @@ class HostJob:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{host.name} has not ended in {seconds} s:\n{self._tails()}") from None
 
-    def events(self, kind: str) -> list[dict[str, object]]:
+    def events(self, kind: str) -> list[dict[str, Any]]:
         """The events of a kind in the run's folder."""
         path = self.run / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.is_file() else []
-        found: list[dict[str, object]] = []
+        found: list[dict[str, Any]] = []
         for line in lines:
             if line.endswith("}") and (event := json.loads(line))["kind"] == kind:
                 found.append(event)
         return found
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that have been finished."""
+        return max((each["step"] for each in self.events("step")), default=0)
 
     def losses(self) -> list[float]:
         """The loss of each step in the history that was kept."""
@@ -153,7 +158,7 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def job_on_machines(
-    number: int, folder: Path, *, rendezvous: str, nodes: str, steps: int = STEPS, plan: str = "[mesh]\nreplicate = 4\n"
+    number: int, folder: Path, *, rendezvous: str, nodes: str, steps: int = STEPS, plan: str = "[mesh]\nreplicate = 2\n"
 ) -> Generator[tuple[HostJob, list[Machine]]]:
     """A job that has not begun, and the machines for it.  `rendezvous` is `folder` or `etcd`."""
     (folder / "plan.toml").write_text(plan)

@@ -78,11 +78,13 @@ FAULTS: dict[str, tuple[str, Callable[[HostJob, list[Machine]], list[Machine]], 
 def test_a_host_is_lost_or_leaves(fault: str, tmp_path: Path, losses: list[float]) -> None:
     rendezvous, act, said = FAULTS[fault]
     with job_on_machines(3, tmp_path, rendezvous=rendezvous, nodes="2..3") as (job, hosts):
-        for host in hosts:
-            job.start(host)
-            if host is hosts[0]:
-                job.wait_for("hosts     ", host)  # it leads
-        job.wait_for_step(40)
+        job.start(hosts[0])
+        job.wait_for("hosts     ", hosts[0])  # it leads
+        job.start(hosts[1])
+        job.wait_for_step(3)
+        job.start(hosts[2])
+        job.wait_for("data 2 → data 3, since host node2 has come", hosts[0])
+        job.wait_for_step(job.num_steps + 20)
         left = act(job, hosts)
         for host in left:
             assert job.wait(host) == 0, job.said(host)
@@ -93,15 +95,13 @@ def test_a_host_is_lost_or_leaves(fault: str, tmp_path: Path, losses: list[float
 
 
 def test_a_host_joins(tmp_path: Path, losses: list[float]) -> None:
-    with job_on_machines(2, tmp_path, rendezvous="folder", nodes="1..2", plan="[mesh]\nreplicate = 2\n") as (
-        job,
-        hosts,
-    ):
-        job.start(hosts[0])
+    plan = "[mesh]\ntensor = 2\n"
+    with job_on_machines(2, tmp_path, rendezvous="folder", nodes="1..2", plan=plan) as (job, hosts):
+        job.start(hosts[0], "--processes-per-node", "2")
         job.wait_for_step(30)
-        job.start(hosts[1])
+        job.start(hosts[1], "--processes-per-node", "2")
         assert [job.wait(host) for host in hosts] == [0, 0]
-        assert "data 2 → data 4, since host node1 has come" in job.said(hosts[0])
+        assert "tensor 2 → data 2 × tensor 2, since host node1 has come" in job.said(hosts[0])
         assert job.losses() == pytest.approx(losses, rel=2e-4)
 
 
@@ -136,7 +136,7 @@ def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
 def test_hosts_that_do_not_belong_together(tmp_path: Path) -> None:
     with job_on_machines(2, tmp_path, rendezvous="folder", nodes="2") as (job, hosts):
         job.start(hosts[0])
-        job.start(hosts[1], "--set", "run.seed=7")
+        job.start(hosts[1], "--processes-per-node", "1", "--set", "run.seed=7")
         statuses = [job.wait(host) for host in hosts]
         assert statuses == [2, 2]
         assert all("was started with another recipe" in job.said(host) for host in hosts)

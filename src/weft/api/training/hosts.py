@@ -25,7 +25,7 @@ from weft.run.data.preparation import ConsoleProgress, prepare_data, silent
 from weft.run.engine.proof import ProveMode
 from weft.run.hosts.crew import HostCrew, follow
 from weft.run.hosts.meeting import FOLDER, Meeting, open_meeting
-from weft.run.hosts.membership import Membership, Verdict
+from weft.run.hosts.membership import JobVerdict, Membership
 from weft.run.hosts.network import own_address
 from weft.run.hosts.registry import RegistryLostError
 from weft.run.hosts.roster import HostFacts
@@ -207,7 +207,7 @@ class _HostAgent:
         progress = silent if self.quiet else ConsoleProgress(sys.stderr)
         return prepare_data(self.recipe, data_shape(blueprint, self.recipe), progress=progress)
 
-    def _conclude(self, verdict: Verdict) -> None:
+    def _conclude(self, verdict: JobVerdict) -> None:
         if verdict.status:
             raise LaunchError(verdict.text, status=verdict.status)
         self._say(verdict.text)
@@ -224,11 +224,11 @@ class _HostAgent:
         except RegistryLostError:
             raise
         except WeftError as error:
-            crew.conclude(Verdict(status=error.status, text=f"host {self.facts.host}, which leads, says: {error}"))
+            crew.conclude(JobVerdict(status=error.status, text=f"host {self.facts.host}, which leads, says: {error}"))
             raise
         status = os.EX_TEMPFAIL if result.stopped_early else 0
         done = f"stopped   at step {result.steps}, saved" if result.stopped_early else f"done      {self.run.path}"
-        crew.conclude(Verdict(status=status, text=f"{done} (host {self.facts.host} has led)"))
+        crew.conclude(JobVerdict(status=status, text=f"{done} (host {self.facts.host} has led)"))
         return result
 
     def _gather(self, membership: Membership) -> None:

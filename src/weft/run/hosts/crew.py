@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from weft.errors import LaunchError
-from weft.run.hosts.membership import JobView, Membership, Verdict
+from weft.run.hosts.membership import JobVerdict, JobView, Membership
 from weft.run.hosts.registry import LEASE_SECONDS, RegistryLostError
 from weft.run.hosts.roster import HostFacts, Roster, Seat, merged, seats_of
 from weft.run.hosts.torch_store import serve_store
@@ -125,7 +125,7 @@ class HostCrew:
         del store  # ranks have ended, and with them all that met here
         return end
 
-    def conclude(self, verdict: Verdict) -> None:
+    def conclude(self, verdict: JobVerdict) -> None:
         """Say to the other hosts that the job has ended, and give them a moment to hear it."""
         self._membership.conclude(verdict)
         mine = self._membership.name
@@ -167,7 +167,7 @@ class Followed:
 
     why: Literal["verdict", "leads", "lost", "stopped"]
     """The job is over; this host leads by now; it is on its own; or a signal has stopped it."""
-    verdict: Verdict | None = None
+    verdict: JobVerdict | None = None
 
 
 def follow(

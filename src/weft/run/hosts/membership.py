@@ -28,7 +28,7 @@ _ROSTER, _LATEST, _VERDICT, _END, _HOST = "roster", "latest", "verdict", "end", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class JobVerdict:
     """How the whole job ended; every host then ends, too."""
 
     status: int
@@ -49,7 +49,7 @@ class JobView:
     """The newest generation."""
     ends: Mapping[str, JobEnd] = field(default_factory=dict[str, JobEnd])
     """How the ranks of that generation ended, by host, the one that was heard of first in front."""
-    verdict: Verdict | None = None
+    verdict: JobVerdict | None = None
 
 
 @final
@@ -71,7 +71,7 @@ class Membership:
         self._seen_at = time.monotonic()
         self._lost = ""
         self._old_verdict: str | None = None
-        """Verdict on an earlier job, which this one goes on with."""
+        """JobVerdict on an earlier job, which this one goes on with."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="weft-membership", daemon=True)
         self._strangers: set[str] = set()
@@ -152,7 +152,7 @@ class Membership:
         place = self._end_place(number, self.name)
         self._registry.put(place, self._secret.sign(place, end_to_json(end)))
 
-    def conclude(self, verdict: Verdict) -> None:
+    def conclude(self, verdict: JobVerdict) -> None:
         """Say to all hosts that the job has ended.  Call on the leader."""
         self._registry.put(_VERDICT, self._secret.sign(_VERDICT, asdict(verdict)))
 
@@ -183,7 +183,7 @@ class Membership:
                 if (content := self._opened(place, text)) is not None:
                     ends[places[place]] = end_of_json(content)
         view = JobView(
-            members=members, roster=roster, ends=ends, verdict=None if verdict is None else Verdict(**verdict)
+            members=members, roster=roster, ends=ends, verdict=None if verdict is None else JobVerdict(**verdict)
         )
         with self._changed:
             self._view, self._seen_at = view, asked_at

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -138,6 +139,54 @@ def test_an_owner_on_another_host_lives_as_long_as_it_gives_signs_of_life(tmp_pa
     with FolderLock(tmp_path) as lock:
         assert "has given no sign of life for 1,300 s" in lock.acquire()
         lock.check()
+
+
+def test_one_that_beats_is_watched_by_the_own_clock(tmp_path: Path) -> None:
+    """Clocks of two hosts are not compared: the file's time may lie an hour away."""
+    change_to_far(tmp_path, silent_seconds=0.6)
+    began = time.monotonic()
+    with FolderLock(tmp_path) as lock:
+        assert "process 77 on host far" in lock.acquire()
+    assert 0.6 <= time.monotonic() - began < 10
+
+
+def test_one_that_beats_keeps_the_folder(tmp_path: Path) -> None:
+    change_to_far(tmp_path, silent_seconds=2.0)
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.1):
+            os.utime(tmp_path / "owner.json")
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    try:
+        with pytest.raises(LaunchError, match="process 77 on host far"):
+            FolderLock(tmp_path).acquire()
+    finally:
+        ended.set()
+        beating.join()
+
+
+def test_one_that_is_known_to_be_lost_is_replaced_at_once(tmp_path: Path) -> None:
+    """Even where its lock still seems to be held; it finds out before it names a checkpoint."""
+    with FolderLock(tmp_path, silent_seconds=3.0, beats=True) as lost, FolderLock(tmp_path) as other:
+        lost.acquire()
+        with pytest.raises(LaunchError):
+            other.acquire()
+        other.acquire(is_lost=lambda: True)
+        other.check()
+        with pytest.raises(LaunchError, match="no longer this run's folder"):
+            lost.check()
+
+
+def change_to_far(folder: Path, *, silent_seconds: float) -> None:
+    """Leave the record of an owner on another host, whose clock is an hour behind."""
+    with FolderLock(folder, silent_seconds=silent_seconds, beats=True) as lock:
+        lock.acquire()
+    change(folder, ended=False, host="far", machine="far/another-boot/pid:[1]", pid=77)
+    behind = time.time() - 3600
+    os.utime(folder / "owner.json", (behind, behind))
 
 
 def _no_locks(*_: Any) -> None:

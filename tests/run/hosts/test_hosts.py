@@ -136,7 +136,7 @@ def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
 def test_hosts_that_do_not_belong_together(tmp_path: Path) -> None:
     with job_on_machines(2, tmp_path, rendezvous="folder", nodes="2") as (job, hosts):
         job.start(hosts[0])
-        job.start(hosts[1], "--processes-per-node", "1", "--set", "run.seed=7")
+        job.start(hosts[1], "--processes-per-node", "1", "--set", "recipe.run.seed=7")
         statuses = [job.wait(host) for host in hosts]
         assert statuses == [2, 2]
         assert all("was started with another recipe" in job.said(host) for host in hosts)

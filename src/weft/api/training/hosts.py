@@ -40,7 +40,7 @@ _FIRST_MEETING_SECONDS = 20.0
 """Time to reach the registry at the beginning, when its address may be wrong.  Later on it is known to be right."""
 _ASSUMED_LATENCY_SECONDS = 50e-6
 _ASSUMED_BANDWIDTH = 1.25e9
-"""Between hosts whose network nobody has described: 10 Gbit/s, for the planner alone."""
+"""Bytes per second between hosts whose network nobody has described: 10 Gbit/s, for the planner alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

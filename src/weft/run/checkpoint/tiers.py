@@ -110,8 +110,7 @@ class TieredCheckpointer:
             durable: the checkpoints on the disk.
             memory: the supervisor's folder in memory (`create_memory_folder`); None: every save goes to the disk.
             ranks_on_host: ranks that share the host's memory.
-            has_hosts: whether the job has other hosts, any of which may be lost: then snapshots go to the disk, which
-                all of them see.
+            has_hosts: whether the job has other hosts, which may be lost: snapshots go to the disk that all see.
         """
         self._has_hosts = has_hosts
         self._durable = durable

@@ -226,7 +226,8 @@ def run_part(
         if membership.is_lost or view.roster is None or view.roster.number != roster.number:
             return True
         failed = any(end.cause is not None for member, end in view.ends.items() if member != membership.name)
-        return failed or any(each.member not in view.members for each in roster.seats)
+        # A host that has reported may leave: its ranks have ended well, and these are about to.
+        return failed or any(each.member not in {*view.members, *view.ends} for each in roster.seats)
 
     part: HostPart = roster.part_of(seat)
     try:

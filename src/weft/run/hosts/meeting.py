@@ -36,7 +36,7 @@ class Meeting:
 
     membership: Membership
     lock: FolderLock
-    """Of the run's folder; this process owns it once `lead` has returned."""
+    """Lock of the run's folder; this process owns it once `lead` has returned."""
     takes_over: bool
     """Whether the registry knows better than the folder who is there: a leader's hold on the folder ends with its
     lease."""
@@ -92,12 +92,17 @@ def open_meeting(
         is_etcd = rendezvous != FOLDER
         deadline = time.monotonic() + seconds
         try:
-            registry = (
-                EtcdRegistry(rendezvous, secret.job)
+            registry, port = (
+                (EtcdRegistry(rendezvous, secret.job), None)
                 if is_etcd
                 else _store_of_folder(lock, secret, facts, deadline, log)
             )
             membership = _joined(stack, Membership(registry, secret, facts, beat=lock.beat), deadline)
+            if port is not None:
+                assert lock.token is not None
+                # Only now that this host has joined: whoever joins first leads, and must own the folder.
+                place = {"address": facts.address, "port": port, "owner": lock.token.owner.process}
+                write_whole(folder / _MEETING, secret.sign(_MEETING, place))
         except RegistryLostError as error:
             if is_again:
                 raise RegistryLostError(f"{error} This host has waited {seconds:.0f} s for it.", status=75) from None
@@ -118,8 +123,8 @@ def _joined(stack: ExitStack, membership: Membership, deadline: float) -> Member
 
 def _store_of_folder(
     lock: FolderLock, secret: JobSecret, facts: HostFacts, deadline: float, log: Callable[[str], object]
-) -> TorchStoreRegistry:
-    """Serve the store, if this host gets the folder; otherwise connect to the one that does."""
+) -> tuple[TorchStoreRegistry, int | None]:
+    """Serve the store, if this host gets the folder, and return its port, too; else connect to the one that does."""
     path, problem = lock.folder / _MEETING, ""
     while True:
         owner = read_owner(lock.folder / _OWNER)
@@ -127,7 +132,7 @@ def _store_of_folder(
         # A file that a lost leader has left names another owner.
         if content is not None and owner is not None and content["owner"] == owner.process and not owner.ended:
             try:
-                return TorchStoreRegistry.connect(content["address"], content["port"])
+                return TorchStoreRegistry.connect(content["address"], content["port"]), None
             except RegistryLostError as error:
                 problem = str(error)
         try:
@@ -136,11 +141,8 @@ def _store_of_folder(
         except LaunchError as error:
             problem = str(error)
         else:
-            assert lock.token is not None
             store, port = serve_store(facts.address)
-            place = {"address": facts.address, "port": port, "owner": lock.token.owner.process}
-            write_whole(path, secret.sign(_MEETING, place))
-            return TorchStoreRegistry(store)
+            return TorchStoreRegistry(store), port
         if time.monotonic() > deadline:
             raise RegistryLostError(f"this host finds no other by the folder {lock.folder}. {problem}")
         time.sleep(_PAUSE_SECONDS)

@@ -50,7 +50,7 @@ class Roster:
     number: int
     """Counted from 1 over all generations of the job, whoever led them."""
     seats: tuple[Seat, ...]
-    """In the order of their ranks; the first is the leader's."""
+    """Seats in the order of their ranks; the first is the leader's."""
     store: str
     """Address of the store at which the ranks meet: a new one for each generation."""
     function: str

@@ -113,7 +113,7 @@ def run_function(
     """
     job = _job("function", function, dict(arguments), num_processes, threads_per_rank, None, None)
     job = replace(job, memory=None if memory is None else str(memory), part=part)
-    supervision = _Supervision(hang_limits, signal_to_send, is_over_elsewhere)
+    supervision = _Supervision(hang_limits, signal_to_send, is_over_elsewhere=is_over_elsewhere)
     return _run_to_end(job, fork_server, stopped_timeout_seconds, supervision=supervision)
 
 

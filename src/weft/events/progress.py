@@ -15,8 +15,10 @@ from typing import Self, final
 PHASES = ("data_wait", "forward_backward", "reduce_wait", "optimizer", "checkpoint", "evaluation")
 """Phases of a training step; other names may be recorded besides."""
 
-_NUMBERS = 8
-"""Numbers of a row: 64 bytes, a cache line, so that ranks do not slow one another down by writing."""
+KEPT_STEPS = 24
+"""Steps of which a row has the times."""
+_NUMBERS = 8 + 3 * KEPT_STEPS
+"""Numbers of a row: whole cache lines of 64 bytes, so that ranks do not slow one another down by writing."""
 _PID, _STEP, _PHASE, _MOVES, _LOOP, _FIRST_STEP = range(6)
 _BEGUN, _ENDED = 1, 2
 _ROW_BYTES = 8 * _NUMBERS
@@ -78,6 +80,12 @@ class ProgressRow:
         self._cells[_STEP] = step
         self._cells[_MOVES] += 1
 
+    def took(self, step: int, own_ns: int, data_ns: int, optimizer_ns: int) -> None:
+        """Step `step` took a rank so long without waiting for others; of that, waiting for data, and the optimizer.
+        Call it before `finished`."""
+        at = 8 + 3 * (step % KEPT_STEPS)
+        self._cells[at], self._cells[at + 1], self._cells[at + 2] = own_ns, data_ns, optimizer_ns
+
     def enter(self, phase: int) -> int:
         """A phase begins, by its number in `PHASES`; return what `leave` takes."""
         cells = self._cells
@@ -126,6 +134,10 @@ class ProgressBoard:
     def row(self, local_rank: int) -> ProgressRow:
         """Return the row of a rank, for that rank alone."""
         return ProgressRow(self._cells[local_rank * _NUMBERS : (local_rank + 1) * _NUMBERS])
+
+    def times(self, local_rank: int) -> list[int]:
+        """Read what a rank has written of its last steps: three numbers for each, at 3 × (step % `KEPT_STEPS`)."""
+        return self._cells[local_rank * _NUMBERS + 8 : (local_rank + 1) * _NUMBERS].tolist()
 
     def position(self, local_rank: int) -> Position:
         """Read where a rank is."""

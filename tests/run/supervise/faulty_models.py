@@ -56,6 +56,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "interpreter": _hold_the_interpreter,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "flip": lambda: None,
+    "straggle": lambda: None,
     "slow": lambda: time.sleep(1.5),
 }
 
@@ -84,6 +85,9 @@ class FaultyModel(nn.Module):
         """Count this rank's steps, those before a restart included, and fail at the one that is asked for."""
         count = self.mark.with_suffix(f".{dist.get_rank()}")
         self.steps += 1
+        if self.fault == "straggle" and dist.get_rank() == self.rank and self.steps >= self.at:
+            time.sleep(0.03)
+            return
         if dist.get_rank() != self.rank or self.steps + self._restored() != self.at:
             return
         done = int(count.read_text()) if count.is_file() else 0

@@ -14,7 +14,7 @@ from weft.api.training.replanning import PlannedData, Replanner
 from weft.api.training.step_times import StepTimes
 from weft.config.cluster import Cluster
 from weft.config.document import typed
-from weft.config.plan import Plan
+from weft.config.plan import Plan, axis_coordinates
 from weft.config.recipe import Recipe
 from weft.errors import PlanError
 from weft.events import Event, RunFolder
@@ -270,10 +270,22 @@ class SupervisedTraining:
             # A fork server that was killed with its ranks is replaced: without one, the job starts its own.
             fork_server=self.fork_server if self.fork_server is not None and self.fork_server.is_alive else None,
             stopped_timeout_seconds=min(compute.timeout_seconds, hang_seconds or compute.timeout_seconds),
-            hang_limits=HangLimits(hang_seconds, compute.timeout_seconds),
+            hang_limits=HangLimits(hang_seconds, compute.timeout_seconds, self._peers()),
             memory=memory,
             signal_to_send=next_signal,
         )
+
+    def _peers(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of ranks that have equally much to do: of one stage, with as many microbatches."""
+        if self.recipe.run.on_failure.straggler == "ignore":
+            return ()
+        mesh, groups = self.plan.mesh, dict[tuple[int, int], list[int]]()
+        shares = self.plan.microbatch.shares(mesh.data)
+        for rank in range(mesh.world_size):
+            at = axis_coordinates(mesh, rank)
+            share = shares[at["replicate"] * mesh.shard + at["shard"]]
+            groups.setdefault((at["pipeline"], share), []).append(rank)
+        return tuple(map(tuple, groups.values()))
 
     def _saved_step(self, memory: Path | None) -> int:
         """Finished steps of the newest save in either tier."""

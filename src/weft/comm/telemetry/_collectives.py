@@ -70,6 +70,7 @@ class CollectiveLog:
         self._sweeping = threading.Lock()
         self._launched: Counter[tuple[str, str, int]] = Counter()
         self._counting = threading.Lock()
+        self._waited_ns = 0
         self.lost = 0
         """Collectives whose end was never seen."""
 
@@ -91,6 +92,12 @@ class CollectiveLog:
             self._sweep()
             sums, self._sums = self._sums, {}
         return sums
+
+    def waited_ns(self) -> int:
+        """Return the nanoseconds in waits for all collectives that have ended."""
+        with self._sweeping:
+            self._sweep()
+        return self._waited_ns
 
     def take_launched(self) -> Counter[tuple[str, str, int]]:
         """Return how often each (axis, operation, bytes) was launched since the last call.
@@ -116,6 +123,7 @@ class CollectiveLog:
             seen = self._open.popleft()
             if seen.is_over or seen.is_done_exact:
                 self._latest.append(seen)
+                self._waited_ns += seen.exposed_ns
                 self._sums.setdefault(seen.axis, Traffic()).add(seen)
             else:
                 self._open.append(seen)

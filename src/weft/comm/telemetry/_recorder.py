@@ -30,6 +30,9 @@ class Recorder:
         """Nanoseconds spent in the children of each open span, outermost first."""
         self._kept = _Ring(keep)
         self._step_started_ns = perf_counter_ns()
+        self._ended_ns = [0] * len(PHASES)
+        """Nanoseconds of the phases before the last `end_step`."""
+        self._mark = (0, 0, 0)
         for name in PHASES:
             self.span(name)
 
@@ -53,9 +56,17 @@ class Recorder:
         wall, self._step_started_ns = now - self._step_started_ns, now
         sums = {f"{name}_seconds": spent / 1e9 for name, spent in zip(self._names, self._own_ns, strict=True)}
         rest = wall - sum(self._own_ns)
+        self._ended_ns = [ended + own for ended, own in zip(self._ended_ns, self._own_ns)]  # noqa: B905
         for index in range(len(self._own_ns)):
             self._own_ns[index] = 0
         return {"step_seconds": wall / 1e9, **sums, "other_seconds": max(rest, 0) / 1e9}
+
+    def take_parts(self) -> tuple[int, int, int]:
+        """Return the nanoseconds since the last call in waits for other ranks, for data, and in the optimizer."""
+        spent = [ended + own for ended, own in zip(self._ended_ns, self._own_ns)]  # noqa: B905
+        now = (self.collectives.waited_ns(), spent[PHASES.index("data_wait")], spent[PHASES.index("optimizer")])
+        before, self._mark = self._mark, now
+        return now[0] - before[0], now[1] - before[1], now[2] - before[2]
 
     def forget(self) -> None:
         """Leave out of the next sums what was done since the last ones.  Call it with no span open."""

@@ -43,6 +43,8 @@ class OnFailure:
     replicas: RestartOrStop = "restart"
     """Ranks that hold the same weights hold different ones.  Every save compares them before it is written, so that the
     newest one is from before the fault."""
+    straggler: Literal["warn", "ignore"] = "warn"
+    """A rank's own work takes at least 1.5 times that of ranks with as much to do, step for step."""
     max_restarts: int = 3
     """Restarts in a row between which no new step was saved; the next failure stops the run."""
     hang_seconds: float | None = None

@@ -84,6 +84,9 @@ class StepReporter:
         now = time.perf_counter()
         tokens = None if self._length is None else samples * self._length
         self._meter.add(seconds=now - self._mark, samples=samples, tokens=tokens)
+        if self._recorder.progress is not None:
+            waited, data, optimizer = self._recorder.take_parts()
+            self._recorder.progress.took(event.step, int((now - self._mark) * 1e9) - waited, data, optimizer)
         self._mark, self._step, self._since_report = now, event.step, self._since_report + 1
         if self._recorder.progress is not None:
             self._recorder.progress.finished(event.step)

@@ -52,6 +52,8 @@ class HangLimits:
     """The recipe's `run.on_failure.hang_seconds`: then a rank that computes hangs, too.  None: by the steps so far."""
     timeout_seconds: float
     """Seconds that collectives wait (the plan's `compute.collective_timeout_seconds`)."""
+    peers: tuple[tuple[int, ...], ...] = ()
+    """Groups of ranks that have equally much to do, among which stragglers are looked for."""
 
 
 @dataclass(frozen=True, slots=True)

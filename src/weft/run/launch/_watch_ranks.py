@@ -22,6 +22,7 @@ from weft.run.launch._fork_server_main import TERMINATE
 from weft.run.launch._hang import HangWatch
 from weft.run.launch._job import RankExit
 from weft.run.launch._stopped import POLL_SECONDS, StoppedProcesses
+from weft.run.launch._straggler import StragglerWatch
 
 _GRACE_SECONDS = 1.0
 """Time that the other ranks get to notice a failure by themselves, before the launcher ends them."""
@@ -55,6 +56,8 @@ class RunningJob:
     """Interval of the looks."""
     hang: HangWatch | None = None
     """Looks for a training whose step makes no progress, where that is asked for."""
+    stragglers: StragglerWatch | None = None
+    """Looks for ranks that are slower than others, where that is asked for."""
     hanging: RankExit | None = None
     """The rank that hangs, once it is known."""
     parent_status: int | None = None
@@ -84,6 +87,8 @@ class RunningJob:
     def poll(self) -> None:
         """Look for ranks that are stopped, and for one that hangs, which ends the job at once."""
         self.stopped.poll()
+        if self.stragglers is not None:
+            self.stragglers.poll()
         if (number := self.signal_to_send()) is not None:
             self.send_command(number)
         if self.hang is not None and self.hanging is None and (hanging := self.hang.poll()) is not None:

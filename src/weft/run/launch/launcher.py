@@ -34,6 +34,7 @@ from weft.run.launch._rank import STACKS_SIGNAL
 from weft.run.launch._rank_info import progress_path, run_folder_note
 from weft.run.launch._report import first_cause, is_secondary_or_timeout
 from weft.run.launch._stopped import StoppedProcesses
+from weft.run.launch._straggler import StragglerWatch
 from weft.run.launch._watch_ranks import RunningJob, forwarding_signals, watch_ranks
 from weft.run.launch.job_end import PARENT_LOST, JobEnd
 from weft.run.launch.job_end import RankError as RankError
@@ -380,6 +381,7 @@ def _run(
             running.signal_to_send = supervision.signal_once_begun(board)
             if supervision.hang_limits is not None:
                 limits = supervision.hang_limits
+                running.stragglers = StragglerWatch(board, limits.peers, run.warn) if limits.peers else None
                 ask = lambda: running.send_command(STACKS_SIGNAL)  # noqa: E731
                 running.hang = HangWatch(board, folder, limits, ask, running.first_rank)
         # With `meanwhile` the caller's own code runs here first, which Ctrl-C must interrupt; handlers come after it.

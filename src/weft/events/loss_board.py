@@ -15,6 +15,7 @@ from weft.events import Emitted, EvaluationEvent, RateEvent, StepEvent
 
 _BYTES = 8
 _PEAK, _VALIDATION, _FIRST_STEP, _FIRST_LOSS = 0, 1, 2, 3
+_AT_ONCE = 4096
 
 
 class LossBoard:
@@ -42,11 +43,25 @@ class LossBoard:
 
     def losses(self, last: int) -> tuple[float, ...]:
         """Return the losses from the earliest step that any generation has done, up to the step `last`."""
-        first = int(self._number(_FIRST_STEP))
+        first = self.first_step
         if not first:
             return ()
         content = self.path.read_bytes()[(_FIRST_LOSS + first - 1) * _BYTES : (_FIRST_LOSS + last) * _BYTES]
         return struct.unpack(f"{len(content) // _BYTES}d", content)
+
+    @property
+    def first_step(self) -> int:
+        """Earliest step that any generation has done, counted from 1; 0 before the first."""
+        return int(self._number(_FIRST_STEP))
+
+    def after(self, step: int) -> tuple[float, ...]:
+        """Return the losses of the steps after `step` finished ones, as far as they are there.  A loss that is exactly
+        zero is not told from one that is not there yet."""
+        with self.path.open("rb") as file:
+            file.seek((_FIRST_LOSS + step) * _BYTES)
+            content = file.read(_AT_ONCE * _BYTES)
+        losses = struct.unpack(f"{len(content) // _BYTES}d", content)
+        return losses[: losses.index(0.0)] if 0.0 in losses else losses
 
     @property
     def peak_flops(self) -> float | None:

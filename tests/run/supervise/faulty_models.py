@@ -56,6 +56,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "interpreter": _hold_the_interpreter,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "flip": lambda: None,
+    "spoil": lambda: None,
     "straggle": lambda: None,
     "slow": lambda: time.sleep(1.5),
 }
@@ -96,6 +97,8 @@ class FaultyModel(nn.Module):
         count.write_text(str(done + 1))
         if self.where == "backward" and hidden.requires_grad:
             hidden.register_hook(self._fail)
+        elif self.fault == "spoil":
+            self.head.weight.data.mul_(-20.0)
         elif self.fault == "flip":
             self.head.weight.data.view(torch.int32)[3, 5] ^= 1 << 12
         else:

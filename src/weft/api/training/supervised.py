@@ -17,9 +17,11 @@ from weft.config.document import typed
 from weft.config.plan import Plan, axis_coordinates
 from weft.config.recipe import Recipe
 from weft.errors import PlanError
-from weft.events import Event, RunFolder
+from weft.events import Event, Run, RunFolder, WarningEvent
 from weft.events.folder_lock import FolderLock
 from weft.events.loss_board import LossBoard
+from weft.events.sinks.log import LogSink
+from weft.events.sinks.warnings import WarningSink
 from weft.formatting import format_percent
 from weft.run.checkpoint import newest_saved_step
 from weft.run.checkpoint.memory_saves import saves_in_memory
@@ -32,6 +34,7 @@ from weft.run.launch.job_end import JobEnd
 from weft.run.launch.launcher import ForkServer, HangLimits, run_function
 from weft.run.supervise import (
     FoundPlan,
+    LossSpikeWatch,
     PlanChange,
     PlanChanges,
     Shrink,
@@ -121,9 +124,11 @@ class SupervisedTraining:
                 shrink=lambda shrink: self._shrink(plans, shrink),
             )
             world_size = self.plan.mesh.world_size
+            spikes = LossSpikeWatch(self.recipe.batch.global_batch_size, self._warn)
 
             def next_signal() -> signal.Signals | None:
                 supervisor.sample()
+                self._look_for_spike(spikes, losses)
                 has_grown = self.hosts is not None and self.hosts.crew.has_grown()
                 return plans.signal_to_send(signals.number, others_are_wanted=has_grown)
 
@@ -137,6 +142,7 @@ class SupervisedTraining:
                 return self._generation(number, resumes, str(losses.path), peak_flops, memory, next_signal)
 
             end, reason = supervisor.run(start, resumes=resumes)
+            self._look_for_spike(spikes, losses)
             signals.added_to(end).raise_cause(reason)
             return self._result(signals.added_to(end), losses, time.perf_counter() - started)
 
@@ -275,6 +281,11 @@ class SupervisedTraining:
             signal_to_send=next_signal,
         )
 
+    def _look_for_spike(self, spikes: LossSpikeWatch, losses: LossBoard) -> None:
+        if self.recipe.run.on_failure.loss_spike == "warn":
+            spikes.step = spikes.step or max(0, losses.first_step - 1)
+            spikes.look(losses.after(spikes.step))
+
     def _peers(self) -> tuple[tuple[int, ...], ...]:
         """Groups of ranks that have equally much to do: of one stage, with as many microbatches."""
         if self.recipe.run.on_failure.straggler == "ignore":
@@ -295,6 +306,12 @@ class SupervisedTraining:
     def _report(self, end: JobEnd) -> None:
         if not self.quiet:
             report_end(end)
+
+    def _warn(self, text: str) -> None:
+        """Say something while ranks run, whose metrics have no second writer."""
+        sinks = [LogSink(self.run.launcher_log), *([] if self.quiet else [WarningSink()])]
+        with Run(None, sinks) as log:
+            log.emit(WarningEvent(text=text, source="weft.run.supervise"))
 
     def _log(self, event: Event) -> None:
         log_between(self.run, event, quiet=self.quiet)

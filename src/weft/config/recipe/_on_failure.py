@@ -45,6 +45,8 @@ class OnFailure:
     newest one is from before the fault."""
     straggler: Literal["warn", "ignore"] = "warn"
     """A rank's own work takes at least 1.5 times that of ranks with as much to do, step for step."""
+    loss_spike: Literal["warn", "ignore"] = "warn"
+    """Three losses in a row lie six deviations above those before."""
     max_restarts: int = 3
     """Restarts in a row between which no new step was saved; the next failure stops the run."""
     hang_seconds: float | None = None

@@ -15,7 +15,7 @@ BUILT_FROM := pyproject.toml setup.py $(wildcard src/weft/comm/shared_memory/*.[
   src/weft/comm/shared_memory/_sources.py
 STAMP := $(VENV)/.weft-$(firstword $(shell cat $(BUILT_FROM) | cksum))
 
-.PHONY: help setup demo test slow alterations parity check bench bench-comm families docs gpu clean
+.PHONY: help setup demo test slow alterations parity check bench bench-comm families docs gpu chaos clean
 
 help:
 	@echo "make demo     train a small language model on Python's own source, 8 processes in 3 dimensions"
@@ -28,6 +28,7 @@ help:
 	@echo "make bench    the benchmarks; writes benchmarks/results"
 	@echo "make bench-comm  those of communication alone (half an hour)"
 	@echo "make families  drawn families of models under every plan; writes docs/models.md (hours on 2 cores)"
+	@echo "make chaos    200 seeded faults in real runs under four plans, each judged (half an hour; NUM=1000, SEED=7)"
 	@echo "make docs     the documentation: its examples run, its links checked, its site built in build/site"
 	@echo "make gpu      the suite for one CUDA device: parity, speed, memory (9 minutes)"
 
@@ -80,6 +81,10 @@ bench-comm: setup
 # Goes on where it was left; `$(BIN)/python -m benchmarks.families --help` says how to run some again.
 families: setup
 	@$(BIN)/python -m benchmarks.families
+
+# Writes benchmarks/results/chaos.json.  What goes wrong prints the command that replays it.
+chaos: setup
+	@$(BIN)/python -m benchmarks.chaos --num $(or $(NUM),200) --seed $(or $(SEED),0)
 
 # Sphinx is installed when it is first needed: nothing else wants it.
 docs: setup $(VENV)/.docs

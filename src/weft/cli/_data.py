@@ -1,4 +1,4 @@
-"""`weft data prepare`."""
+"""`weft data prepare` and `weft data ledger`."""
 
 from __future__ import annotations
 
@@ -57,3 +57,21 @@ def prepare(
         progress=ConsoleProgress(),
     )
     print(f"{corpus.manifest.num_files:,} files, {corpus.num_tokens:,} tokens in {corpus.folder}")
+
+
+def ledger(run: Path, /) -> None:
+    """Prove that a run has used each sample of an epoch once, in its order, whatever failed and was done again.
+
+    Parameters
+    ----------
+    run
+        Folder of a run whose recipe has `ledger = true` in `[run]`. The first gap or duplicate is named, with status 1.
+    """
+    from weft.config.recipe import load_recipe
+    from weft.events import RunFolder
+    from weft.run.data.check_ledger import check_ledger
+
+    folder = RunFolder.open(run)
+    recipe = load_recipe(folder.recipe)
+    report = check_ledger(folder.path, seed=recipe.run.seed, global_batch_size=recipe.batch.global_batch_size)
+    print("\n".join(report.lines()))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError, UnknownOptionError
 
 from weft.cli import (
+    _chaos,
     _check,
     _checkpoint,
     _comm_advise,
@@ -51,6 +52,7 @@ def build_app() -> App:
     plan.command(_plan.validate, show=False)
     app.command(plan)
     app.command(_check.check)
+    app.command(_chaos.chaos)
     app.command(_describe.describe)
     app.command(_probe.probe)
     app.command(_generate.generate)
@@ -65,8 +67,9 @@ def build_app() -> App:
     checkpoint.command(_checkpoint.prune)
     checkpoint.command(_checkpoint.import_, name="import")
     app.command(checkpoint)
-    data = App(name="data", help="Prepare data for training.", help_format="plaintext")
+    data = App(name="data", help="Prepare data for training, and prove which were used.", help_format="plaintext")
     data.command(_data.prepare)
+    data.command(_data.ledger)
     app.command(data)
     comm = App(name="comm", help="Look at how ranks communicate.", help_format="plaintext")
     comm.command(_comm_draw.draw)

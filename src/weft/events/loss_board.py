@@ -32,9 +32,10 @@ class LossBoard:
 
     @classmethod
     @contextmanager
-    def temporary(cls, num_steps: int) -> Generator[LossBoard]:
-        """A board that is removed with the block."""
-        descriptor, name = tempfile.mkstemp(prefix="weft-losses-")
+    def temporary(cls, num_steps: int, folder: Path | None = None) -> Generator[LossBoard]:
+        """A board that is removed with the block; with a `folder`, one that somebody removes when this process is
+        killed, it lies in there."""
+        descriptor, name = tempfile.mkstemp(prefix="weft-losses-", dir=folder)
         os.close(descriptor)
         try:
             yield cls(Path(name), num_steps)

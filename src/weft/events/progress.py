@@ -50,7 +50,6 @@ class Position:
         return f"in step {self.step + 1}" + (f" ({self.phase})" if self.phase else "")
 
 
-@final
 class ProgressRow:
     """A rank's own row, which it writes.  Every write is one aligned store of eight bytes: a reader sees the old or the
     new number."""

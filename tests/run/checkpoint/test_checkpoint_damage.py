@@ -24,6 +24,7 @@ from pool import RankPool
 from weft.comm.mesh import GroupView
 from weft.errors import CheckpointError
 from weft.run.checkpoint import Checkpointer, Peers, SaveError
+from weft.run.checkpoint._commit import create_partial
 from weft.run.checkpoint._files import StoredFile
 from weft.run.checkpoint._format import digest_of, read_manifest
 from weft.run.checkpoint.export import read_tensors
@@ -264,6 +265,13 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
             Checkpointer(folder).save(20, [one_shard(f"model/{at}", torch.ones(SIZE)) for at in range(8)])
         assert [path.name for path in sorted(folder.iterdir())] == ["latest", "step-000010"]
         assert load_step(folder) == 10
+        ballast = room / "ballast"
+        with pytest.raises(OSError, match="No space"):
+            ballast.write_bytes(bytes(4 << 20))
+        with pytest.raises(OSError, match="No space"):  # not even the note of whose it is
+            create_partial(folder, 20, "ab")
+        ballast.unlink()
+        assert [path.name for path in sorted(folder.iterdir())] == ["latest", "step-000010"]
         assert shutil.disk_usage(room).free > 1 << 20
     finally:
         subprocess.run(["umount", str(room)], check=True)
@@ -290,3 +298,11 @@ def test_a_living_save_of_another_process_is_left_alone(two_steps: Path) -> None
     (partial / "owner.json").write_text(json.dumps({"machine": "another", "pid": 1, "started": "1"}))
     save_step(two_steps, 40)
     assert partial.exists()
+
+
+def test_a_save_that_died_before_it_said_whose_it_is_is_removed(two_steps: Path) -> None:
+    partial = two_steps / "step-000030.partial-00ab"
+    partial.mkdir()
+    (partial / "owner.json").touch()
+    save_step(two_steps, 40)
+    assert not partial.exists()

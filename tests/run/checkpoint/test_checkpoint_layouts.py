@@ -180,3 +180,4 @@ def test_state_that_is_no_json_is_a_defect_with_its_cause(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="ValueError: Out of range float") as caught:
         Checkpointer(tmp_path).save(1, [one_shard("model/w", torch.ones(1))], {"loss": float("nan")})
     assert isinstance(caught.value.__cause__, ValueError)
+    assert caught.value.status == 1  # no input that a user could mend: ranks may start again

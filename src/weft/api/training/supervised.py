@@ -84,6 +84,8 @@ class SupervisedTraining:
     is_chosen: bool
     """Whether a search has chosen the plan: then another number of devices may have a very different one."""
     hosts: HostsOfTraining | None = None
+    faults: dict[str, Any] | None = None
+    """Faults that `weft chaos` injects into the ranks, for `weft.run.worker.faults`."""
     _left_out: set[int] = field(default_factory=set[int])
     """Accelerators on which a rank failed again and again."""
 
@@ -105,8 +107,8 @@ class SupervisedTraining:
         )
         with (
             SupervisorSignals() as signals,
-            LossBoard.temporary(self.recipe.run.steps) as losses,
             self._saves() as (memory, store),
+            LossBoard.temporary(self.recipe.run.steps, memory) as losses,
         ):
             if store is not None:
                 store.begin(resumes=resumes)
@@ -265,6 +267,8 @@ class SupervisedTraining:
             "memory": None if memory is None else str(memory),
             "devices": self._devices() if self._left_out else None,
         }
+        if self.faults is not None:
+            arguments["faults"] = self.faults
         compute = self.plan.compute
         hang_seconds = self.recipe.run.on_failure.hang_seconds
         run_ranks = run_function if self.hosts is None else self.hosts.crew.run

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 import torch.distributed as dist
 
@@ -190,8 +190,7 @@ def check_training(
     )
 
 
-def _keep_quiet(line: str) -> None:
-    """Nobody wants to know."""
+def _keep_quiet(_line: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -211,6 +210,7 @@ class TrainingJob:
     prove: ProveMode
     quiet: bool
     fork_server: ForkServer | None
+    faults: dict[str, Any] | None = None  # what `weft chaos` injects
 
     def run_as_parent(self, name: str, folder: str | Path | None, resume: str | Path | None) -> RunResult:
         """Prepare, launch the ranks, and export what they trained."""
@@ -273,6 +273,7 @@ class TrainingJob:
                 ),
                 is_chosen=self.is_chosen,
                 hosts=hosts,
+                faults=self.faults,
             )
             outcome = training.train(resumes=resumes)
             self.plan = training.plan

@@ -344,6 +344,9 @@ class RunRecipe:
     """Fewest devices, one rank on each, that the run goes on with."""
     max_devices: int | None = None
     """Most devices that the run takes; by default all that its plan has a use for."""
+    ledger: bool = False
+    """Keep which samples were in each step, in `ledger/` of the run's folder; `weft data ledger` proves by it that each
+    sample of an epoch was used once, whatever failed."""
     on_failure: OnFailure = field(default_factory=OnFailure)
     """`[run.on_failure]`: what the run does when something fails."""
 

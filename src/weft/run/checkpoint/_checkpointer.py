@@ -37,8 +37,8 @@ ShardSelector = Callable[[StoredCheckpoint], Sequence[CheckpointShard]]
 class SaveError(CheckpointError):
     """A save failed on some rank.  Every rank raises it with the same text, and nothing of the save remains."""
 
-    def __init__(self, message: str, *, step: int, training_can_continue: bool) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, step: int, training_can_continue: bool, status: int = 2) -> None:
+        super().__init__(message, status=status)
         self.step = step
         self.training_can_continue = training_can_continue
         """True when only the saving failed (disk full, not writable); False when the state itself is unsound."""
@@ -227,7 +227,7 @@ class Checkpointer:
     @contextlib.contextmanager
     def _together(self, step: int) -> Generator[None]:
         """Let every rank finish its part, then raise on all of them if one failed.  A defect is re-raised as itself."""
-        problem, defect, sound = None, None, True
+        problem, defect, sound, defects = None, None, True, 0
         try:
             yield
         except OSError as error:
@@ -235,13 +235,18 @@ class Checkpointer:
         except WeftError as error:
             problem, sound = str(error), False
         except Exception as error:
-            problem, defect, sound = f"{type(error).__name__}: {error}", error, False
+            problem, defect, sound, defects = f"{type(error).__name__}: {error}", error, False, -1
         # Two agreements on every path, with an error or without: ranks must make the same calls in the same order.
-        sound = self.peers.minimum([int(sound)])[0] == 1
+        is_sound, defects = self.peers.minimum([int(sound), defects])
+        is_mine = problem is not None
         problem = self.peers.first_problem(problem)
         if problem is not None:
             text = f"the checkpoint of step {step} was not saved: {problem} Earlier checkpoints are as they were."
-            raise SaveError(text, step=step, training_can_continue=sound) from defect
+            if defects and not is_mine:
+                text = f"another rank failed, so this one could not go on: {text}"
+            # What nobody foresaw is no input that a user could mend: the ranks may start again.
+            status = 1 if defects else 2
+            raise SaveError(text, step=step, training_can_continue=is_sound == 1, status=status) from defect
 
     def _no_room(self, error: OSError) -> str:
         where = error.filename or self.folder

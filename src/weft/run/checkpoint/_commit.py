@@ -34,12 +34,17 @@ def partial_path(folder: Path, step: int, token: str) -> Path:
 
 
 def create_partial(folder: Path, step: int, token: str) -> Path:
-    """Make the folder that a save writes into, with a note of the process that owns it.  Raises `OSError`."""
+    """Make the folder that a save writes into, with a note of the process that owns it.  Raises `OSError`, and leaves
+    nothing then."""
     partial = partial_path(folder, step, token)
     partial.mkdir(parents=True)
     # A pid alone is no owner: numbers are reused.  The start time of the process tells two with one number apart.
     owner = {"machine": machine_name(), "pid": os.getpid(), "started": start_of(os.getpid())}
-    write_text(partial / OWNER, json.dumps(owner))
+    try:
+        write_text(partial / OWNER, json.dumps(owner))
+    except OSError:
+        remove_partial(partial)
+        raise
     return partial
 
 

@@ -127,9 +127,9 @@ def _folders(folder: Path, pattern: re.Pattern[str], *, links: bool = False) -> 
 
 def _is_orphan(partial: Path) -> bool:
     """Whether the process that made a partial folder ran on this machine and is gone."""
-    if not any(partial.iterdir()):
-        return True  # died within the microseconds between making the folder and saying whose it is
     path = partial / OWNER
+    if not any(partial.iterdir()) or (path.is_file() and not path.stat().st_size):
+        return True  # died within the microseconds between making the folder and saying whose it is
     try:
         owner = JsonObject.parse(
             path, read_plain_file(path, CheckpointError, "", most_bytes=1 << 16), CheckpointError, ""

@@ -23,12 +23,15 @@ def saves_in_memory(checkpoints: Path, owned: Owned | None) -> Generator[Path | 
     if memory is None:
         yield None
         return
-    drain = Drain(memory, DiskFolder(checkpoints, KEEP, owned))
+    disk = DiskFolder(checkpoints, KEEP, owned)
+    drain = Drain(memory, disk)
     try:
         with drain:
             yield memory
     finally:
-        if drain.flush():
+        is_good = drain.flush()
+        disk.tidy()
+        if is_good:
             remove_memory_folder(memory)
         else:
             logger.warning(

@@ -41,7 +41,7 @@ from weft.run.checkpoint._checkpointer import (
     StateCheck,
     newest_saved_step,
 )
-from weft.run.checkpoint._folder import complete_checkpoints, step_name
+from weft.run.checkpoint._folder import complete_checkpoints, remove_leftovers, step_name
 from weft.run.checkpoint._peers import MAXIMUM, Peers
 from weft.techniques.core import CheckpointShard
 
@@ -349,6 +349,13 @@ class DiskFolder:
         from weft.run.checkpoint._copy import copy_checkpoint  # the supervisor's: ranks copy nothing
 
         return str(copy_checkpoint(checkpoint, self.path, keep=self.keep, owned=self.owned))
+
+    def tidy(self) -> None:
+        """Remove what killed ranks have left unfinished; no rank runs any more."""
+        with suppress(WeftError):  # the folder is another run's by now, and so is what lies in it
+            if self.owned is not None:
+                self.owned.check()
+            remove_leftovers(self.path)
 
 
 class Drain:

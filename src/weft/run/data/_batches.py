@@ -59,6 +59,16 @@ class BatchSource:
         self._prefetcher = Prefetcher(self._reader, prefetch_workers) if prefetch_workers else None
 
     @property
+    def part(self) -> tuple[int, int]:
+        """This rank's part [start, stop) of every global batch."""
+        return self._start, self._stop
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Training samples of each corpus."""
+        return self._reader.sampler.sizes
+
+    @property
     def validation_size(self) -> int:
         """Validation samples; 0: there is no validation set."""
         return self._validation.size if self._validation is not None else 0

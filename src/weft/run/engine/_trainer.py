@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from weft.run.engine._setup import TrainingState
 from weft.run.engine._signals import StopRequest
 from weft.run.launch import HAND_OVER
 from weft.techniques.registry import saved_states
+
+if TYPE_CHECKING:
+    from weft.run.data.ledger import SampleLedger
 
 _TRAFFIC_STEPS = 100
 """Number of reported steps, from the first on, whose traffic is kept."""
@@ -84,8 +87,10 @@ class Trainer:
         *,
         checkpointer: TieredCheckpointer | None,
         run: Run | None = None,
+        ledger: SampleLedger | None = None,
     ) -> None:
-        """Join the parts.  What happens is said through `run`; without a checkpointer nothing is saved."""
+        """Join the parts.  What happens is said through `run`; without a checkpointer nothing is saved.  `ledger` keeps
+        which samples were in each step."""
         self._recipe = recipe
         self._training = training
         self._data = data
@@ -93,6 +98,7 @@ class Trainer:
         self._recorder = recorder
         self._checkpointer = checkpointer
         self._run = run if run is not None else Run(mesh.rank)
+        self._ledger = ledger
         self._reporter = StepReporter(self._run, recorder, training.model)
         self._traffic: list[StepTraffic] = []
         self._first_step = 0
@@ -181,6 +187,8 @@ class Trainer:
         saves = self._saves
         if saves is not None:
             saves.begin(self._first_step)
+        if self._ledger is not None:
+            self._ledger.begin(self._first_step)
         with StopRequest(announce=self._mesh.rank == 0) as stop:
             reporter.start(self._first_step, recipe.run.steps)  # from now on this rank may get signals
             while step < last and not stopped:
@@ -203,14 +211,14 @@ class Trainer:
                 # saved.
                 if stopped or self._due(step, recipe.run.save_every):
                     # Ranks that hand over are followed by others, who read what lies in memory.
-                    saves.save(step, at_once=step == last or (stopped and number != HAND_OVER))
+                    self._save(saves, step, at_once=step == last or (stopped and number != HAND_OVER))
                 else:
                     saves.after_step(step)
             is_done = step == recipe.run.steps and (not stopped or number == HAND_OVER)
             if is_done and recipe.run.evaluate_every is not None and not self._due(step, recipe.run.evaluate_every):
                 validation = self._evaluate(step)
             if saves is not None and saves.saved_step != step:
-                saves.save(step, at_once=True)
+                self._save(saves, step, at_once=True)
             reporter.report(recipe.run.steps - step)
             self._advise()
             if self._recorder.progress is not None:
@@ -244,8 +252,16 @@ class Trainer:
         )
         if self._mesh.rank == 0 and self._reports(step + 1) and not result.skipped:
             self._note_traffic(step, result, microbatches)
+        if self._ledger is not None:
+            # Before any save of this step: what is saved has its lines.
+            self._ledger.add(step + 1, microbatches, skipped=result.skipped)
         self._reporter.step(result, samples=self._recipe.batch.global_batch_size)
         return result
+
+    def _save(self, saves: TrainingSaves, step: int, *, at_once: bool) -> None:
+        if self._ledger is not None:
+            self._ledger.sync()
+        saves.save(step, at_once=at_once)
 
     def _note_traffic(self, step: int, result: StepEvent, microbatches: Sequence[Batch]) -> None:
         """Keep what a step launched, where groups are watched."""

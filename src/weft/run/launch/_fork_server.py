@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol, Self
 
 from weft.errors import LaunchError
 from weft.run.launch._rank_info import RankInfo
@@ -21,6 +22,19 @@ _TRAINING = ("weft.run.worker", "torch._dynamo")
 """Modules that the ranks of every training need.  Importing them takes nearly as long as torch.  torch itself imports
 the second one with the first operator that it decomposes: 0.5 s in every rank (Xeon 2.5 GHz, 2026-11-28)."""
 _SCRIPT = Path(__file__).with_name("_fork_server_main.py")
+
+
+class ServerProcess(Protocol):
+    """The process of a fork server, as its owner sees it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+    def kill(self) -> None: ...
 
 
 class ForkServer:
@@ -67,6 +81,7 @@ class ForkServer:
         imports = json.dumps({"import_path": path, "preload": list(preload)}).encode()
         self._jobs = 0
         self._received = b""
+        self._process: ServerProcess
         self._control, theirs = socket.socketpair()
         try:
             with theirs:
@@ -85,6 +100,14 @@ class ForkServer:
             ) from problem
         with suppress(*_CLOSED_ERRORS):  # `end` reports it for the first job
             self._control.sendall(len(imports).to_bytes(4, "little") + imports)
+
+    @classmethod
+    def of_process(cls, process: ServerProcess, control: socket.socket) -> Self:
+        """A fork server that runs already, and obeys this socket: `weft chaos` forks one for each run."""
+        server = cls.__new__(cls)
+        server._jobs, server._received = 0, b""
+        server._process, server._control = process, control
+        return server
 
     def begin(self, folder: Path, commands: int, events: int) -> None:
         """Let the job in `folder` begin.  It obeys one pipe and reports on another; both may be closed here then.

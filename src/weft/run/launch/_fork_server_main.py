@@ -81,8 +81,9 @@ def parent_ranks(job: LaunchJob, folder: Path, commands: int, events: int) -> in
     """Start the ranks of a job, and end when all have ended.  In a rank: run it and return its status."""
     from weft.process import adopt_orphans, die_with
     from weft.run.launch._failure_notice import open_failure_pipes
-    from weft.run.launch._rank import run_rank
+    from weft.run.launch._rank import STACKS_SIGNAL, run_rank
 
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # a rank that has no handler for it yet must not die of it
     adopt_orphans()  # what a rank leaves, stopped data workers among it, is ended here
     failure_pipes = open_failure_pipes(folder, job.ranks)
     # A Ctrl-C may come while ranks are being forked.  They inherit the blocked signal, and unblock it once their
@@ -113,8 +114,9 @@ def parent_ranks(job: LaunchJob, folder: Path, commands: int, events: int) -> in
     signal.signal(signal.SIGCHLD, _wake)
     launcher_lives = _watch(ranks, commands, events, wake_read, failure_pipes)
     _end_stopped_orphans()
-    if not launcher_lives and job.memory is not None:
-        shutil.rmtree(job.memory, ignore_errors=True)
+    if not launcher_lives:  # it can no longer remove what it has made
+        for left in (folder, *([Path(job.memory)] if job.memory is not None else [])):
+            shutil.rmtree(left, ignore_errors=True)
     del store
     os._exit(0)  # everything is closed; taking torch apart would keep the launcher waiting
 

@@ -5,6 +5,9 @@ launcher then looks twice, a second apart, at what the ranks do.  Those that wai
 blame.  Of the others one hangs if its stack is the same both times and its process has computed nothing in between
 (a lock, a sleep, a read that never ends).  One that computes may be compiling, or just be slow: it gets the time that
 collectives wait.
+
+Where the others' collectives time out first (before the loop, behind it, in a save), they only know that a rank has not
+come.  Then the launcher looks at those that have not failed: one that is in no collective is the one they waited for.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import re
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +34,14 @@ _TIMES_LONGEST = 3.0
 _FIRST_STEPS = 5
 """Finished steps of a generation before steps are compared with one another: the first compile and warm up."""
 _KEPT_STEPS = 1_000
+_LEAST_START_SECONDS = 2.0
+"""Least time that a start may take before a rank is looked at: it must have come so far that it can answer."""
 _LONGEST_PAUSE_SECONDS = 3.0
 """Time between two looks above which this process has not run either."""
 _BETWEEN_LOOKS_SECONDS = 1.0
+_BLAME_LOOKS_SECONDS = 0.4
+_LONGEST_ANSWER_SECONDS = 2.0
+"""Time that a rank gets to write its stacks on a busy machine."""
 _IDLE_SHARE = 0.05
 """Share of a core below which a process counts as idle between two looks."""
 _UNEVEN_PHASES = ("data_wait", "checkpoint", "evaluation", "other")
@@ -75,9 +83,11 @@ class HangWatch:
         limits: HangLimits,
         ask_for_stacks: Callable[[], object],
         first_rank: int = 0,
+        pids: Mapping[int, int] | None = None,
     ) -> None:
         """`folder` is where ranks write their stacks when `ask_for_stacks` is called (`stacks_path`).  `first_rank` is
-        that of this host, whose board counts its own ranks from 0."""
+        that of this host, whose board counts its own ranks from 0.  `pids` are the processes of the ranks, as far as
+        they are known before these write them on the board."""
         self._first_rank = first_rank
         self._board = board
         self._folder = folder
@@ -93,20 +103,28 @@ class HangWatch:
         self._num_steps = 0
         self._step_seconds: deque[float] = deque(maxlen=_KEPT_STEPS)
         self._first_look: _Look | None = None
+        self._second_look: _Look | None = None
         self._asked_at: float | None = None
+        self._pids = {} if pids is None else pids
+        self._begun = -1
+        """Marks of how far ranks have come that start: they are there, write on the board, are in their loops."""
+        self._is_over = False
+        self._is_blaming = False
 
     def poll(self) -> RankExit | None:
         """Read where the ranks are, and judge."""
         now = time.monotonic()
+        if self._is_blaming:
+            return None
         if now - self._polled_at > _LONGEST_PAUSE_SECONDS:
             # This process did not run either: the machine was suspended, or the job's control group frozen.
             self._advanced_at += now - self._polled_at
         self._polled_at = now
-        positions = [self._board.position(rank) for rank in range(self._board.num_ranks)]
+        positions = self._positions()
         self._note_steps(positions, now)
         stalled = now - self._advanced_at
         limit = self._limit(positions)
-        if limit is None or stalled < limit:
+        if stalled < limit:
             self._first_look = self._asked_at = None
             return None
         if self._asked_at is None:
@@ -114,15 +132,67 @@ class HangWatch:
             return None
         return self._compare(positions, now, stalled)
 
+    def blame(self) -> None:
+        """Collectives of some rank have timed out: let the others write what they do.  Ask `needs_time` from now on,
+        and then `missing_rank`."""
+        self._is_blaming, self._first_look = True, None
+        self._ask(time.monotonic())
+
+    def needs_time(self, alive: Collection[int]) -> bool:
+        """Look at the ranks that have not failed, where they have written their stacks; return whether they must be
+        looked at once more."""
+        assert self._asked_at is not None
+        waited = time.monotonic() - self._asked_at
+        if waited < _BLAME_LOOKS_SECONDS:
+            return True
+        look = self._take_look(self._positions(), time.monotonic())
+        if waited < _LONGEST_ANSWER_SECONDS and not all(look.stacks.get(rank) for rank in self._own(alive)):
+            return True
+        if self._first_look is None:
+            self._first_look = look
+            self._ask(time.monotonic())
+            return True
+        self._second_look = look
+        return False
+
+    def missing_rank(self, alive: Collection[int]) -> RankExit | None:
+        """The rank, among those that have not failed, that the others have waited for in vain; None where all of these
+        wait in collectives, too."""
+        before, look, positions = self._first_look, self._second_look, self._positions()
+        if before is None or look is None:
+            return None
+        busy = [rank for rank in self._own(alive) if not is_stopped(self._pid(rank, positions[rank]))]
+        busy = [rank for rank in busy if all(_is_elsewhere(one.stacks.get(rank, "")) for one in (before, look))]
+        if not busy:
+            return None
+        idle = [rank for rank in busy if self._is_idle(rank, before, look)]
+        rank = (idle or busy)[0]
+        why = f"the other ranks have waited for it in vain, while it was {positions[rank]}"
+        return self._exit(rank, look, f"{why}. It {_does(rank in idle)}")
+
+    def _own(self, ranks: Collection[int]) -> list[int]:
+        """Ranks of the world as this host's board counts them."""
+        return [rank - self._first_rank for rank in ranks]
+
+    def _positions(self) -> list[Position]:
+        return [self._board.position(rank) for rank in range(self._board.num_ranks)]
+
     def _note_steps(self, positions: list[Position], now: float) -> None:
         """Keep how long steps take, as far as looks twice a second can tell."""
         if not all(position.has_begun for position in positions):
-            self._step, self._advanced_at = -1, now
+            begun = len(self._pids) + sum(position.has_begun + bool(position.pid) for position in positions)
+            if begun != self._begun:
+                self._begun, self._advanced_at = begun, now
+            self._step = -1
             return
         if self._step < 0:
-            self._step = min(position.first_step for position in positions)
+            self._step, self._advanced_at = min(position.first_step for position in positions), now
         step, moves = min(position.step for position in positions), sum(position.moves for position in positions)
-        was_uneven, self._is_uneven = self._is_uneven, any(position.phase in _UNEVEN_PHASES for position in positions)
+        # Ranks that have finished the step, and save, wait for those that have not: these say how long it may take.
+        last = [position for position in positions if position.step == step]
+        was_uneven, self._is_uneven = self._is_uneven, any(position.phase in _UNEVEN_PHASES for position in last)
+        if not self._is_over and any(position.has_ended for position in positions):
+            self._is_over, self._advanced_at = True, now
         if step > self._step:
             self._num_steps += step - self._step
             if not was_uneven:
@@ -132,11 +202,14 @@ class HangWatch:
             self._advanced_at = now  # it evaluates another batch, or an evaluation, a save or slow input is over
         self._step, self._moves = step, moves
 
-    def _limit(self, positions: list[Position]) -> float | None:
-        """Seconds without a finished step that make a suspicion now; None before and behind the loop."""
-        if not all(position.has_begun and not position.has_ended for position in positions):
-            return None
+    def _limit(self, positions: list[Position]) -> float:
+        """Seconds without a finished step that make a suspicion now; at the start, without any rank
+        that comes further."""
         limits = self._limits
+        if not all(position.has_begun for position in positions):
+            return max(_LEAST_START_SECONDS, limits.timeout_seconds)
+        if self._is_over:
+            return limits.timeout_seconds
         if self._num_steps == 0 or self._is_uneven:
             return limits.timeout_seconds
         if limits.hang_seconds is not None:
@@ -161,12 +234,14 @@ class HangWatch:
         if before is None:
             return None
         suspects = [rank for rank, stack in look.stacks.items() if not _waits(stack)]
-        suspects = [rank for rank in suspects if not is_stopped(positions[rank].pid)]
+        suspects = [rank for rank in suspects if not is_stopped(self._pid(rank, positions[rank]))]
         idle = [rank for rank in suspects if self._is_idle(rank, before, look)]
         # The first step may compile for as long as it wants; so may whatever is no step.
-        is_step = self._num_steps > 0 and not self._is_uneven
+        is_step = self._num_steps > 0 and not self._is_uneven and not self._is_over
         is_late = self._limits.hang_seconds is not None or stalled >= self._limits.timeout_seconds
         hanging = idle or suspects if is_step and is_late else idle
+        if self._step < 0 and len(suspects) > len(idle):
+            return None  # a start takes its time where somebody still computes
         return self._outcome(hanging[0], positions[hanging[0]], look, stalled, idle) if hanging else None
 
     def _ask(self, now: float) -> None:
@@ -184,27 +259,44 @@ class HangWatch:
                 stacks[rank] = stacks_path(self._folder, self._first_rank + rank).read_text(errors="replace")
             except OSError:
                 continue
-        cpu = {rank: _cpu_seconds(position.pid) for rank, position in enumerate(positions)}
-        return _Look(now, cpu, stacks)
+        pids = {rank: self._pid(rank, position) for rank, position in enumerate(positions)}
+        return _Look(now, {rank: _cpu_seconds(pid) for rank, pid in pids.items() if pid}, stacks)
+
+    def _pid(self, rank: int, position: Position) -> int:
+        """The process of a rank; 0 where it is not known."""
+        return position.pid or self._pids.get(self._first_rank + rank, 0)
 
     @staticmethod
     def _is_idle(rank: int, before: _Look, now: _Look) -> bool:
+        if rank not in now.cpu_seconds or rank not in before.cpu_seconds:
+            return False
         computed = now.cpu_seconds[rank] - before.cpu_seconds[rank]
         same = _calls(now.stacks[rank]) == _calls(before.stacks.get(rank, ""))
         return same and computed < _IDLE_SHARE * (now.at - before.at)
 
     def _outcome(self, rank: int, position: Position, look: _Look, stalled: float, idle: list[int]) -> RankExit:
-        does = "waits outside of any collective" if rank in idle else "computes without end"
         usual = f"; 99 of 100 steps took at most {self._longest_usual():.2g} s" if self._step_seconds else ""
+        return self._exit(rank, look, f"no progress for {stalled:.1f} s {position}{usual}. It {_does(rank in idle)}")
+
+    def _exit(self, rank: int, look: _Look, message: str) -> RankExit:
         return RankExit(
             rank=self._first_rank + rank,
             host=socket.gethostname(),
             when=time.monotonic(),
             error=HANG,
-            message=f"no progress for {stalled:.1f} s {position}{usual}. It {does}",
+            message=message,
             trace=_shown(look.stacks[rank]),
             status=1,
         )
+
+
+def _does(is_idle: bool) -> str:
+    return "waits outside of any collective" if is_idle else "computes without end"
+
+
+def _is_elsewhere(stacks: str) -> bool:
+    """Whether a rank has written its stacks, and is in no collective."""
+    return bool(_threads(stacks)) and not _waits(stacks)
 
 
 def _threads(stacks: str) -> list[list[re.Match[str]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ _MOST_LETTERS = 2_000
 """Letters of a line of an error that is not Weft's."""
 _TIMEOUT_TEXTS = ("timed out", "Timed out", "timeout", "Timeout")
 """Texts in errors of torch on a rank that has waited in vain."""
+_MISSING = re.compile(r"timed out: .* s: rank (\d+) has not come")
+"""Text of Weft's collectives where they have waited for one rank in vain."""
 
 
 def first_cause(
@@ -77,6 +80,23 @@ def _ended(rank: int, code: int, when: float, outcome: RankExit | None) -> RankE
 
 def _is_secondary(outcome: RankExit) -> bool:
     return outcome.error == "SIGTERM" or is_secondary_error(outcome.message)
+
+
+def is_timeout(outcome: RankExit) -> bool:
+    """Whether a collective of a rank has timed out, since another rank did not come."""
+    return outcome.error is not None and any(text in outcome.message for text in _TIMEOUT_TEXTS)
+
+
+def missing_rank(cause: RankExit, outcomes: Mapping[int, RankExit | None]) -> int | None:
+    """Return the rank that a collective has waited for in vain, and which has not itself waited for another; None where
+    the error does not name one."""
+    rank, seen = cause.rank, set[int]()
+    outcome: RankExit | None = cause
+    while outcome is not None and rank not in seen and (named := _MISSING.search(outcome.message)) is not None:
+        seen.add(rank)
+        rank = int(named[1])
+        outcome = outcomes.get(rank)
+    return None if rank in seen or rank == cause.rank else rank
 
 
 def is_secondary_or_timeout(outcome: RankExit) -> bool:

@@ -21,9 +21,11 @@ from weft.events.progress import Position
 from weft.run.launch._fork_server_main import TERMINATE
 from weft.run.launch._hang import HangWatch
 from weft.run.launch._job import RankExit
+from weft.run.launch._report import is_timeout
 from weft.run.launch._stopped import POLL_SECONDS, StoppedProcesses
 from weft.run.launch._straggler import StragglerWatch
 
+_LEAST_WAIT_SECONDS = 0.01
 _GRACE_SECONDS = 1.0
 """Time that the other ranks get to notice a failure by themselves, before the launcher ends them."""
 
@@ -60,6 +62,11 @@ class RunningJob:
     """Looks for ranks that are slower than others, where that is asked for."""
     hanging: RankExit | None = None
     """The rank that hangs, once it is known."""
+    read_exit: Callable[[int], RankExit | None] = lambda rank: None
+    """Returns what a rank that has ended has reported."""
+    is_blaming: bool = False
+    """Whether the only failures so far are collectives that timed out, so that the rank is looked for which they waited
+    for."""
     parent_status: int | None = None
     """Status of the process that started the ranks, where that ended before they did."""
     signal_to_send: Callable[[], signal.Signals | None] = lambda: None
@@ -83,6 +90,27 @@ class RunningJob:
         """Remember what is stopped now, at the first failure."""
         if self.stopped_cause is None and (cause := self.stopped.cause()) is not None:
             self.stopped_cause, self.stopped_rank = cause, self.stopped.rank_of_cause()
+        failed = [self.read_exit(rank) for rank, code in self.codes.items() if code]
+        if self.hang is not None and self.hanging is None and failed and all(one and is_timeout(one) for one in failed):
+            self.is_blaming = True
+            self.hang.blame()
+
+    def looks_further(self) -> bool:
+        """Look for the rank that the others have waited for in vain; return whether to ask again a moment later."""
+        if not self.is_blaming or self.hanging is not None or not self.alive:
+            return False
+        assert self.hang is not None
+        if self.hang.needs_time(self.alive):
+            return True
+        self.hanging = self.hang.missing_rank(self.alive)
+        self.is_blaming = self.hanging is not None
+        return False
+
+    @property
+    def alive(self) -> list[int]:
+        """Ranks of this host that have not ended."""
+        own = range(self.first_rank, self.first_rank + self.num_processes)
+        return [rank for rank in own if rank not in self.codes]
 
     def poll(self) -> None:
         """Look for ranks that are stopped, and for one that hangs, which ends the job at once."""
@@ -147,8 +175,8 @@ def watch_ranks(job: RunningJob, events: int) -> None:
         while len(job.codes) < job.num_processes:
             # The pipe wakes this process at once when a rank ends.  A stopped rank writes nothing, so it is looked for
             # by polling in between.
-            pause = job.poll_seconds
-            wait = pause if deadline is None else max(0.0, min(pause, deadline - time.monotonic()))
+            left = job.poll_seconds if deadline is None else deadline - time.monotonic()
+            wait = max(_LEAST_WAIT_SECONDS, min(job.poll_seconds, left))
             if selector.select(wait):
                 data = os.read(events, 65536)
                 if not data:  # the fork server and the ranks' parent are gone; the caller finds exits missing
@@ -157,10 +185,11 @@ def watch_ranks(job: RunningJob, events: int) -> None:
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     job.receive(line)
-            elif deadline is not None and time.monotonic() >= deadline:
-                # Sent once.  The parent escalates to SIGKILL by itself, so this loop only waits for the ends.
-                # Ranks that start again anyway need no time: they would only say that they were asked to stop.
-                job.send_command(signal.SIGKILL if job.kills_survivors() else TERMINATE)
+            elif deadline is not None and time.monotonic() >= deadline and not job.looks_further():
+                # Sent once.  The parent escalates to SIGKILL by itself, so this loop only waits for the ends.  A rank
+                # that hangs would not notice anything kinder.
+                # Ranks that start again anyway need no time, either: they would only say that they were asked to stop.
+                job.send_command(signal.SIGKILL if job.is_blaming or job.kills_survivors() else TERMINATE)
                 deadline, is_terminating = None, True
             elif not is_terminating:
                 job.poll()

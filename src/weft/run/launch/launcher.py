@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,11 @@ from weft.run.launch._job import HostPart as HostPart
 from weft.run.launch._job import LaunchJob, RankExit
 from weft.run.launch._rank import STACKS_SIGNAL
 from weft.run.launch._rank_info import progress_path, run_folder_note
-from weft.run.launch._report import first_cause, is_secondary_or_timeout
+from weft.run.launch._report import first_cause, is_secondary_or_timeout, missing_rank
 from weft.run.launch._stopped import StoppedProcesses
 from weft.run.launch._straggler import StragglerWatch
 from weft.run.launch._watch_ranks import RunningJob, forwarding_signals, watch_ranks
-from weft.run.launch.job_end import PARENT_LOST, JobEnd
+from weft.run.launch.job_end import HANG, PARENT_LOST, JobEnd
 from weft.run.launch.job_end import RankError as RankError
 
 _POLL_SECONDS_OF_HOSTS = 0.1
@@ -380,10 +381,11 @@ def _run(
                 running.poll_seconds = _POLL_SECONDS_OF_HOSTS
             running.signal_to_send = supervision.signal_once_begun(board)
             if supervision.hang_limits is not None:
+                running.read_exit = partial(RankExit.read, folder)
                 limits = supervision.hang_limits
                 running.stragglers = StragglerWatch(board, limits.peers, run.warn) if limits.peers else None
-                ask = lambda: running.send_command(STACKS_SIGNAL)  # noqa: E731
-                running.hang = HangWatch(board, folder, limits, ask, running.first_rank)
+                ask, pids = partial(running.send_command, STACKS_SIGNAL), running.stopped.ranks
+                running.hang = HangWatch(board, folder, limits, ask, running.first_rank, pids)
         # With `meanwhile` the caller's own code runs here first, which Ctrl-C must interrupt; handlers come after it.
         if meanwhile is None:
             stack.enter_context(forwarding_signals(running))
@@ -431,6 +433,12 @@ def _cause(running: RunningJob, outcomes: Mapping[int, RankExit | None]) -> Rank
     if running.parent_status is not None:
         return _lost_parent(running)
     cause = first_cause(running.codes, running.ended_at, outcomes)
+    if cause is not None and running.hang is not None and running.stopped_cause is None and not running.signals:
+        # It may have ended with the others, once these had told it that they have failed.
+        missing = missing_rank(cause, outcomes)
+        if missing in outcomes:  # else it is another host's, which has its own launcher
+            text = f"the others have waited for it in vain. Rank {cause.rank} says: {cause.message}"
+            return replace(cause, rank=missing, error=HANG, message=text, trace=[], is_weft_error=False)
     if running.stopped_cause is None or running.signals or not (cause is None or is_secondary_or_timeout(cause)):
         return cause
     return RankExit(

@@ -29,6 +29,7 @@ from weft.techniques.check import check_plan
 
 if TYPE_CHECKING:
     from weft.run.engine.proof import ProveMode
+    from weft.run.worker.faults import FaultInjector
 
 
 def run_rank(
@@ -44,12 +45,13 @@ def run_rank(
     peak_flops: float | None,
     memory: str | None,
     devices: list[int] | None,
+    faults: dict[str, Any] | None = None,
 ) -> dict[str, Any] | None:
     """Train on one rank and return rank 0's `TrainingResult`, as JSON.  `owner` is that of the folder, and `prepared`
     is `PreparedData`, as JSON; `resume` names a checkpoint or a run, or is `latest` for this run's own newest;
-    `losses` is the file of the launcher's `LossBoard`, `peak_flops` what an earlier generation has measured,
-    `memory` the launcher's folder in memory for saves, and `devices` the accelerators that are left, where some are
-    not used any more."""
+    `losses` is the file of the launcher's `LossBoard`, `peak_flops` what an earlier generation has measured, `memory`
+    the launcher's folder in memory for saves, `devices` the accelerators that are left, where some are not used any
+    more, and `faults` what `weft chaos` injects."""
     if devices is not None:
         rank_info = replace(rank_info, device=devices[rank_info.local_rank % len(devices)])
     run = RunFolder.open(Path(folder))
@@ -57,6 +59,12 @@ def run_rank(
     token = FolderToken.of_json(run.path, owner)
     data = PreparedData.from_json(prepared)
     sinks = [LossSink(Path(losses))] if rank_info.rank == 0 else []
+    injector = None
+    if faults is not None:
+        from weft.run.worker.faults import FaultInjector  # loaded under `weft chaos` alone
+
+        injector = FaultInjector.of_json(faults, rank_info.rank, run.path, None if memory is None else Path(memory))
+        injector.reach("init")
     outcome = train_rank(
         recipe,
         plan,
@@ -70,6 +78,7 @@ def run_rank(
         sinks=sinks,
         peak_flops=peak_flops,
         memory=None if memory is None else Path(memory),
+        injector=injector,
     )
     return plain(outcome) if rank_info.rank == 0 else None
 
@@ -111,6 +120,7 @@ def train_rank(
     sinks: Sequence[Sink] = (),
     peak_flops: float | None = None,
     memory: Path | None = None,
+    injector: FaultInjector | None = None,
 ) -> TrainingResult:
     """Train on this rank.  Call on every rank of the plan's world; rank 0 has the token of the folder's owner.
 
@@ -118,6 +128,7 @@ def train_rank(
         sinks: hear this rank's events beside its log and the terminal.
         peak_flops: FLOP/s of matrix products of all ranks together; by default they are measured first.
         memory: folder in memory for saves, whose owner copies them to the disk; by default training waits for the disk.
+        injector: of `weft chaos`, which lets this rank fail.
     """
     torch.set_num_threads(plan.compute.num_threads)
     with ExitStack() as stack:
@@ -139,8 +150,12 @@ def train_rank(
         events = stack.enter_context(_events_of(listening))
         for sink in sinks:
             events.attach(sink)
+        if injector is not None:
+            injector.reach("rendezvous")
         parts = recipe, plan, distributed, run, prepared, events
-        training = training_of(*parts, prove=prove, token=token, memory=memory)
+        training = training_of(
+            *parts, prove=prove, token=token, memory=memory, keeps_ledger=recipe.run.ledger, injector=injector
+        )
         with training as trainer, _own_groups():
             if resume is not None:
                 trainer.resume(None if resume == "latest" else Path(resume))
@@ -159,6 +174,8 @@ def training_of(
     prove: ProveMode = "never",
     token: FolderToken | None = None,
     memory: Path | None = None,
+    keeps_ledger: bool = False,
+    injector: FaultInjector | None = None,
 ) -> Generator[Trainer]:
     """Build this rank's share of a training under a plan; at the end leave its groups and let go of the model.
 
@@ -172,7 +189,8 @@ def training_of(
     check_plan(plan, recipe, facts_of_blueprint(blueprint, recipe), distributed.world_size)
     if prove != "never":
         _prove(recipe, plan, mesh, folder, prepared, events, prove)
-    recorder = Recorder(progress=distributed.rank_info.progress_row())
+    progress = distributed.rank_info.progress_row()
+    recorder = Recorder(progress=progress if injector is None else injector.progress(progress))
     training = create_training(recipe, plan, blueprint, mesh, recorder, folder.path)
     data = open_data(
         recipe,
@@ -188,10 +206,19 @@ def training_of(
     # Hosts of torchrun are not counted: who starts them again does not ask for saves.
     has_hosts = distributed.rank_info.failure_pipe is not None and local < distributed.world_size
     checkpointer = TieredCheckpointer(durable, memory, ranks_on_host=local, has_hosts=has_hosts)
+    ledger = None
+    if keeps_ledger:
+        from weft.run.data.ledger import open_ledger  # loaded where a run keeps one
+
+        # The folder's token grows with every generation, and with every run that goes on in it.  Rank 0 has it.
+        (generation,) = durable.peers.share(token.owner.token if token is not None else 0)
+        ledger = open_ledger(data, prepared, mesh, folder.path, generation)
     try:
-        yield Trainer(recipe, training, data, mesh, recorder, checkpointer=checkpointer, run=events)
+        yield Trainer(recipe, training, data, mesh, recorder, checkpointer=checkpointer, run=events, ledger=ledger)
     finally:
         data.close()
+        if ledger is not None:
+            ledger.close()
     training.close()
     mesh.leave()
 

@@ -17,7 +17,19 @@ from benchmarks._results import RESULTS, ROOT, log
 
 BENCHMARKS = (
     *("memory", "bubble", "overhead", "techniques", "communication", "selector", "compression", "ahead", "offload"),
-    *("long_sequence", "beyond_memory", "search", "peers", "auto", "loading", "mixtures", "nets", "recovery", "saves"),
+    *(
+        "long_sequence",
+        "beyond_memory",
+        "search",
+        "peers",
+        "auto",
+        "loading",
+        "mixtures",
+        "nets",
+        "recovery",
+        "hosts",
+        "saves",
+    ),
 )
 
 

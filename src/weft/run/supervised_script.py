@@ -156,7 +156,8 @@ class SupervisedScript:
             def start(number: int, resumes: bool) -> JobEnd:
                 if signals.number is not None:  # it came before any launcher could pass it on
                     return JobEnd(num_processes=0, outcomes={}, cause=None, signals=(signals.number,))
-                return self._generation(number, resumes, self._fork_server(), next_signal)
+                rate = supervisor.failure_rate.mean_seconds
+                return self._generation(number, resumes, self._fork_server(), next_signal, rate)
 
             end, reason = supervisor.run(start, resumes=self.resumes is not None)
             end = signals.added_to(end)
@@ -169,6 +170,7 @@ class SupervisedScript:
         resumes: bool,
         fork_server: ForkServer,
         next_signal: Callable[[], signal.Signals | None],
+        failure_seconds: float,
     ) -> JobEnd:
         """Start the ranks of a generation, and return how they ended."""
         launched, goes_on, plan = self.launched, resumes and self._goes_on, self._plan()
@@ -180,6 +182,7 @@ class SupervisedScript:
             plan=dump_plan(plan) if goes_on and plan != self._plan_of_script else "",
             before=self._before,
             memory="" if self._memory is None else str(self._memory),
+            failure_seconds=failure_seconds,
         )
         self._before = ""
         hang_seconds = self.policies.hang_seconds

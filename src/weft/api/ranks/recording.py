@@ -100,7 +100,12 @@ class ModelRun:
         """Return what takes snapshots into the supervisor's memory beside these; None where there is no supervisor."""
         if self.supervised is None or self.supervised.memory is None:
             return None
-        return TieredCheckpointer(durable, self.supervised.memory, ranks_on_host=self.supervised.ranks_on_host)
+        return TieredCheckpointer(
+            durable,
+            self.supervised.memory,
+            ranks_on_host=self.supervised.ranks_on_host,
+            failure_seconds=self.supervised.failure_seconds,
+        )
 
 
 class SessionRuns:

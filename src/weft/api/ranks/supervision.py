@@ -67,6 +67,11 @@ class SupervisedSession:
         return self._rank_info.local_world_size
 
     @property
+    def failure_seconds(self) -> float:
+        """Mean time between failures so far, in seconds."""
+        return self._generation.failure_seconds
+
+    @property
     def goes_on(self) -> bool:
         """Whether this generation goes on from what an earlier one has saved."""
         return bool(self._generation.run)

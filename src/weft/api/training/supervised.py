@@ -138,10 +138,13 @@ class SupervisedTraining:
                 same = self.plan.mesh.world_size == world_size
                 peak_flops = losses.peak_flops if same else None
                 plans.begin()
+                failure_seconds = supervisor.failure_rate.mean_seconds
                 steps.begin(self.plan)
                 if store is not None and number > 1 and resumes:
                     store.bring_newest()
-                return self._generation(number, resumes, str(losses.path), peak_flops, memory, next_signal)
+                return self._generation(
+                    number, resumes, str(losses.path), peak_flops, memory, next_signal, failure_seconds
+                )
 
             end, reason = supervisor.run(start, resumes=resumes)
             self._look_for_spike(spikes, losses)
@@ -250,6 +253,7 @@ class SupervisedTraining:
         peak_flops: float | None,
         memory: Path | None,
         next_signal: Callable[[], signal.Signals | None],
+        failure_seconds: float,
     ) -> JobEnd:
         """Start the ranks of a generation, and return how they ended."""
         if number > 1:
@@ -264,6 +268,7 @@ class SupervisedTraining:
             "quiet": self.quiet,
             "losses": losses,
             "peak_flops": peak_flops,
+            "failure_seconds": failure_seconds,
             "memory": None if memory is None else str(memory),
             "devices": self._devices() if self._left_out else None,
         }

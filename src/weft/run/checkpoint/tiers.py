@@ -43,6 +43,7 @@ from weft.run.checkpoint._checkpointer import (
 )
 from weft.run.checkpoint._folder import complete_checkpoints, remove_leftovers, step_name
 from weft.run.checkpoint._peers import MAXIMUM, Peers
+from weft.run.launch.generation import FAILURE_SECONDS
 from weft.techniques.core import CheckpointShard
 
 logger = logging.getLogger(__name__)
@@ -55,8 +56,6 @@ _COPIES = 2
 _SHARE_OF_MEMORY = 0.5
 """Share of the host's available memory that saves may take; more, and they go to the disk at once."""
 _FIRST_SNAPSHOT_STEPS = 3
-_FAILURE_SECONDS = 3600.0
-"""Mean time between failures that the interval of snapshots assumes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +101,13 @@ class TieredCheckpointer:
     rank alike, but `poll`."""
 
     def __init__(
-        self, durable: Checkpointer, memory: Path | None, *, ranks_on_host: int, has_hosts: bool = False
+        self,
+        durable: Checkpointer,
+        memory: Path | None,
+        *,
+        ranks_on_host: int,
+        has_hosts: bool = False,
+        failure_seconds: float = FAILURE_SECONDS,
     ) -> None:
         """Say where the tiers lie.
 
@@ -110,9 +115,10 @@ class TieredCheckpointer:
             durable: the checkpoints on the disk.
             memory: the supervisor's folder in memory (`create_memory_folder`); None: every save goes to the disk.
             ranks_on_host: ranks that share the host's memory.
+            failure_seconds: mean time between failures, for the interval of snapshots.
             has_hosts: whether the job has other hosts, which may be lost: snapshots go to the disk that all see.
         """
-        self._has_hosts = has_hosts
+        self._has_hosts, self._failure_seconds = has_hosts, failure_seconds
         self._durable = durable
         self._peers: Peers = durable.peers
         self._folder = memory
@@ -258,7 +264,7 @@ class TieredCheckpointer:
             self.next_snapshot = 0
             return None
         stall = time.perf_counter() - began
-        steps = (2 * _FAILURE_SECONDS * stall) ** 0.5 / max(step_seconds, 1e-6)
+        steps = (2 * self._failure_seconds * stall) ** 0.5 / max(step_seconds, 1e-6)
         (self._interval,) = self._peers.share(max(1, min(round(steps), MAXIMUM // 2)))
         self.next_snapshot = step + self._interval
         return path

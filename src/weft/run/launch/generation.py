@@ -18,6 +18,10 @@ from weft.run.launch._rank_info import RankInfo
 _GENERATION, _SESSION = "generation.json", "session.json"
 
 
+FAILURE_SECONDS = 3600.0
+"""Mean time between failures that a run assumes at its beginning."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptGeneration:
     """One start of all ranks of a script under `weft launch`."""
@@ -30,6 +34,8 @@ class ScriptGeneration:
     """TOML of the plan that the session is under, whatever the script says; empty: as the script says."""
     before: str = ""
     """TOML of the plan of the generation before, where that was another."""
+    failure_seconds: float = FAILURE_SECONDS
+    """Mean time between failures so far, in seconds."""
     memory: str = ""
     """The supervisor's folder in memory for saves; empty: they go to the disk."""
 

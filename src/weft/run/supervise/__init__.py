@@ -5,6 +5,7 @@ from weft.run.supervise._failure import GenerationFailure as GenerationFailure
 from weft.run.supervise._failure import failure_of as failure_of
 from weft.run.supervise._failure import kernel_memory_kills as kernel_memory_kills
 from weft.run.supervise._failure import made_steps as made_steps
+from weft.run.supervise._failure_rate import FailureRate as FailureRate
 from weft.run.supervise._loss_spike import LossSpikeWatch as LossSpikeWatch
 from weft.run.supervise._plan_changes import FoundPlan as FoundPlan
 from weft.run.supervise._plan_changes import PlanChanges as PlanChanges

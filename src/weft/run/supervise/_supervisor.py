@@ -21,6 +21,7 @@ from weft.events.sinks.log import LogSink
 from weft.events.sinks.metrics import MetricsSink
 from weft.run.launch.job_end import JobEnd
 from weft.run.supervise._failure import failure_of, kernel_memory_kills
+from weft.run.supervise._failure_rate import FailureRate
 from weft.run.supervise._policy import PolicyTexts, RestartPolicy, Shrink, Stop
 
 _REPLAN = "replan"
@@ -91,6 +92,8 @@ class Supervisor:
         self._report = report
         self._stopping = stopping
         self._kills = kernel_memory_kills()
+        self.failure_rate = FailureRate()
+        """The failures so far."""
 
     def sample(self) -> None:
         """Look at the host; call it twice a second.  A kill for want of memory counts for a failure that follows it
@@ -111,12 +114,15 @@ class Supervisor:
                 saved_step = self._saved_step()
                 if self._stopping.is_set():
                     return end, ""
+                if end.cause is not None:  # a host was lost, or the plan has failed
+                    self.failure_rate.count()
                 number, resumes = number + 1, saved_step > 0
                 self._log(self._generation(number, _REPLAN, 0, "", change.text, saved_step + 1, saved_step, 0))
                 continue
             failure = failure_of(end, out_of_memory_kills=kernel_memory_kills() - self._kills)
             if failure is None or end.signals or not self._may_restart(end):
                 return end, ""
+            self.failure_rate.count()
             saved_step = self._saved_step()
             decision = self._policy.decide(failure, saved_step)
             plan_change, num_restarts, pause_seconds = "", 0, 0.0

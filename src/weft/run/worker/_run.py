@@ -25,6 +25,7 @@ from weft.run.checkpoint.tiers import TieredCheckpointer
 from weft.run.data import PreparedData, data_shape, open_data
 from weft.run.engine import Trainer, TrainingResult, create_training
 from weft.run.launch import Distributed, RankInfo, initialise_distributed
+from weft.run.launch.generation import FAILURE_SECONDS
 from weft.techniques.check import check_plan
 
 if TYPE_CHECKING:
@@ -44,14 +45,15 @@ def run_rank(
     losses: str,
     peak_flops: float | None,
     memory: str | None,
+    failure_seconds: float,
     devices: list[int] | None,
     faults: dict[str, Any] | None = None,
 ) -> dict[str, Any] | None:
     """Train on one rank and return rank 0's `TrainingResult`, as JSON.  `owner` is that of the folder, and `prepared`
     is `PreparedData`, as JSON; `resume` names a checkpoint or a run, or is `latest` for this run's own newest;
     `losses` is the file of the launcher's `LossBoard`, `peak_flops` what an earlier generation has measured, `memory`
-    the launcher's folder in memory for saves, `devices` the accelerators that are left, where some are not used any
-    more, and `faults` what `weft chaos` injects."""
+    the launcher's folder in memory for saves, `failure_seconds` the mean time between failures, `devices` the
+    accelerators that are left, where some are not used any more, and `faults` what `weft chaos` injects."""
     if devices is not None:
         rank_info = replace(rank_info, device=devices[rank_info.local_rank % len(devices)])
     run = RunFolder.open(Path(folder))
@@ -79,6 +81,7 @@ def run_rank(
         peak_flops=peak_flops,
         memory=None if memory is None else Path(memory),
         injector=injector,
+        failure_seconds=failure_seconds,
     )
     return plain(outcome) if rank_info.rank == 0 else None
 
@@ -121,6 +124,7 @@ def train_rank(
     peak_flops: float | None = None,
     memory: Path | None = None,
     injector: FaultInjector | None = None,
+    failure_seconds: float = FAILURE_SECONDS,
 ) -> TrainingResult:
     """Train on this rank.  Call on every rank of the plan's world; rank 0 has the token of the folder's owner.
 
@@ -129,6 +133,7 @@ def train_rank(
         peak_flops: FLOP/s of matrix products of all ranks together; by default they are measured first.
         memory: folder in memory for saves, whose owner copies them to the disk; by default training waits for the disk.
         injector: of `weft chaos`, which lets this rank fail.
+        failure_seconds: mean time between failures, for the interval of snapshots.
     """
     torch.set_num_threads(plan.compute.num_threads)
     with ExitStack() as stack:
@@ -154,7 +159,13 @@ def train_rank(
             injector.reach("rendezvous")
         parts = recipe, plan, distributed, run, prepared, events
         training = training_of(
-            *parts, prove=prove, token=token, memory=memory, keeps_ledger=recipe.run.ledger, injector=injector
+            *parts,
+            prove=prove,
+            token=token,
+            memory=memory,
+            failure_seconds=failure_seconds,
+            keeps_ledger=recipe.run.ledger,
+            injector=injector,
         )
         with training as trainer, _own_groups():
             if resume is not None:
@@ -176,6 +187,7 @@ def training_of(
     memory: Path | None = None,
     keeps_ledger: bool = False,
     injector: FaultInjector | None = None,
+    failure_seconds: float = FAILURE_SECONDS,
 ) -> Generator[Trainer]:
     """Build this rank's share of a training under a plan; at the end leave its groups and let go of the model.
 
@@ -213,6 +225,9 @@ def training_of(
         # The folder's token grows with every generation, and with every run that goes on in it.  Rank 0 has it.
         (generation,) = durable.peers.share(token.owner.token if token is not None else 0)
         ledger = open_ledger(data, prepared, mesh, folder.path, generation)
+    checkpointer = TieredCheckpointer(
+        durable, memory, ranks_on_host=local, has_hosts=has_hosts, failure_seconds=failure_seconds
+    )
     try:
         yield Trainer(recipe, training, data, mesh, recorder, checkpointer=checkpointer, run=events, ledger=ledger)
     finally:

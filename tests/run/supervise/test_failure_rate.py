@@ -1,0 +1,27 @@
+"""The mean time between failures that snapshots go by: an assumption that gives way to what is seen."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from weft.run.launch.generation import FAILURE_SECONDS
+from weft.run.supervise import FailureRate
+
+
+def test_it_begins_with_an_assumption_and_learns() -> None:
+    rate = FailureRate()
+    assert rate.mean_seconds == pytest.approx(FAILURE_SECONDS, abs=1)
+    rate.count()
+    assert rate.mean_seconds == pytest.approx(FAILURE_SECONDS / 2, abs=1)
+    for _ in range(58):
+        rate.count()
+    assert rate.mean_seconds == pytest.approx(FAILURE_SECONDS / 60, abs=1)
+
+
+def test_time_without_failures_counts() -> None:
+    rate = FailureRate()
+    before = rate.mean_seconds
+    time.sleep(0.05)
+    assert rate.mean_seconds >= before + 0.04

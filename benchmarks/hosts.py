@@ -26,6 +26,8 @@ from machines import Machine, why_not  # noqa: E402
 _STEPS = 100_000
 _BEFORE = 40
 _DEADLINE_SECONDS = 90.0
+_UNDER_WAY_SECONDS = 0.3
+"""A step that was under way may still be finished."""
 _SECONDS, _JOIN_SECONDS = 7.0, 5.0
 Act = Callable[[list[Machine]], object]
 CASES: dict[str, tuple[str, Act]] = {
@@ -54,9 +56,7 @@ def lost_seconds(rendezvous: str, act: Act, folder: Path) -> float:
         job.wait_for_step(job.num_steps + _BEFORE)
         lost = time.time()
         act(hosts)
-        time.sleep(0.05)  # a step that was under way may still be written down
-        reached = max(step for step, at in _times(job) if at <= lost + 0.05)
-        return _first(job, lambda step, at: at > lost + 0.05 and step <= reached) - lost
+        return _first_step(job, after=lost + _UNDER_WAY_SECONDS) - lost
 
 
 def joined_seconds(folder: Path) -> float:
@@ -72,11 +72,11 @@ def joined_seconds(folder: Path) -> float:
         return max(after - before for before, after in zip(times, times[1:], strict=False))
 
 
-def _first(job: HostJob, wanted: Callable[[int, float], bool]) -> float:
+def _first_step(job: HostJob, *, after: float) -> float:
+    """When the first step was finished after a time."""
     until = time.monotonic() + _DEADLINE_SECONDS
     while time.monotonic() < until:
-        found = [at for step, at in _times(job) if wanted(step, at)]
-        if found:
+        if found := [at for _, at in _times(job) if at > after]:
             return found[0]
         time.sleep(0.02)
     raise TimeoutError("the job has not gone on")

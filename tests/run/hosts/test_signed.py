@@ -52,11 +52,11 @@ def test_a_stranger_in_the_registry_is_left_out(tmp_path: Path, caplog: pytest.L
     """Whoever reaches the store may write; what it writes is passed over: members, generations, verdicts."""
     store, port = serve_store("127.0.0.1")
     stranger = TorchStoreRegistry.connect("127.0.0.1", port)
-    stranger.join('{"host": "evil"}')
+    stranger.join(lambda _: '{"host": "evil"}')
     stranger.put("latest", "7")
     stranger.put("roster/7", '["00", "{}"]')
     secret = JobSecret.of_folder(tmp_path)
-    with Membership(TorchStoreRegistry(store), secret, FACTS) as membership:
+    with Membership(TorchStoreRegistry(store), secret, FACTS, is_stopping=lambda: False) as membership:
         stranger.put("verdict", '["00", "{\\"status\\": 0, \\"text\\": \\"\\"}"]')
         membership.wait_for_change(1.0)
         membership.wait_for_change(1.0)
@@ -65,3 +65,11 @@ def test_a_stranger_in_the_registry_is_left_out(tmp_path: Path, caplog: pytest.L
     assert (view.roster, view.verdict) == (None, None)
     assert "does not know this job's secret" in caplog.text
     stranger.close()
+
+
+def test_what_was_signed_at_an_earlier_meeting_does_not_hold(tmp_path: Path) -> None:
+    secret = JobSecret.of_folder(tmp_path)
+    text = secret.of_meeting("one").sign("verdict", {"status": 0})
+    assert secret.of_meeting("one").open("verdict", text) == {"status": 0}
+    assert secret.of_meeting("two").open("verdict", text) is None
+    assert secret.open("verdict", text) is None

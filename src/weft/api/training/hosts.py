@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from weft.analysis.blueprint import build_blueprint
+from weft.analysis.facts import facts_of_blueprint
+from weft.api.planning.describe import describe_blueprint
 from weft.api.training.supervised import HostsOfTraining
 from weft.api.training.train import RunResult, check_training
 from weft.config.cluster import Cluster, KnownMachine, LinkTier, known_machine
 from weft.config.plan import Plan, load_plan
 from weft.config.recipe import Recipe
-from weft.errors import LaunchError, RecipeError, WeftError
+from weft.errors import DataError, LaunchError, RecipeError, WeftError
 from weft.events import RunFolder
+from weft.files import write_whole
 from weft.model.blueprint import Blueprint
+from weft.planning.search import plan_for_devices
+from weft.run.checkpoint import newest_saved_step
 from weft.run.data import PreparedData, data_shape
 from weft.run.data.preparation import ConsoleProgress, prepare_data, silent
 from weft.run.engine.proof import ProveMode
-from weft.run.hosts.crew import HostCrew, follow
+from weft.run.hosts.crew import HostCrew, LeaderStoppedError, follow
 from weft.run.hosts.meeting import FOLDER, Meeting, open_meeting
 from weft.run.hosts.membership import JobVerdict, Membership
 from weft.run.hosts.network import own_address
 from weft.run.hosts.registry import RegistryLostError
 from weft.run.hosts.roster import HostFacts
-from weft.run.hosts.signed import JobSecret
+from weft.run.hosts.signed import SECRET, JobSecret
 from weft.run.launch.launcher import ForkServer, open_fork_server
 from weft.run.supervise import SupervisorSignals
 from weft.version import VERSION
 
+_KEPT = "hosts.json"
 _SETTLE_SECONDS = 1.0
 """Time that further hosts get after the least number is there: one command starts them together."""
 _FIRST_MEETING_SECONDS = 20.0
@@ -169,39 +177,59 @@ class _HostAgent:
     fork_server: ForkServer | None
 
     def run_to_end(self) -> RunResult | None:
-        try:
-            self.run.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise LaunchError(f"the run folder {self.run.path} cannot be made: {error.strerror}.") from None
+        secret = self._open_folder()
         # All that a host needs to start ranks is there before it joins: others wait for it from then on.
         blueprint = build_blueprint(self.recipe)
         prepared = self._prepare(blueprint)
-        secret = JobSecret.of_folder(self.run.path)
-        place = (self.request.rendezvous, self.run.path, secret, self.facts)
         seconds, has_met = _FIRST_MEETING_SECONDS, False
-        while True:
-            with (
-                SupervisorSignals() as signals,
-                open_meeting(*place, seconds=seconds, is_again=has_met, log=self._say) as meeting,
-            ):
-                has_met = True
-                followed = follow(
-                    meeting.membership,
-                    lambda arguments: _own_data(arguments, prepared),
-                    fork_server=self.fork_server,
+        with SupervisorSignals() as signals:
+            while True:
+                with open_meeting(
+                    self.request.rendezvous,
+                    self.run.path,
+                    secret,
+                    self.facts,
+                    seconds=seconds,
+                    is_again=has_met,
                     is_stopping=signals.stopping.is_set,
-                )
-                if followed.verdict is not None:
-                    return self._conclude(followed.verdict)
-                if followed.why == "stopped":
-                    raise LaunchError("this host was told to stop, and has saved with the others.", status=75)
-                if followed.why == "leads":
-                    try:
-                        return self._lead(meeting)
-                    except RegistryLostError as error:
-                        self._say(f"note      {error}")
-            seconds = self.request.wait_seconds
-            self._say("note      this host looks for the others again")
+                    log=self._say,
+                ) as meeting:
+                    has_met = True
+                    followed = follow(
+                        meeting.membership,
+                        lambda arguments: _own_data(arguments, prepared),
+                        fork_server=self.fork_server,
+                        may_lead=meeting.may_lead,
+                    )
+                    if followed.verdict is not None:
+                        return self._conclude(followed.verdict)
+                    if followed.why == "stopped":
+                        raise _stopped(signals, has_saved=followed.has_saved)
+                    if followed.why == "leads":
+                        try:
+                            return self._lead(meeting, signals, blueprint)
+                        except RegistryLostError as error:
+                            self._say(f"note      {error}")
+                if signals.stopping.is_set():
+                    raise _stopped(signals, has_saved=False)
+                seconds = self.request.wait_seconds
+                self._say("note      this host looks for the others again")
+
+    def _open_folder(self) -> JobSecret:
+        """Make the run's folder, and return the job's secret, which lies in it.
+
+        Raises:
+            LaunchError: the folder is no run's, or cannot be made.
+        """
+        path = self.run.path
+        is_run = (path / SECRET).exists() or newest_saved_step(self.run.checkpoints) > 0
+        if path.is_dir() and any(path.iterdir()) and not is_run:
+            raise LaunchError(f"{path} is there already, not empty, and no run's folder. Give a new folder.")
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(f"the run folder {path} cannot be made: {error.strerror}.") from None
+        return JobSecret.of_folder(path)
 
     def _prepare(self, blueprint: Blueprint) -> PreparedData:
         progress = silent if self.quiet else ConsoleProgress(sys.stderr)
@@ -212,56 +240,57 @@ class _HostAgent:
             raise LaunchError(verdict.text, status=verdict.status)
         self._say(verdict.text)
 
-    def _lead(self, meeting: Meeting) -> RunResult:
+    def _lead(self, meeting: Meeting, signals: SupervisorSignals, blueprint: Blueprint) -> RunResult:
         """Lead the job to its end, and tell the others how it ended."""
         if line := meeting.lead():
             self._say(f"note      {line}")
         crew = HostCrew(meeting.membership, self.facts.address, least=self.request.least, most=self.request.most)
         try:
-            self._gather(meeting.membership)
-            crew.choose()
-            result = self._train(meeting, crew)
-        except RegistryLostError:
+            self._gather(crew, meeting.membership)
+            if signals.stopping.is_set():  # the others, if they are not told so, too, go on
+                raise LeaderStoppedError(str(_stopped(signals, has_saved=False)), status=os.EX_TEMPFAIL)
+            result = self._train(meeting, crew, signals, blueprint)
+        except (RegistryLostError, LeaderStoppedError):
             raise
         except WeftError as error:
-            crew.conclude(JobVerdict(status=error.status, text=f"host {self.facts.host}, which leads, says: {error}"))
+            if not meeting.still_leads:  # others may go on: what went wrong here says nothing of them
+                raise RegistryLostError(f"this host leads no longer: {error}") from error
+            crew.conclude(error.status, f"host {self.facts.host}, which leads, says: {error}")
             raise
         status = os.EX_TEMPFAIL if result.stopped_early else 0
         done = f"stopped   at step {result.steps}, saved" if result.stopped_early else f"done      {self.run.path}"
-        crew.conclude(JobVerdict(status=status, text=f"{done} (host {self.facts.host} has led)"))
+        crew.conclude(status, f"{done} (host {self.facts.host} has led)")
         return result
 
-    def _gather(self, membership: Membership) -> None:
-        """Wait until enough hosts are there, and check that they belong together."""
-        wanted, least = self.request.most, self.request.least
-        if len(membership.view.members) < least:
-            self._say(f"hosts     {_names(membership)}; at least {least} are wanted, so this one waits for more")
-        if not membership.wait(lambda view: len(view.members) >= least, self.request.wait_seconds):
-            raise LaunchError(
-                f"{len(membership.view.members)} of at least {least} hosts have come in"
-                f" {self.request.wait_seconds:.0f} s ({_names(membership)}). Start Weft on the others by the same"
-                " command, or permit fewer (--nodes).",
-                status=75,
-            )
-        if len(membership.view.members) < wanted:
-            membership.wait(lambda view: len(view.members) >= wanted, _SETTLE_SECONDS)
-        for facts in membership.view.members.values():
-            for what, mine, theirs in (
-                ("recipe", self.facts.recipe, facts.recipe),
-                ("version of Weft", self.facts.version, facts.version),
-                ("kind of accelerator", self.facts.accelerator, facts.accelerator),
-            ):
-                if mine != theirs:
-                    raise LaunchError(
-                        f"host {facts.host} was started with another {what} ({theirs or 'none'}) than host"
-                        f" {self.facts.host} ({mine or 'none'}). Start the same on all hosts."
-                    )
-        self._say(f"hosts     {_names(membership)}")
+    def _gather(self, crew: HostCrew, membership: Membership) -> None:
+        """Wait until enough hosts are there, and choose them.
 
-    def _train(self, meeting: Meeting, crew: HostCrew) -> RunResult:
-        resumes = any(self.run.checkpoints.glob("step-*"))
-        plan = self._plan_of_run(crew) if resumes else self.plan
+        Raises:
+            LaunchError: too few have come in time.
+        """
+        wanted, least = self.request.most, self.request.least
+        if len(crew.present()) < least:
+            self._say(f"hosts     {_names(crew.present())}; at least {least} are wanted, so this one waits for more")
+        enough = membership.wait(lambda _: len(crew.present()) >= least, self.request.wait_seconds)
+        if not enough and not membership.is_stopping:
+            raise LaunchError(
+                f"at least {least} hosts are wanted, and {_names(crew.present())} have come in"
+                f" {self.request.wait_seconds:.0f} s. Start Weft on the others by the same command, or permit fewer"
+                " (--nodes).",
+                status=os.EX_TEMPFAIL,
+            )
+        if len(crew.present()) < wanted:
+            membership.wait(lambda _: len(crew.present()) >= wanted, _SETTLE_SECONDS)
+        crew.choose()
+        self._say(f"hosts     {_names(crew.hosts)}")
+
+    def _train(self, meeting: Meeting, crew: HostCrew, signals: SupervisorSignals, blueprint: Blueprint) -> RunResult:
+        resumes = newest_saved_step(self.run.checkpoints) > 0
         cluster = _cluster_of(self.machine.cluster, crew)
+        kept = _KeptPlan.read(self.run.path) if resumes else None
+        # A run goes on under the plan that it had, unless its user has given another one since.
+        goes_on = kept is not None and kept.given == self._given
+        plan = self._plan_of_run(crew, kept, cluster, blueprint) if kept is not None and goes_on else self.plan
         job = check_training(
             self.recipe,
             plan,
@@ -275,35 +304,93 @@ class _HostAgent:
             fork_server=self.fork_server,
             machine=replace(self.machine, cluster=cluster),
         )
-        ranks_per_host = math.ceil(job.plan.mesh.world_size / len(crew.hosts))
+        job.is_chosen = self.plan == "auto"
+        if kept is None or not goes_on:
+            kept = _KeptPlan(given=self._given, ranks_per_host=math.ceil(job.plan.mesh.world_size / len(crew.hosts)))
+            kept.write(self.run.path)
         hosts = HostsOfTraining(
             crew=crew,
             cluster=lambda: _cluster_of(self.machine.cluster, crew),
-            ranks_per_host=ranks_per_host,
+            ranks_per_host=kept.ranks_per_host,
             wait_seconds=self.request.wait_seconds,
+            signals=signals,
         )
         return job.run_on_hosts(self.run, meeting.lock, hosts, resumes=resumes)
 
-    def _plan_of_run(self, crew: HostCrew) -> Plan | Literal["auto"]:
-        """The plan under which a run was going on, if it fits the hosts that are there; else another is looked for."""
+    @property
+    def _given(self) -> str:
+        """Names the plan that the user has given."""
+        return self.plan.digest if isinstance(self.plan, Plan) else self.plan
+
+    def _plan_of_run(self, crew: HostCrew, kept: _KeptPlan, cluster: Cluster, blueprint: Blueprint) -> Plan:
+        """The plan under which a run was going on, or the one for the hosts that are there now."""
         before = load_plan(self.run.plan)
-        if before.mesh.world_size <= crew.num_devices:
+        number = sum(min(kept.ranks_per_host, facts.num_devices) for facts in crew.hosts.values())
+        if self.recipe.run.max_devices is not None:
+            number = min(number, self.recipe.run.max_devices)
+        if number == before.mesh.world_size:
             return before
-        return self.plan if self.plan == "auto" else before
+        return plan_for_devices(
+            before,
+            number,
+            recipe=self.recipe,
+            facts=facts_of_blueprint(blueprint, self.recipe),
+            profile=describe_blueprint(blueprint, self.recipe).profile,
+            cluster=cluster,
+            is_chosen=self.plan == "auto",
+            fewest=self.recipe.run.min_devices,
+        )
 
     def _say(self, line: str) -> None:
         if not self.quiet:
             print(line, flush=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KeptPlan:
+    """What a run on several hosts keeps of its first plan, for the hosts that go on with it."""
+
+    given: str
+    """Digest of the plan that the user has given, or `auto`."""
+    ranks_per_host: int
+
+    @classmethod
+    def read(cls, folder: Path) -> _KeptPlan | None:
+        """Return what the run in a folder has kept; None: it had one host."""
+        try:
+            return cls(**json.loads((folder / _KEPT).read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write(self, folder: Path) -> None:
+        write_whole(folder / _KEPT, json.dumps(asdict(self)), durable=True)
+
+
+def _stopped(signals: SupervisorSignals, *, has_saved: bool) -> LaunchError:
+    """The error of a host that a signal has stopped."""
+    name = (signals.number or signal.SIGTERM).name
+    status = 128 + signal.SIGINT if signals.number == signal.SIGINT else os.EX_TEMPFAIL
+    saved = ", and has saved with the others." if has_saved else " before a step of its own could be saved."
+    return LaunchError(f"this host was stopped by {name}{saved}", status=status)
+
+
 def _own_data(arguments: dict[str, Any], prepared: PreparedData) -> dict[str, Any]:
-    """The leader's arguments of the ranks, with the data as they lie on this host."""
+    """The leader's arguments of the ranks, with the data as they lie on this host.
+
+    Raises:
+        DataError: they are not the leader's data.
+    """
     theirs = PreparedData.from_json(arguments["prepared"])
+    if prepared.fingerprint != theirs.fingerprint:
+        raise DataError(
+            f"the data on host {socket.gethostname()} are not those of the host that leads: fingerprint"
+            f" {prepared.fingerprint} and {theirs.fingerprint}. Let all hosts read the same files."
+        )
     return {**arguments, "prepared": replace(prepared, branches=theirs.branches).to_json()}
 
 
-def _names(membership: Membership) -> str:
-    names = [facts.host for facts in membership.view.members.values()]
+def _names(hosts: Mapping[str, HostFacts]) -> str:
+    names = [facts.host for facts in hosts.values()]
     return f"{len(names)} host{'s' if len(names) != 1 else ''}: {', '.join(names)}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,8 @@ class HostsOfTraining:
     ranks_per_host: int
     wait_seconds: float
     """Time to wait for others, where too few are left."""
+    signals: SupervisorSignals
+    """Handlers of signals, which this host has set before it led."""
 
     @property
     def num_devices(self) -> int:
@@ -106,7 +108,7 @@ class SupervisedTraining:
             report=self._report,
         )
         with (
-            SupervisorSignals() as signals,
+            SupervisorSignals() if self.hosts is None else nullcontext(self.hosts.signals) as signals,
             self._saves() as (memory, store),
             LossBoard.temporary(self.recipe.run.steps, memory) as losses,
         ):
@@ -173,23 +175,31 @@ class SupervisedTraining:
         result = typed(TrainingResult, end.values[0]) if end.cause is None else None
         handed_over = result is not None and result.stopped_early and result.stop_signal == HAND_OVER
         # Who is there comes first: the plan that was asked for, or that before, may not fit those that are left.
-        change = self._hosts_change(plans) if result is None or result.stopped_early else None
+        change = self._hosts_change(plans, end) if result is None or result.stopped_early else None
         change = change or plans.change_after(end, handed_over=handed_over)
+        if change is None and handed_over and self.hosts is not None:
+            change = plans.change_to((self.plan, plans.data), "since the host that had come is gone again")
         self.plan, self.prepared = plans.plan, plans.data.prepared
         return change
 
-    def _hosts_change(self, plans: PlanChanges[PlannedData]) -> PlanChange | None:
+    def _hosts_change(self, plans: PlanChanges[PlannedData], end: JobEnd) -> PlanChange | None:
         """Whether the next generation has other hosts, and with them a plan for their devices.
 
         Raises:
             PlanError: no plan fits what is left.
             LaunchError: too few hosts are left.
         """
-        if self.hosts is None or not (why := self.hosts.crew.change_after(self.hosts.wait_seconds)):
+        if self.hosts is None or not (why := self.hosts.crew.change_after(end, self.hosts.wait_seconds)):
             return None
         self.replanner = replace(self.replanner, cluster=self.hosts.cluster())
-        number, fewest, is_chosen = self.hosts.num_devices, self.recipe.run.min_devices, plans.data.is_chosen
-        after = self.replanner.for_devices(self.plan, number, is_chosen=is_chosen, fewest=fewest)
+        run, is_chosen = self.recipe.run, plans.data.is_chosen
+        number = min(self.hosts.num_devices, run.max_devices or self.hosts.num_devices)
+        try:
+            after = self.replanner.for_devices(self.plan, number, is_chosen=is_chosen, fewest=run.min_devices)
+        except PlanError:
+            if number < self.plan.mesh.world_size:
+                raise
+            after = self.plan, plans.data  # nothing better for more devices: the ranks are shared out over them
         return plans.change_to(after, why)
 
     def _find(self, plans: PlanChanges[PlannedData], steps: StepTimes, request: PlanRequest) -> FoundPlan[PlannedData]:

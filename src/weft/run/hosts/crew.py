@@ -6,6 +6,8 @@ leader collects what every host reports, and makes of it the end of one job, as 
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -27,6 +29,7 @@ _REPORT_SECONDS = 30.0
 _FUNCTION = "weft.run.worker:run_rank"
 """All that one host can make another call."""
 _REACH_SECONDS = 10.0
+_PAUSE_SECONDS = 0.1
 
 
 @final
@@ -39,8 +42,12 @@ class HostCrew:
         self._address = address
         self._least, self._most = least, most
         self._hosts: dict[str, HostFacts] = {}
-        self._gone: set[str] = set()
-        """Hosts that were told to stop: they take part in no further generation."""
+        self._new: set[str] = set()
+        """Hosts that take part in this generation for the first time."""
+        self._roster: Roster | None = None
+        """The newest generation that this host has begun."""
+        self._gone: dict[str, str] = {}
+        """Hosts that take part in no further generation, with the reason as the end of a sentence."""
 
     @property
     def hosts(self) -> Mapping[str, HostFacts]:
@@ -54,38 +61,48 @@ class HostCrew:
 
     def choose(self) -> None:
         """Let those take part that are there, as many as are wanted."""
-        present = self._present()
+        before, present = self._hosts, self.present()
         self._hosts = dict(list(present.items())[: self._most])
+        self._new = set(self._hosts) - set(before) if before else set()
 
     def has_grown(self) -> bool:
         """Whether a host has come that would take part: ask while ranks run, and let them hand over if so."""
-        return set(self._hosts) < set(list(self._present())[: self._most])
+        return set(self._hosts) < set(list(self.present())[: self._most])
 
-    def change_after(self, seconds: float) -> str:
-        """Choose anew, and return a sentence that says who was lost and who has come; empty where nothing has changed.
+    def change_after(self, end: JobEnd, seconds: float) -> str:
+        """Choose anew, and return a sentence that says who was lost, left or has come; empty where nothing has changed.
         Where too few are left, wait so long for others.
 
         Raises:
             LaunchError: too few hosts are there.
         """
         before = dict(self._hosts)
-        if not self._membership.wait(lambda _: len(self._present()) >= self._least, seconds):
+        self._leave_out_newcomer(end)
+        if not self._membership.wait(lambda _: len(self.present()) >= self._least, seconds):
             self._refuse_if_lost()
-            names = ", ".join(facts.host for facts in self._present().values())
+            names = ", ".join(facts.host for facts in self.present().values())
+            waited = "" if self._membership.is_stopping else f", and no other has come in {seconds:.0f} s"
             raise LaunchError(
-                f"only {len(self._present())} of at least {self._least} hosts are there ({names}), and no other has"
-                f" come in {seconds:.0f} s. Start Weft on another host by the same command, or permit fewer (--nodes).",
-                status=75,
+                f"only {len(self.present())} of at least {self._least} hosts are there ({names}){waited}. Start Weft"
+                " on another host by the same command, or permit fewer (--nodes).",
+                status=os.EX_TEMPFAIL,
             )
         self.choose()
-        lost = [facts.host for name, facts in before.items() if name not in self._hosts and name not in self._gone]
-        left = [facts.host for name, facts in before.items() if name not in self._hosts and name in self._gone]
+        out = {name: facts.host for name, facts in before.items() if name not in self._hosts}
         come = [facts.host for name, facts in self._hosts.items() if name not in before]
-        sentences = [f"{_listed(lost)} {'was' if len(lost) == 1 else 'were'} lost"] if lost else []
-        sentences += [
-            f"{_listed(hosts)} {_have(hosts)} {what}" for hosts, what in ((left, "left"), (come, "come")) if hosts
-        ]
+        sentences = [f"host {host} {self._gone.get(name, 'was lost')}" for name, host in out.items()]
+        sentences += [f"host {host} has come" for host in come]
         return f"since {' and '.join(sentences)}" if sentences else ""
+
+    def _leave_out_newcomer(self, end: JobEnd) -> None:
+        """Leave out a host that fails where it has just come: the others could go on without it, and will."""
+        made_steps = any(position.step > position.first_step for position in end.positions.values())
+        if end.cause is None or made_steps or self._roster is None:
+            return
+        for seat in self._roster.seats:
+            is_its = seat.first_rank <= end.cause.rank < seat.first_rank + seat.num_ranks
+            if is_its and seat.member in self._new and len(self.present()) > self._least:
+                self._gone[seat.member] = "failed at its start"
 
     def run(
         self,
@@ -119,46 +136,64 @@ class HostCrew:
             hang_seconds=hang_limits.hang_seconds,
             collective_timeout_seconds=hang_limits.timeout_seconds,
         )
-        self._membership.propose(roster)
-        run_part(self._membership, roster, roster.seats[0], dict(arguments), fork_server, signal_to_send)
-        end = self._collect(roster)
+        roster = self._roster = self._membership.propose(roster)
+        own = run_part(self._membership, roster, roster.seats[0], dict(arguments), fork_server, signal_to_send)
+        end = self._collect(roster, own)
         del store  # ranks have ended, and with them all that met here
         return end
 
-    def conclude(self, verdict: JobVerdict) -> None:
+    def conclude(self, status: int, text: str) -> None:
         """Say to the other hosts that the job has ended, and give them a moment to hear it."""
-        self._membership.conclude(verdict)
+        roster = self._membership.view.roster
+        number = 0 if roster is None else roster.number
+        self._membership.conclude(JobVerdict(number=number, status=status, text=text))
         mine = self._membership.name
         self._membership.wait(lambda view: set(view.members) <= {mine}, LEASE_SECONDS)
 
-    def _collect(self, roster: Roster) -> JobEnd:
-        """Wait until every host has reported, or is gone."""
+    def _collect(self, roster: Roster, own: JobEnd) -> JobEnd:
+        """Wait until every host has reported, or is gone; `own` is this host's end.
+
+        Raises:
+            LeaderStoppedError: this host alone was told to stop, and the others go on without it.
+        """
         wanted = {seat.member for seat in roster.seats}
         is_complete: Callable[[JobView], bool] = lambda view: wanted <= {*view.ends, *(wanted - {*view.members})}  # noqa: E731
-        self._membership.wait(is_complete, _REPORT_SECONDS)
+        deadline = time.monotonic() + _REPORT_SECONDS
+        while not is_complete(self._membership.view) and not self._membership.is_lost and time.monotonic() < deadline:
+            self._membership.wait_for_change(
+                _PAUSE_SECONDS
+            )  # also where a signal has come: what was saved is known then
         self._refuse_if_lost()
         view = self._membership.view
-        ends = dict(view.ends)
+        ends = {**view.ends, roster.seats[0].member: own}
         order = list(ends)
         for seat in roster.seats:
             if seat.member not in ends:
                 ends[seat.member] = _lost(seat)
                 order.append(seat.member)
-        own = next(iter(self._hosts))
-        stopped = {member for member, end in ends.items() if end.signals}
-        left = len(self._hosts.keys() - stopped)
-        if stopped and own not in stopped and left >= self._least:
+        stopped = {member for member, each in ends.items() if signal.SIGTERM in each.signals}
+        if stopped and len(self._hosts.keys() - stopped) >= self._least:
             # Only these hosts were told to stop: they have saved with all others, who go on without them.
-            self._gone |= stopped
+            if roster.seats[0].member in stopped and own.cause is None:
+                raise LeaderStoppedError(
+                    "this host was told to stop, and has saved with the others, who go on.", status=75
+                )
+            self._gone.update((member, "has left") for member in stopped)
             ends.update((member, replace(ends[member], signals=())) for member in stopped)
         return merged(ends, order, roster.world_size)
 
-    def _present(self) -> dict[str, HostFacts]:
-        return {name: facts for name, facts in self._membership.view.members.items() if name not in self._gone}
+    def present(self) -> dict[str, HostFacts]:
+        """The hosts that may take part.  One that was started otherwise finds that out by itself, and ends."""
+        own, members = self._membership.facts, self._membership.view.members
+        return {name: facts for name, facts in members.items() if name not in self._gone and not facts.difference(own)}
 
     def _refuse_if_lost(self) -> None:
         if self._membership.is_lost:
             raise RegistryLostError(f"this host is on its own: {self._membership.why_lost}. Its ranks have ended.")
+
+
+class LeaderStoppedError(LaunchError):
+    """The leader was told to stop, and the others go on: it leaves without a verdict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +203,8 @@ class Followed:
     why: Literal["verdict", "leads", "lost", "stopped"]
     """The job is over; this host leads by now; it is on its own; or a signal has stopped it."""
     verdict: JobVerdict | None = None
+    has_saved: bool = False
+    """Whether this host's ranks have saved before they stopped."""
 
 
 def follow(
@@ -175,13 +212,17 @@ def follow(
     arguments: Callable[[dict[str, Any]], dict[str, Any]],
     *,
     fork_server: ForkServer | None,
-    is_stopping: Callable[[], bool],
+    may_lead: bool,
 ) -> Followed:
     """Start this host's ranks of one generation after another, as the leader says.
 
     Args:
         arguments: makes of the leader's arguments of the ranks those of this host's.
-        is_stopping: whether a signal has come.
+        may_lead: whether this host can lead.  Where it meets the others at the leader's store it cannot: it must look
+            for them again.
+
+    Raises:
+        LaunchError: this host does not belong to the others.
     """
     done = 0
     while True:
@@ -189,19 +230,22 @@ def follow(
             return Followed(why="verdict", verdict=membership.view.verdict)
         if membership.is_lost:
             return Followed(why="lost")
-        if is_stopping():
+        if membership.is_stopping:
             return Followed(why="stopped")
+        leader = next(iter(membership.view.members.values()), membership.facts)
+        if problem := membership.facts.difference(leader):
+            raise LaunchError(problem)
         roster = membership.view.roster
         seat = None if roster is None else roster.seat_of(membership.name)
         if roster is None or seat is None or roster.number <= done:
             if membership.is_leader:
-                return Followed(why="leads")
+                return Followed(why="leads" if may_lead else "lost")
             membership.wait_for_change(0.5)
             continue
         done = roster.number
         end = run_part(membership, roster, seat, arguments(roster.arguments), fork_server, lambda: None)
         if end.signals:
-            return Followed(why="stopped")
+            return Followed(why="stopped", has_saved=end.cause is None)
 
 
 def run_part(
@@ -254,6 +298,7 @@ def run_part(
         except RegistryLostError:
             if time.monotonic() > deadline:
                 break
+            time.sleep(_PAUSE_SECONDS)
     return end
 
 
@@ -287,11 +332,3 @@ def _not_started(seat: Seat, error: LaunchError) -> JobEnd:
 
 def _last(seat: Seat) -> int:
     return seat.first_rank + seat.num_ranks - 1
-
-
-def _listed(hosts: list[str]) -> str:
-    return f"host {hosts[0]}" if len(hosts) == 1 else f"hosts {', '.join(hosts)}"
-
-
-def _have(hosts: list[str]) -> str:
-    return "has" if len(hosts) == 1 else "have"

@@ -15,7 +15,7 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, final
 from urllib.parse import parse_qs, urlsplit
 
@@ -52,12 +52,12 @@ class EtcdRegistry:
         self._asking = threading.Lock()
         """Held by the thread that uses the connection: signs of life and the host's own calls come from two."""
 
-    def join(self, value: str) -> str:
+    def join(self, value: Callable[[str], str]) -> str:
         granted = self._call("lease/grant", {"TTL": math.ceil(LEASE_SECONDS)})
         self._lease = _text(granted, "ID")
         self._name = os.urandom(8).hex()
         key = _encode(f"{self._prefix}hosts/{self._name}")
-        self._call("kv/put", {"key": key, "value": _encode(value), "lease": self._lease})
+        self._call("kv/put", {"key": key, "value": _encode(value(self._name)), "lease": self._lease})
         return self._name
 
     def beat(self) -> bool:

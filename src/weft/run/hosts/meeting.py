@@ -6,6 +6,8 @@ others read it there.  When that host is lost, another takes the lock, and all m
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +20,7 @@ from weft.events.folder_lock import FolderLock
 from weft.files import write_whole
 from weft.run.hosts.etcd import EtcdRegistry
 from weft.run.hosts.membership import Membership
-from weft.run.hosts.registry import LEASE_SECONDS, RegistryLostError
+from weft.run.hosts.registry import BEAT_SECONDS, LEASE_SECONDS, Registry, RegistryLostError
 from weft.run.hosts.roster import HostFacts
 from weft.run.hosts.signed import JobSecret
 from weft.run.hosts.torch_store import TorchStoreRegistry, serve_store
@@ -47,7 +49,29 @@ class Meeting:
         Raises:
             LaunchError: another run owns it.
         """
-        return self.lock.acquire(is_lost=self._is_of_a_lost_host if self.takes_over else None)
+        deadline = time.monotonic() + 2 * LEADER_SILENT_SECONDS
+        while True:
+            try:
+                return self.lock.acquire(is_lost=self._is_of_a_lost_host if self.takes_over else None)
+            except LaunchError:
+                # A leader that was lost before its first generation is known by its silence alone.
+                if time.monotonic() > deadline or self.membership.is_lost or self.membership.is_stopping:
+                    raise
+            time.sleep(_PAUSE_SECONDS)
+
+    @property
+    def may_lead(self) -> bool:
+        """Whether this host can lead: at etcd any can, else the one that serves the store, and owns the folder."""
+        return self.takes_over or self.lock.token is not None
+
+    @property
+    def still_leads(self) -> bool:
+        """Whether this host still owns the run's folder and is there, so that it may say how the job ended."""
+        try:
+            self.lock.check()
+        except LaunchError:
+            return False
+        return not self.membership.is_lost and self.membership.is_leader
 
     def _is_of_a_lost_host(self) -> bool:
         """Whether the folder's owner led this job's last generation and has lost its lease.  The leader of another job,
@@ -55,11 +79,12 @@ class Meeting:
         owner, view = read_owner(self.lock.folder / _OWNER), self.membership.view
         if owner is None or view.roster is None:
             return False
-        led = view.roster.seats[0]
-        return owner.host == led.host and led.member not in view.members
+        token = view.roster.arguments.get("owner")
+        led = isinstance(token, dict) and owner.process == "{machine} {pid} {started}".format(**token)
+        return led and view.roster.seats[0].member not in view.members
 
 
-LEADER_SILENT_SECONDS = 1.5 * LEASE_SECONDS
+LEADER_SILENT_SECONDS = LEASE_SECONDS
 """Silence after which a leader no longer owns the run's folder.  It gives a sign of life six times as often, and ends
 its ranks when it cannot reach the registry for two thirds of that time."""
 
@@ -73,6 +98,7 @@ def open_meeting(
     *,
     seconds: float,
     is_again: bool,
+    is_stopping: Callable[[], bool],
     log: Callable[[str], object],
 ) -> Generator[Meeting]:
     """Join the other hosts of a job, and leave them at the end.
@@ -81,6 +107,7 @@ def open_meeting(
         rendezvous: `folder`, or the address of etcd.
         seconds: time to find them.
         is_again: whether this host has met them before: what it asks for is right, and may come back.
+        is_stopping: whether a signal has come: then this host waits no longer.
         log: says what this host waits for.
 
     Raises:
@@ -92,17 +119,19 @@ def open_meeting(
         is_etcd = rendezvous != FOLDER
         deadline = time.monotonic() + seconds
         try:
-            registry, port = (
-                (EtcdRegistry(rendezvous, secret.job), None)
-                if is_etcd
-                else _store_of_folder(lock, secret, facts, deadline, log)
-            )
-            membership = _joined(stack, Membership(registry, secret, facts, beat=lock.beat), deadline)
-            if port is not None:
+            if is_etcd:
+                place = _Place(EtcdRegistry(rendezvous, secret.job), "")
+            else:
+                place = _store_of_folder(lock, secret, facts, deadline, is_stopping, log)
+            membership = Membership(place.registry, secret.of_meeting(place.mark), facts, is_stopping=is_stopping)
+            membership = _joined(stack, membership, deadline, is_stopping)
+            if place.port:
                 assert lock.token is not None
                 # Only now that this host has joined: whoever joins first leads, and must own the folder.
-                place = {"address": facts.address, "port": port, "owner": lock.token.owner.process}
-                write_whole(folder / _MEETING, secret.sign(_MEETING, place))
+                where = {"address": facts.address, "port": place.port, "mark": place.mark}
+                where["owner"] = lock.token.owner.process
+                write_whole(folder / _MEETING, secret.sign(_MEETING, where))
+            stack.enter_context(_beating(lock, membership))
         except RegistryLostError as error:
             if is_again:
                 raise RegistryLostError(f"{error} This host has waited {seconds:.0f} s for it.", status=75) from None
@@ -110,21 +139,57 @@ def open_meeting(
         yield Meeting(membership=membership, lock=lock, takes_over=is_etcd)
 
 
-def _joined(stack: ExitStack, membership: Membership, deadline: float) -> Membership:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where hosts meet."""
+
+    registry: Registry
+    mark: str
+    """A mark of this meeting, by which its signatures differ from those of others."""
+    port: int = 0
+    """Port of the store that this host serves; 0: it serves none."""
+
+
+@contextmanager
+def _beating(lock: FolderLock, membership: Membership) -> Generator[None]:
+    """Give signs of life of the owner of the folder, in a thread of its own: a slow file server must not keep the host
+    from giving its own."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(BEAT_SECONDS):
+            if not membership.is_lost:
+                lock.beat()
+
+    thread = threading.Thread(target=beat, name="weft-folder-beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(LEASE_SECONDS)
+
+
+def _joined(stack: ExitStack, membership: Membership, deadline: float, is_stopping: Callable[[], bool]) -> Membership:
     """Join, as soon as the registry answers."""
     while True:
         try:
             return stack.enter_context(membership)
         except RegistryLostError:
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or is_stopping():
                 raise
         time.sleep(_PAUSE_SECONDS)
 
 
 def _store_of_folder(
-    lock: FolderLock, secret: JobSecret, facts: HostFacts, deadline: float, log: Callable[[str], object]
-) -> tuple[TorchStoreRegistry, int | None]:
-    """Serve the store, if this host gets the folder, and return its port, too; else connect to the one that does."""
+    lock: FolderLock,
+    secret: JobSecret,
+    facts: HostFacts,
+    deadline: float,
+    is_stopping: Callable[[], bool],
+    log: Callable[[str], object],
+) -> _Place:
+    """Serve the store, if this host gets the folder; else connect to the one that does."""
     path, problem = lock.folder / _MEETING, ""
     while True:
         owner = read_owner(lock.folder / _OWNER)
@@ -132,7 +197,7 @@ def _store_of_folder(
         # A file that a lost leader has left names another owner.
         if content is not None and owner is not None and content["owner"] == owner.process and not owner.ended:
             try:
-                return TorchStoreRegistry.connect(content["address"], content["port"]), None
+                return _Place(TorchStoreRegistry.connect(content["address"], content["port"]), content["mark"])
             except RegistryLostError as error:
                 problem = str(error)
         try:
@@ -142,7 +207,7 @@ def _store_of_folder(
             problem = str(error)
         else:
             store, port = serve_store(facts.address)
-            return TorchStoreRegistry(store), port
-        if time.monotonic() > deadline:
+            return _Place(TorchStoreRegistry(store), os.urandom(8).hex(), port)
+        if time.monotonic() > deadline or is_stopping():
             raise RegistryLostError(f"this host finds no other by the folder {lock.folder}. {problem}")
         time.sleep(_PAUSE_SECONDS)

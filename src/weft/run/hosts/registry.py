@@ -5,7 +5,7 @@ It is kept by a service that is not Weft's: etcd, or torch's TCPStore on one of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from weft.errors import LaunchError
@@ -16,13 +16,14 @@ class RegistryLostError(LaunchError):
 
 
 class Registry(Protocol):
-    """The registry as one host uses it.  Every call takes less than `LEASE_SECONDS`, or raises `RegistryLostError`.
+    """The registry as one host uses it.  Every call ends within a few seconds, or raises `RegistryLostError`.
 
     Nothing that is read here can be trusted: `weft.run.hosts.membership` signs what it writes.
     """
 
-    def join(self, value: str) -> str:
-        """Add this host to the list, and return its name there.  It stays as long as this process calls `beat`."""
+    def join(self, value: Callable[[str], str]) -> str:
+        """Add this host to the list, with the value that `value` makes of its name there; return that name.  The host
+        stays as long as this process calls `beat`."""
         ...
 
     def beat(self) -> bool:
@@ -54,8 +55,11 @@ class Registry(Protocol):
         ...
 
 
-LEASE_SECONDS = 2.0
+LEASE_SECONDS = 3.0
 """Time without a sign of life after which a host is off the list."""
+FENCE_SECONDS = 2.0
+"""Time without an answer after which a host ends its ranks.  The others begin again after a lease at the earliest; the
+second between covers the look, the kill, and what a sign of life takes."""
 BEAT_SECONDS = 0.5
 """Interval of the signs of life."""
 MOST_BYTES = 1 << 20

@@ -31,6 +31,17 @@ class HostFacts:
     recipe: str
     """Digest of the recipe that it was started with."""
 
+    def difference(self, other: HostFacts) -> str:
+        """Say what keeps two hosts from being in one job; empty: nothing."""
+        for what in ("recipe", "version", "accelerator"):
+            mine, theirs = getattr(self, what), getattr(other, what)
+            if mine != theirs:
+                return (
+                    f"host {self.host} was started with another {what} ({mine or 'none'}) than host {other.host}"
+                    f" ({theirs or 'none'}). Start the same on all hosts."
+                )
+        return ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
@@ -126,8 +137,14 @@ def seats_of(members: Mapping[str, HostFacts], world_size: int) -> tuple[Seat, .
 def merged(ends: Mapping[str, JobEnd], order: Sequence[str], world_size: int) -> JobEnd:
     """Return the end of a job from the ends of its hosts.  `order` names those that failed, the first in front."""
     causes = [cause for member in order if (cause := ends[member].cause) is not None]
-    # What another host's loss has made of a rank says less than the loss itself, whichever was heard of first.
-    cause = min(causes, key=lambda each: (each.error != HOST_LOST, is_secondary_or_timeout(each)), default=None)
+    # What another host's loss has made of a rank says less than the loss itself, whichever was heard of first; and a
+    # rank that its own host has killed, because another's had failed, says nothing.
+    killed = {id(ends[member].cause) for member in order if ends[member].was_ended}
+
+    def order_of(cause: RankExit) -> tuple[bool, bool, bool]:
+        return id(cause) in killed, cause.error != HOST_LOST, is_secondary_or_timeout(cause)
+
+    cause = min(causes, key=order_of, default=None)
     signals = tuple(dict.fromkeys(number for end in ends.values() for number in end.signals))
     return JobEnd(
         num_processes=world_size,

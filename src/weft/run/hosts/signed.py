@@ -19,7 +19,8 @@ from typing import Any, final
 from weft.errors import LaunchError
 from weft.run.hosts.registry import MOST_BYTES
 
-_SECRET = "job-secret"
+SECRET = "job-secret"
+"""File of the secret in a run's folder."""
 _SECRET_BYTES = 32
 _WAIT_SECONDS = 10.0
 
@@ -39,7 +40,7 @@ class JobSecret:
         Raises:
             LaunchError: the file is another user's, or others can read it.
         """
-        path = folder / _SECRET
+        path = folder / SECRET
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
@@ -51,6 +52,10 @@ class JobSecret:
             file.flush()
             os.fsync(file.fileno())
         return cls(_read(path))
+
+    def of_meeting(self, mark: str) -> JobSecret:
+        """The secret of one meeting of the job's hosts: what was signed at an earlier one does not hold there."""
+        return JobSecret(hmac.new(self._secret, f"meeting {mark}".encode(), hashlib.sha256).digest())
 
     @property
     def job(self) -> str:

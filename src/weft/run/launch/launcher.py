@@ -221,7 +221,7 @@ def _run_to_end(
             supervision.conclude()
             if end.has_left_to_go_on:
                 return replace(end, cause=None)
-        if end.cause is not None and not running.signals:
+        if end.cause is not None and not running.signals and not end.was_ended:
             run.fail_with(end, None, is_final=supervision is None)
     return end
 

@@ -215,9 +215,8 @@ def training_of(
     provenance = {"recipe": recipe.digest, "plan": plan.digest, "run": folder.path.name}
     durable = Checkpointer(folder.checkpoints, Peers.of_group(mesh["world"]), provenance=provenance, owned=token)
     local = distributed.rank_info.local_world_size
-    # Hosts of torchrun are not counted: who starts them again does not ask for saves.
-    has_hosts = distributed.rank_info.failure_pipe is not None and local < distributed.world_size
-    checkpointer = TieredCheckpointer(durable, memory, ranks_on_host=local, has_hosts=has_hosts)
+    # Weft's launcher gives an address to the ranks of a job that has, or may get, other hosts.
+    has_hosts = distributed.rank_info.failure_pipe is not None and distributed.rank_info.address is not None
     ledger = None
     if keeps_ledger:
         from weft.run.data.ledger import open_ledger  # loaded where a run keeps one

@@ -48,11 +48,11 @@ def lost_seconds(rendezvous: str, act: Act, folder: Path) -> float:
     plan = "[mesh]\nreplicate = 2\n"
     with job_on_machines(3, folder, rendezvous=rendezvous, nodes="2..3", steps=_STEPS, plan=plan) as (job, hosts):
         job.start(hosts[0])
-        job.wait_for("hosts     ", hosts[0])
+        job.wait_for(("hosts     ",), hosts[0])
         job.start(hosts[1])
         job.wait_for_step(3)
         job.start(hosts[2])
-        job.wait_for("data 2 → data 3", hosts[0])
+        job.wait_for(("data 2 → data 3",), hosts[0])
         job.wait_for_step(job.num_steps + _BEFORE)
         lost = time.time()
         act(hosts)
@@ -65,7 +65,7 @@ def joined_seconds(folder: Path) -> float:
         job.start(hosts[0])
         job.wait_for_step(_BEFORE)
         job.start(hosts[1])
-        job.wait_for("since host node1 has come", hosts[0])
+        job.wait_for(("since host node1 has come",), hosts[0])
         reached = job.num_steps
         job.wait_for_step(reached + 3)
         times = [at for step, at in _times(job) if step >= reached - 3]

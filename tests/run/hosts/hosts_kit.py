@@ -17,7 +17,7 @@ from typing import Any
 import machines
 from machines import Machine
 
-STEPS = 150
+STEPS = 300
 _RECIPE = """
 [model]
 reference = "decoder"
@@ -32,7 +32,7 @@ dropout = 0.1
 train = [{{ source = "{corpus}" }}]
 cache = "{cache}"
 [batch]
-global_batch_size = 8
+global_batch_size = 12
 [optimizer]
 name = "adamw"
 learning_rate = 1e-3
@@ -108,11 +108,11 @@ class HostJob:
         while not any(each["step"] >= step for each in self.events("step")):
             self._go_on(deadline, f"step {step}")
 
-    def wait_for(self, text: str, host: Machine, *, seconds: float = 60) -> None:
-        """Wait until the job has printed a text on a machine."""
+    def wait_for(self, texts: Sequence[str], host: Machine, *, seconds: float = 60) -> None:
+        """Wait until the job has printed one of some texts on a machine."""
         deadline = time.monotonic() + seconds
-        while text not in self.said(host):
-            self._go_on(deadline, repr(text))
+        while not any(text in self.said(host) for text in texts):
+            self._go_on(deadline, repr(texts))
 
     def wait(self, host: Machine, *, seconds: float = 90) -> int:
         """Wait for the end of the job's command on a machine, and return its status."""

@@ -43,13 +43,13 @@ def lose_power_of_leader(job: HostJob, hosts: list[Machine]) -> list[Machine]:
 def cut_leader_off(job: HostJob, hosts: list[Machine]) -> list[Machine]:
     """The leader cannot reach the majority of etcd: it ends its ranks by itself, before another goes on."""
     hosts[0].cut_off()
-    job.wait_for("this host is on its own", hosts[0])
+    job.wait_for(("this host is on its own",), hosts[0])
     return hosts[1:]
 
 
 def cut_off_for_a_while(job: HostJob, hosts: list[Machine]) -> list[Machine]:
     hosts[1].cut_off()
-    job.wait_for("this host looks for the others again", hosts[1])
+    job.wait_for(("this host looks for the others again",), hosts[1])
     hosts[1].reconnect()
     return hosts
 
@@ -84,13 +84,14 @@ FAULTS: dict[str, tuple[str, Callable[[HostJob, list[Machine]], list[Machine]], 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_host_is_lost_or_leaves(fault: str, tmp_path: Path, losses: list[float]) -> None:
     rendezvous, act, said = FAULTS[fault]
-    with job_on_machines(3, tmp_path, rendezvous=rendezvous, nodes="2..3") as (job, hosts):
+    plan = "[mesh]\nreplicate = 3\n"
+    with job_on_machines(3, tmp_path, rendezvous=rendezvous, nodes="2..3", plan=plan) as (job, hosts):
         job.start(hosts[0])
-        job.wait_for("hosts     ", hosts[0])  # it leads
-        job.start(hosts[1])
-        job.wait_for_step(3)
-        job.start(hosts[2])
-        job.wait_for("data 2 → data 3, since host node2 has come", hosts[0])
+        job.wait_for(("hosts     ",), hosts[0])  # it leads
+        for host in hosts[1:]:
+            job.start(host)
+        # Who comes a second later than the others is taken in after a step.
+        job.wait_for(("3 hosts: ", "node1 has come", "node2 has come"), hosts[0])
         job.wait_for_step(job.num_steps + 20)
         left = act(job, hosts)
         for host in left:
@@ -145,7 +146,7 @@ def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
 def test_hosts_that_do_not_belong_together(tmp_path: Path) -> None:
     with job_on_machines(2, tmp_path, rendezvous="folder", nodes="2") as (job, hosts):
         job.start(hosts[0])
-        job.wait_for("hosts     ", hosts[0])
+        job.wait_for(("hosts     ",), hosts[0])
         job.start(hosts[1], "--processes-per-node", "1", "--set", "recipe.run.seed=7")
         assert job.wait(hosts[1]) == 2
         assert "host node1 was started with another recipe" in job.said(hosts[1])

@@ -204,14 +204,14 @@ class _HostAgent:
                     if followed.verdict is not None:
                         return self._conclude(followed.verdict)
                     if followed.why == "stopped":
-                        raise _stopped(signals, has_saved=followed.has_saved)
+                        raise _stopped(followed.signal or signals.number, has_saved=followed.has_saved)
                     if followed.why == "leads":
                         try:
                             return self._lead(meeting, signals, blueprint)
                         except RegistryLostError as error:
                             self._say(f"note      {error}")
                 if signals.stopping.is_set():
-                    raise _stopped(signals, has_saved=False)
+                    raise _stopped(signals.number, has_saved=False)
                 seconds = self.request.wait_seconds
                 self._say("note      this host looks for the others again")
 
@@ -248,7 +248,7 @@ class _HostAgent:
         try:
             self._gather(crew, meeting.membership)
             if signals.stopping.is_set():  # the others, if they are not told so, too, go on
-                raise LeaderStoppedError(str(_stopped(signals, has_saved=False)), status=os.EX_TEMPFAIL)
+                raise LeaderStoppedError(str(_stopped(signals.number, has_saved=False)), status=os.EX_TEMPFAIL)
             result = self._train(meeting, crew, signals, blueprint)
         except (RegistryLostError, LeaderStoppedError):
             raise
@@ -366,12 +366,12 @@ class _KeptPlan:
         write_whole(folder / _KEPT, json.dumps(asdict(self)), durable=True)
 
 
-def _stopped(signals: SupervisorSignals, *, has_saved: bool) -> LaunchError:
+def _stopped(number: signal.Signals | None, *, has_saved: bool) -> LaunchError:
     """The error of a host that a signal has stopped."""
-    name = (signals.number or signal.SIGTERM).name
-    status = 128 + signal.SIGINT if signals.number == signal.SIGINT else os.EX_TEMPFAIL
+    number = number or signal.SIGTERM
+    status = 128 + number if number == signal.SIGINT else os.EX_TEMPFAIL
     saved = ", and has saved with the others." if has_saved else " before a step of its own could be saved."
-    return LaunchError(f"this host was stopped by {name}{saved}", status=status)
+    return LaunchError(f"this host was stopped by {number.name}{saved}", status=status)
 
 
 def _own_data(arguments: dict[str, Any], prepared: PreparedData) -> dict[str, Any]:

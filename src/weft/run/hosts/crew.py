@@ -147,8 +147,10 @@ class HostCrew:
         roster = self._membership.view.roster
         number = 0 if roster is None else roster.number
         self._membership.conclude(JobVerdict(number=number, status=status, text=text))
-        mine = self._membership.name
-        self._membership.wait(lambda view: set(view.members) <= {mine}, LEASE_SECONDS)
+        # Also where a signal has come: the store may end with this process, and the others must have read it by then.
+        deadline = time.monotonic() + LEASE_SECONDS
+        while not set(self._membership.view.members) <= {self._membership.name} and time.monotonic() < deadline:
+            self._membership.wait_for_change(_PAUSE_SECONDS)
 
     def _collect(self, roster: Roster, own: JobEnd) -> JobEnd:
         """Wait until every host has reported, or is gone; `own` is this host's end.
@@ -203,6 +205,8 @@ class Followed:
     why: Literal["verdict", "leads", "lost", "stopped"]
     """The job is over; this host leads by now; it is on its own; or a signal has stopped it."""
     verdict: JobVerdict | None = None
+    signal: signal.Signals | None = None
+    """The signal that has stopped this host's ranks."""
     has_saved: bool = False
     """Whether this host's ranks have saved before they stopped."""
 
@@ -245,7 +249,7 @@ def follow(
         done = roster.number
         end = run_part(membership, roster, seat, arguments(roster.arguments), fork_server, lambda: None)
         if end.signals:
-            return Followed(why="stopped", has_saved=end.cause is None)
+            return Followed(why="stopped", signal=end.signals[0], has_saved=end.cause is None)
 
 
 def run_part(

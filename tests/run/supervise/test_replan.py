@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import weft
+from weft.config.plan import MeshPlan
 from weft.config.recipe import (
     BatchRecipe,
     DataRecipe,
@@ -39,6 +40,8 @@ PLANS = {
     "pipeline 2": weft.Plan.pipeline(2),
     "ZeRO-3": weft.Plan.fsdp(shard=2),
     "data 1": weft.Plan.ddp(replicate=1),
+    "data 4": weft.Plan.ddp(replicate=4),
+    "tensor 2 × data 2": replace(weft.Plan.tensor(2), mesh=MeshPlan(tensor=2, replicate=2)),
 }
 
 
@@ -64,11 +67,13 @@ def recipe_of(corpus: Path, model: ModelRecipe | None = None) -> Recipe:
 
 
 @contextmanager
-def running(recipe: Recipe, folder: Path, fork_server: ForkServer) -> Iterator[Future[weft.RunResult]]:
+def running(
+    recipe: Recipe, folder: Path, fork_server: ForkServer, plan: str = "data 2"
+) -> Iterator[Future[weft.RunResult]]:
     """A training in a thread beside this test."""
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(
-            weft.train, recipe, PLANS["data 2"], folder=folder, fork_server=fork_server, prove="never", quiet=True
+            weft.train, recipe, PLANS[plan], folder=folder, fork_server=fork_server, prove="never", quiet=True
         )
 
 
@@ -109,10 +114,26 @@ def test_losses_are_those_of_the_run_that_was_left_alone(
     corpus: Path, expected: tuple[float, ...], fork_server: ForkServer, tmp_path: Path, seed: int
 ) -> None:
     draw, folder = random.Random(seed), tmp_path / "run"
-    names = [*draw.sample(sorted(set(PLANS) - {"data 2"}), 3), "data 2"]
-    with running(recipe_of(corpus), folder, fork_server) as run:
+    names = [*draw.sample(["tensor 2", "pipeline 2", "ZeRO-3", "data 1"], 3), "data 2"]
+    assert near(losses_under(["data 2", *names], draw, recipe_of(corpus), folder, fork_server), expected)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_so_are_those_of_four_ranks_in_a_chain_of_plans(
+    corpus: Path, expected: tuple[float, ...], fork_server: ForkServer, tmp_path: Path, seed: int
+) -> None:
+    names = ["data 4", "tensor 2 × data 2", "pipeline 2", "data 4"]
+    losses = losses_under(names, random.Random(seed), recipe_of(corpus), tmp_path / "run", fork_server)
+    assert near(losses, expected)
+
+
+def losses_under(
+    names: Sequence[str], draw: random.Random, recipe: Recipe, folder: Path, fork_server: ForkServer
+) -> Sequence[float]:
+    """The losses of a run that begins under the first plan and goes on under one after another, at drawn steps."""
+    with running(recipe, folder, fork_server, names[0]) as run:
         step = 0
-        for name in names:
+        for name in names[1:]:
             step += draw.randrange(3, 12)
             wait_for_step(folder, step, run)
             assert ask_for_plan(RunFolder(folder), PLANS[name]).startswith("accepted  the ranks go on under it")
@@ -122,10 +143,10 @@ def test_losses_are_those_of_the_run_that_was_left_alone(
                 time.sleep(0.01)
         result = run.result()
     changes = generations(folder)
-    assert [str(change["cause"]).split(" → ")[0].split(",")[0] for change in changes][0] == "data 2"
-    assert [change["failure"] for change in changes] == ["replan"] * len(names)
-    assert near(result.losses, expected)
+    assert str(changes[0]["cause"]).split(" → ")[0] == names[0]
+    assert [change["failure"] for change in changes] == ["replan"] * (len(names) - 1)
     assert not result.stopped_early
+    return result.losses
 
 
 def test_a_plan_that_does_not_fit_is_refused_and_the_run_goes_on(

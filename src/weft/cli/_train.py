@@ -31,8 +31,7 @@ def train(
 ) -> int:
     """Train a recipe.
 
-    On several hosts, give the same command with `--nodes` and `--run-folder` on each; the folder must be one that all
-    of them see.  A folder with saves is gone on with.
+    On several hosts give the same command on each, with `--nodes` and a `--run-folder` that all of them see.
 
     Parameters
     ----------
@@ -49,13 +48,13 @@ def train(
         Compare two steps under the plan with plain PyTorch before the run: `auto` where that takes no longer than 10 s
         or 5 % of the run, and once for the same recipe, plan and versions.
     nodes
-        Hosts of the job: `4`, or `2..4` where hosts may be lost, leave and join while it runs.
+        Hosts of the job: `4`, or `2..4` where they may come and go.
     rendezvous
-        How hosts find one another: `folder`, by the run's folder (the default), or `etcd://host:port,host:port`.
+        How hosts meet: by the run's `folder` (the default), or `etcd://host:port,…`.
     network
-        Network on which hosts reach one another, such as `10.0.0.0/24`; needed where a host has several addresses.
+        Network of the hosts, such as `10.0.0.0/24`, where one has several addresses.
     processes_per_node
-        Processes of a host, with --nodes; by default one for each accelerator, or each core.
+        Processes of a host; by default one for each accelerator, or core.
     """
     from weft.errors import LaunchError
     from weft.run.launch import RankInfo

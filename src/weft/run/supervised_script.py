@@ -21,7 +21,7 @@ from pathlib import Path
 from weft.config.document import Document, bind, lay_over, parse_overrides, typed
 from weft.config.plan import MeshPlan, ModelFacts, Plan, complete_plan, dump_plan, load_plan, over_ranks
 from weft.config.recipe import OnFailure, Recipe
-from weft.errors import RecipeError
+from weft.errors import LaunchError, RecipeError
 from weft.events import Event, FolderToken, GenerationEvent, RunFolder, read_owner
 from weft.run.launch import threads_of_user
 from weft.run.launch._rank_info import run_folder_note
@@ -82,6 +82,10 @@ class LaunchedScript:
     """Threads of each rank; by default the cores are shared out."""
     logs: Path | None = None
     """Folder for what each rank prints."""
+
+    def __post_init__(self) -> None:
+        if self.num_processes < 1:
+            raise LaunchError(f"num_processes = {self.num_processes}: a job has at least 1 process.")
 
     @property
     def uses_weft(self) -> bool:

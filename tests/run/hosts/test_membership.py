@@ -14,8 +14,7 @@ from weft.run.hosts.registry import FENCE_SECONDS, LEASE_SECONDS, RegistryLostEr
 from weft.run.hosts.roster import HostFacts, Roster, Seat
 from weft.run.hosts.signed import JobSecret
 from weft.run.hosts.torch_store import TorchStoreRegistry, serve_store
-from weft.run.launch._job import RankExit
-from weft.run.launch.job_end import JobEnd
+from weft.run.launch.job_end import JobEnd, RankExit
 
 FACTS = HostFacts(host="a", address="127.0.0.1", num_devices=1, version="1", recipe="r")
 Join = Callable[[str], Membership]

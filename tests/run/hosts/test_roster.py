@@ -10,8 +10,7 @@ import pytest
 
 from weft.events.progress import Position
 from weft.run.hosts.roster import HostFacts, Roster, end_of_json, end_to_json, merged, seats_of
-from weft.run.launch._job import RankExit
-from weft.run.launch.job_end import HOST_LOST, JobEnd
+from weft.run.launch.job_end import HOST_LOST, JobEnd, RankExit
 
 
 def hosts_with(*devices: int) -> dict[str, HostFacts]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -66,15 +67,15 @@ def test_a_script_finds_its_pipe_in_the_environment() -> None:
         assert read.failure_pipe == pipe
 
 
-def _close(listener: FailureListener, words: list[int]) -> None:
+def _close(listener: FailureListener, words: Iterable[int]) -> None:
     listener.close()
     for word in words:
         os.close(word)
 
 
 def test_a_listener_hears_the_first_word_and_goes_on_letting_go(tmp_path: Path) -> None:
-    words = open_failure_pipes(tmp_path, 3)
-    notify(words, RankFailure(1, "was early"))  # before anybody listens
+    words = open_failure_pipes(tmp_path, range(3))
+    notify(words.values(), RankFailure(1, "was early"))  # before anybody listens
     heard: list[RankFailure] = []
     twice = threading.Event()
 
@@ -84,21 +85,21 @@ def test_a_listener_hears_the_first_word_and_goes_on_letting_go(tmp_path: Path) 
             twice.set()
 
     listener = FailureListener(str(failure_pipe_path(tmp_path, 0)), 0, on_failure)
-    notify_other_ranks(tmp_path, 3, RankFailure(2, "was late" * 1000))
+    notify_other_ranks(tmp_path, range(3), RankFailure(2, "was late" * 1000))
     assert listener.failure(20.0) == RankFailure(1, "was early")
     assert twice.wait(20.0)
-    _close(listener, words)
+    _close(listener, words.values())
     assert set(heard) == {RankFailure(1, "was early")}
 
 
 def test_a_rank_does_not_hear_of_itself(tmp_path: Path) -> None:
-    words = open_failure_pipes(tmp_path, 2)
+    words = open_failure_pipes(tmp_path, range(2))
     listener = FailureListener(str(failure_pipe_path(tmp_path, 0)), 0, lambda failure: None)
-    notify_other_ranks(tmp_path, 2, RankFailure(0, "failed"))
-    notify_other_ranks(tmp_path, 2, RankFailure(1, "failed"))
+    notify_other_ranks(tmp_path, range(2), RankFailure(0, "failed"))
+    notify_other_ranks(tmp_path, range(2), RankFailure(1, "failed"))
     assert listener.failure(20.0) == RankFailure(1, "failed")
-    _close(listener, words)
+    _close(listener, words.values())
 
 
 def test_nobody_listening_is_no_error(tmp_path: Path) -> None:
-    notify_other_ranks(tmp_path, 4, RankFailure(0, "failed"))
+    notify_other_ranks(tmp_path, range(4), RankFailure(0, "failed"))

@@ -20,8 +20,7 @@ from weft.run.hosts.membership import JobVerdict, JobView, Membership
 from weft.run.hosts.registry import LEASE_SECONDS, RegistryLostError
 from weft.run.hosts.roster import HostFacts, Roster, Seat, merged, seats_of
 from weft.run.hosts.torch_store import serve_store
-from weft.run.launch._job import RankExit
-from weft.run.launch.job_end import HOST_LOST, JobEnd
+from weft.run.launch.job_end import HOST_LOST, JobEnd, RankExit
 from weft.run.launch.launcher import ForkServer, HangLimits, HostPart, run_function
 
 _REPORT_SECONDS = 30.0

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from weft.events.progress import Position
-from weft.run.launch._job import RankExit
 from weft.run.launch._report import is_secondary_or_timeout
-from weft.run.launch.job_end import HOST_LOST, JobEnd
+from weft.run.launch.job_end import HOST_LOST, JobEnd, RankExit
 from weft.run.launch.launcher import HostPart
 
 

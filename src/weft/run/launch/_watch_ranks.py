@@ -189,7 +189,9 @@ def watch_ranks(job: RunningJob, events: int) -> None:
                 # Sent once.  The parent escalates to SIGKILL by itself, so this loop only waits for the ends.  A rank
                 # that hangs would not notice anything kinder.
                 # Ranks that start again anyway need no time, either: they would only say that they were asked to stop.
-                job.send_command(signal.SIGKILL if job.is_blaming or job.kills_survivors() else TERMINATE)
+                # Where none has failed, and one is stopped by a signal, they still finish their step and save.
+                is_useless = job.is_blaming or (any(job.codes.values()) and job.kills_survivors())
+                job.send_command(signal.SIGKILL if is_useless else TERMINATE)
                 deadline, is_terminating = None, True
             elif not is_terminating:
                 job.poll()

@@ -12,7 +12,7 @@ from typing import Any
 import weft.errors
 from weft.errors import LaunchError, WeftError
 from weft.events.progress import Position
-from weft.run.launch._job import RankExit
+from weft.run.launch._job import RankExit as RankExit
 from weft.run.launch._report import report
 
 HANG = "Hang"

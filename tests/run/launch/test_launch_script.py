@@ -32,6 +32,17 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
+ASKS = """
+import os, socket
+from weft.run.hosts.network import own_addresses
+port = int(os.environ["MASTER_PORT"])
+for own in own_addresses():
+    with socket.socket() as asking:
+        if asking.connect_ex((own.address, port)) == 0:
+            print(own.address)
+"""
+"""Prints the addresses of this host at which the store of the job answers."""
+
 OWN = """
 import sys
 import torch, torch.distributed as dist
@@ -126,6 +137,13 @@ def test_failure_is_printed_once(foreign: str, tmp_path: Path, capfd: pytest.Cap
     assert complaint.count("stopped") == 1
     assert len(complaint.splitlines()) <= MAX_LINES
     assert "Traceback" in outputs(tmp_path, 3)[1]
+
+
+def test_the_store_of_scripts_listens_on_loopback_alone(tmp_path: Path) -> None:
+    script = tmp_path / "ask.py"
+    script.write_text(ASKS)
+    assert launch_script(str(script), [], 1, logs=tmp_path) == 0
+    assert (tmp_path / "rank0.out").read_text().split() == ["127.0.0.1"]
 
 
 def test_exit_status_is_the_scripts(foreign: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ import halves
 import hypothesis
 import pool
 import pytest
+import slurm
 import tiers
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ NEEDS = {
     "gpu": Need(_has_gpu, "needs a CUDA device; run it there with `make gpu`", may_lack_in_ci=True),
     "needs_root": Need(lambda: os.geteuid() == 0, "needs root, to make network namespaces"),
     "needs_etcd": Need(lambda: shutil.which("etcd") is not None, "needs etcd (apt-get install etcd-server)"),
+    "needs_slurm": Need(slurm.is_there, "needs root and Slurm (apt-get install slurmctld slurmd slurm-client munge)"),
     "needs_browser": Need(_has_browser, "needs Chromium or Firefox"),
 }
 

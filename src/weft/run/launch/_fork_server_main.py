@@ -244,4 +244,6 @@ if __name__ == "__main__":
     SETUP = _receive_setup(CONTROL)
     sys.path[:] = SETUP["import_path"]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Job engines such as Slurm send SIGTERM to every process of a job.  The ranks save then, and need their parent.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(serve(CONTROL, SETUP["preload"]))

@@ -1,0 +1,102 @@
+"""A real Slurm of two nodes on this machine: its controller, its daemons and munge, without accounting or cgroups."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_CONFIGURATION = """
+ClusterName=test
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=cred_expire=5
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+MpiDefault=none
+ReturnToService=2
+KillWait=20
+SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldPidFile={folder}/slurmctld.pid
+NodeName=node[0-1] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs=2
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+_MUNGE = Path("/run/munge")
+
+
+def is_there() -> bool:
+    """Whether Slurm is installed."""
+    return all(shutil.which(name) for name in ("slurmctld", "slurmd", "sbatch", "munged")) and os.geteuid() == 0
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """A running Slurm."""
+
+    environment: dict[str, str]
+
+    def ask(self, *words: str, folder: Path | None = None) -> str:
+        """Run one of Slurm's commands, and return what it prints."""
+        done = subprocess.run(words, env=self.environment, cwd=folder, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+
+@contextmanager
+def slurm(folder: Path) -> Generator[Slurm]:
+    """Start Slurm, and end it with all that runs under it."""
+    folder.mkdir(exist_ok=True)
+    for name in ("state", "spool-node0", "spool-node1"):
+        (folder / name).mkdir()
+    configuration = folder / "slurm.conf"
+    configuration.write_text(_CONFIGURATION.format(folder=folder, ports=_ports()))
+    environment = {**os.environ, "SLURM_CONF": str(configuration)}
+    commands = [["slurmctld", "-D"], ["slurmd", "-D", "-N", "node0"], ["slurmd", "-D", "-N", "node1"]]
+    if not (_MUNGE / "munge.socket.2").exists():
+        _MUNGE.mkdir(exist_ok=True)
+        shutil.chown(_MUNGE, "munge", "munge")
+        commands.insert(0, ["setpriv", "--reuid=munge", "--regid=munge", "--init-groups", "munged", "--foreground"])
+    with ExitStack() as stack:
+        output = stack.enter_context((folder / "daemons.log").open("w"))
+        for command in commands:
+            process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+            time.sleep(0.3)
+        started = Slurm(environment)
+        deadline = time.monotonic() + 20
+        while started.ask("sinfo", "-h", "-o", "%t %D") != "idle 2":
+            if time.monotonic() > deadline:
+                raise TimeoutError((folder / "daemons.log").read_text()[-2000:])
+            time.sleep(0.1)
+        yield started
+
+
+def _ports() -> list[int]:
+    """A free port, and two that follow one another."""
+    for first in range(27_000, 28_000, 3):
+        ports = [first, first + 1, first + 2]
+        if not any(_is_taken(port) for port in ports):
+            return ports
+    raise OSError("no free ports")
+
+
+def _is_taken(port: int) -> bool:
+    with socket.socket() as asking:
+        return asking.connect_ex(("127.0.0.1", port)) == 0

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from weft.run.launch.generation import FAILURE_SECONDS
+from weft.run.launch import FAILURE_SECONDS
 from weft.run.supervise import FailureRate
 
 

@@ -43,7 +43,7 @@ from weft.run.checkpoint._checkpointer import (
 )
 from weft.run.checkpoint._folder import complete_checkpoints, remove_leftovers, step_name
 from weft.run.checkpoint._peers import MAXIMUM, Peers
-from weft.run.launch.generation import FAILURE_SECONDS
+from weft.run.launch import FAILURE_SECONDS
 from weft.techniques.core import CheckpointShard
 
 logger = logging.getLogger(__name__)

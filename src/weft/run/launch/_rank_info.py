@@ -14,6 +14,8 @@ from weft.events.progress import ProgressBoard, ProgressRow
 from weft.extensions import extensions_of, load_extension
 from weft.files import write_whole
 
+FAILURE_SECONDS = 3600.0
+"""Mean time between failures that a run assumes at its beginning."""
 HAND_OVER = signal.SIGUSR1
 """Signal of the supervisor: stop after this step, so that the next generation of ranks goes on, maybe under another
 plan."""

@@ -13,13 +13,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from weft.files import write_whole
-from weft.run.launch._rank_info import RankInfo
+from weft.run.launch._rank_info import FAILURE_SECONDS, RankInfo
 
 _GENERATION, _SESSION = "generation.json", "session.json"
-
-
-FAILURE_SECONDS = 3600.0
-"""Mean time between failures that a run assumes at its beginning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

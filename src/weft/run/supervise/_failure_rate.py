@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from weft.run.launch.generation import FAILURE_SECONDS
+from weft.run.launch import FAILURE_SECONDS
 
 
 class FailureRate:

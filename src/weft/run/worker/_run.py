@@ -24,8 +24,7 @@ from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.checkpoint.tiers import TieredCheckpointer
 from weft.run.data import PreparedData, data_shape, open_data
 from weft.run.engine import Trainer, TrainingResult, create_training
-from weft.run.launch import Distributed, RankInfo, initialise_distributed
-from weft.run.launch.generation import FAILURE_SECONDS
+from weft.run.launch import FAILURE_SECONDS, Distributed, RankInfo, initialise_distributed
 from weft.techniques.check import check_plan
 
 if TYPE_CHECKING:

@@ -29,6 +29,8 @@ from weft.events.progress import PHASES, ProgressRow
 from weft.run.checkpoint import newest_saved_step
 
 SAVE, LOAD, COPY = "save", "load", "copy"
+_FULL_SECONDS = 0.5
+"""Least time that a disk stays full."""
 _PHASE_OF_SPAN = {"data_wait": "data", "reduce_wait": "collective", "optimizer": "optimizer", "checkpoint": SAVE}
 _HOLD_SECONDS = 2.5
 """Longest time for which a rank waits until the chaos command has done something; no step may be said to hang."""
@@ -179,6 +181,7 @@ class FaultInjector:
     _is_poisoned: bool = False
     _ballast: Path | None = None
     _ballast_until: int = 0
+    _ballast_at: float = 0.0
 
     @classmethod
     def of_json(cls, known: dict[str, Any], rank: int, run: Path, memory: Path | None) -> FaultInjector:
@@ -215,6 +218,8 @@ class FaultInjector:
     def finished(self, step: int) -> None:
         self.step = step + 1
         if self._ballast is not None and step >= self._ballast_until:
+            # Three steps may take a millisecond each: the copy beside training must have met the full disk by then.
+            time.sleep(max(0.0, self._ballast_at + _FULL_SECONDS - time.monotonic()))
             self._ballast.unlink(missing_ok=True)
             self._ballast = None
 
@@ -328,9 +333,9 @@ class FaultInjector:
             time.sleep(0.01)
 
     def _fill_disk(self) -> None:
-        """Leave no byte free on the run's disk, which is a small one of its own, for three steps."""
+        """Leave no byte free on the run's disk, which is a small one of its own, for three steps or longer."""
         self._ballast = self.run.parent / "ballast"
-        self._ballast_until = self.step + 3
+        self._ballast_until, self._ballast_at = self.step + 3, time.monotonic()
         chunk, descriptor = bytes(1 << 20), os.open(self._ballast, os.O_CREAT | os.O_WRONLY, 0o600)
         while chunk:
             try:

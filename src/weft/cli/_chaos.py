@@ -16,7 +16,7 @@ def chaos(
     recipe: Path,
     /,
     *,
-    plan: tuple[Path, ...] = (),
+    plan: Annotated[tuple[Path, ...], Parameter(negative=(), show_default=False)] = (),
     seed: int = 0,
     num: int | None = None,
     minutes: float = 5.0,

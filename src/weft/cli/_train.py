@@ -42,8 +42,8 @@ def train(
     resume
         Folder of an earlier run to go on with, or `latest`.
     trials
-        With `auto`, let a few steps decide between plans that look equally fast, where the run is long enough, and
-        whether a step finds memory, where that is in doubt.
+        With `auto` on one host, let a few steps decide between plans that look equally fast, where the run is long
+        enough, and whether a step finds memory, where that is in doubt.
     prove
         Compare two steps under the plan with plain PyTorch before the run: `auto` where that takes no longer than 10 s
         or 5 % of the run, and once for the same recipe, plan and versions.

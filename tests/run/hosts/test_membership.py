@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -93,5 +94,17 @@ def test_garbage_in_the_registry_does_not_end_the_thread(join: Join) -> None:
     assert one.wait(lambda view: other.name in view.ends, 5)
 
 
-def test_a_host_ends_its_ranks_before_the_others_go_on() -> None:
-    assert FENCE_SECONDS + 0.5 < LEASE_SECONDS
+def test_a_host_is_lost_before_the_others_count_it_as_gone_and_stays_so(tmp_path: Path) -> None:
+    store, port = serve_store("127.0.0.1")
+    registry = TorchStoreRegistry.connect("127.0.0.1", port)
+    with Membership(registry, JobSecret.of_folder(tmp_path), FACTS, is_stopping=lambda: False) as membership:
+        assert not membership.is_lost
+        del store
+        began = time.monotonic()
+        while not membership.is_lost:
+            assert time.monotonic() - began < LEASE_SECONDS
+            time.sleep(0.02)
+        assert time.monotonic() - began > FENCE_SECONDS - 1.0  # an election of etcd must not end it
+        assert "has not answered for" in membership.why_lost
+        assert not membership.wait(lambda _: False, 60)  # nobody waits any longer
+    registry.close()

@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.1
 """Interval at which the registry is read; a read takes under 1 ms on one network."""
 _MESSAGE_LETTERS = 20_000
+"""Letters of an error that the other hosts are told."""
 _DIGITS = 15
+"""Digits of the largest number of a generation that is read; whoever reaches the registry may write longer ones."""
 _ROSTER, _LATEST, _VERDICT, _END, _HOST = "roster", "latest", "verdict", "end", "host"
 
 

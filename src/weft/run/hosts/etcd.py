@@ -147,7 +147,7 @@ def _parse(address: str) -> tuple[list[tuple[str, int]], ssl.SSLContext | None]:
     parts = urlsplit(address)
     if parts.scheme not in (_PLAIN, _TLS) or not parts.netloc or "@" in parts.netloc:
         raise LaunchError(
-            f"--rendezvous {address!r} is no address of etcd. Give etcd://host:port,host:port, or etcds:// with"
+            f"--rendezvous {address!r} is no address of etcd. Give folder, etcd://host:port,host:port, or etcds:// with"
             " ?ca=FILE&cert=FILE&key=FILE for TLS."
         )
     members: list[tuple[str, int]] = []

@@ -33,9 +33,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE)]
 
-import watch  # noqa: E402 - beside this file
 from cases import CASES  # noqa: E402 - beside this file
 from mutants import Mutant, draw  # noqa: E402 - beside this file
+
+import watch  # noqa: E402 - beside this file
 
 RESULTS = ROOT / "benchmarks" / "results"
 TIMEOUT_SECONDS = 600.0

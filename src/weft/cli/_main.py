@@ -20,6 +20,7 @@ from weft.cli import (
     _comm_explain,
     _data,
     _describe,
+    _doctor,
     _export,
     _generate,
     _launch,
@@ -54,6 +55,7 @@ def build_app() -> App:
     app.command(_check.check)
     app.command(_chaos.chaos)
     app.command(_describe.describe)
+    app.command(_doctor.doctor)
     app.command(_probe.probe)
     app.command(_generate.generate)
     app.command(_export.export)

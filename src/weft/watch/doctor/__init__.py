@@ -1,0 +1,5 @@
+"""What is wrong with a machine, or with a run, and what to change: `weft doctor`."""
+
+from weft.watch.doctor.cluster_file import check_cluster as check_cluster
+from weft.watch.doctor.machine import MachineCheck as MachineCheck
+from weft.watch.doctor.machine import check_machine as check_machine

@@ -36,12 +36,14 @@ class MadeUpRun:
     slow: Mapping[tuple[int, str], float] = field(default_factory=dict[tuple[int, str], float])
     """Seconds more by (rank, phase)."""
     generation: int = 1
+    began: float = 3_600.0
+    """Seconds ago."""
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._draw = np.random.default_rng(self.seed)
         self.writer = TelemetryWriter(self.folder)
-        self._time = time.time() - 3_600
+        self._time = time.time() - self.began
         self.step = 0
         self.begin(self.generation)
         (self.folder / "recipe.toml").write_text(f"# {self.name}\n[run]\nsteps = 1000\n")

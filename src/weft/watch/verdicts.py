@@ -44,6 +44,8 @@ class RunVerdict:
     evidence: tuple[str, ...] = ()
     next: str = ""
     """The next thing to try."""
+    promise: str = ""
+    """What the planner, corrected by what was measured, says that it would bring; empty where it was not asked."""
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""
@@ -125,7 +127,7 @@ def _slow_ranks(window: StepWindow, facts: GenerationFacts, step: float) -> Iter
 
 def _next_for(phase: str) -> str:
     if phase == "data_wait":
-        return "Look at the storage and the data workers of this host; data.workers gives it more of them."
+        return "Look at the storage and the data workers of this host; data.prefetch_workers gives it more of them."
     if phase == "other":
         return "Look at what the loop does between steps on this rank."
     return "Look at what else runs on this host, at its clock rate and temperature; leave the host out if it stays."
@@ -140,7 +142,7 @@ def _slow_input(window: StepWindow, step: float) -> Iterator[RunVerdict]:
             kind="slow_input", title=f"Every rank waits {_seconds(seconds)} per step for its data.", seconds=seconds,
             share=seconds / step, confidence=_confidence(len(window.steps), 1.0), num_steps=len(window.steps),
             phase="data_wait", evidence=(f"median over {len(waits)} ranks and {len(window.steps)} steps",),
-            next="Prepare the data once (weft data prepare), or give more workers (data.workers).",
+            next="Prepare the data once (weft data prepare), or give more workers (data.prefetch_workers).",
         )  # fmt: skip
 
 

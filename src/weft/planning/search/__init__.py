@@ -12,6 +12,7 @@ from weft.planning.search._default_batch import DefaultBatch as DefaultBatch
 from weft.planning.search._default_batch import default_batch as default_batch
 from weft.planning.search._for_devices import plan_for_devices as plan_for_devices
 from weft.planning.search._measured import BetterPlan as BetterPlan
+from weft.planning.search._measured import CorrectedCosts as CorrectedCosts
 from weft.planning.search._measured import MeasuredSteps as MeasuredSteps
 from weft.planning.search._measured import better_plan as better_plan
 from weft.planning.search._objective import OBJECTIVES as OBJECTIVES

@@ -105,7 +105,7 @@ def better_plan(
     Raises:
         PlanError: no plan is better by more than the noise.  It says what was measured, and the best that was found.
     """
-    correction = _Correction(before, CostModel(profile, _roomy(cluster, before.plan), calibration=DATASHEET))
+    correction = CorrectedCosts(before, profile=profile, cluster=cluster)
     predicted = correction.predicted_seconds
     pins = _kept_settings(before.plan)
     choice = choose_plan(recipe, cluster, facts, profile=profile, pins=pins, top=_LOOKED_AT)
@@ -129,11 +129,17 @@ def better_plan(
     return best
 
 
-class _Correction:
-    """Factors of a run's own steps over their prediction."""
+class CorrectedCosts:
+    """Predictions of plans of a run, corrected by factors of its own steps over their prediction."""
 
-    def __init__(self, measured: MeasuredSteps, cost_model: CostModel) -> None:
-        prediction = cost_model.predict(Layout.of(measured.plan), exact=True)
+    def __init__(self, measured: MeasuredSteps, *, profile: Profile, cluster: Cluster) -> None:
+        """Learn the factors.
+
+        Raises:
+            PlanError: the plan that runs cannot be priced on the cluster.
+        """
+        self._cost_model = CostModel(profile, _roomy(cluster, measured.plan), calibration=DATASHEET)
+        prediction = self.predict(measured.plan)
         compute, exposed, optimizer, _ = _parts(prediction)
         self.predicted_seconds = prediction.step_seconds
         self._other = measured.other_seconds
@@ -142,7 +148,12 @@ class _Correction:
         self._exposed = _factor(measured.exposed_seconds, exposed) if exposed else self._compute
         self._optimizer = _factor(measured.optimizer_seconds, optimizer)
 
+    def predict(self, plan: Plan) -> Prediction:
+        """Return what is predicted of a plan without corrections.  Raises PlanError where it cannot be priced."""
+        return self._cost_model.predict(Layout.of(plan), exact=True)
+
     def seconds(self, prediction: Prediction) -> float:
+        """Return the seconds of a step, corrected."""
         compute, exposed, optimizer, offload = _parts(prediction)
         corrected = self._compute * compute + self._exposed * exposed + self._optimizer * optimizer
         return corrected + offload + self._other

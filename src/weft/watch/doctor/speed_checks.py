@@ -1,0 +1,263 @@
+"""Checks of a run's speed: what each finds costs seconds of every step, and one setting or one machine is at fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.config.plan import MicrobatchPlan, Plan
+from weft.formatting import format_bytes, format_number, format_percent, format_seconds
+from weft.watch.accounting import axis_names, own_times
+from weft.watch.doctor.run_case import RunCase, groups_along, hosts_of
+from weft.watch.verdicts import RunVerdict, judge, peers_of
+
+_COMPUTING = ("forward", "backward", "optimizer")
+"""Phases in which a rank works by itself."""
+_WORTH = 0.1
+"""Share of a step that a change must save, by the planner's word, to be named."""
+_LEAST_SHARE = 0.05
+_FAR_SLOWER = 3.0
+"""Times that communication takes longer than predicted from which the link is at fault, and not the prediction."""
+_MOST_OF_PEAK = 1.02
+_SUITABLE = ("communication", "bubble", "slow_input", "unequal_stages", "busy_cores", "slow_rank")
+
+
+def live_verdicts(case: RunCase) -> Iterator[RunVerdict]:
+    """Yield what `weft watch` says of the run, with settings of its plan.
+
+    A rank that is slow in all that it does is one finding, and not one per phase."""
+    if not case.is_timed:
+        return
+    found = [verdict for verdict in judge(case.window, case.facts) if verdict.kind in _SUITABLE]
+    throttled = list(_throttled(case, found))
+    ranks = {rank for verdict in throttled for rank in verdict.ranks}
+    yield from throttled
+    for verdict in found:
+        if verdict.kind in ("slow_rank", "busy_cores") and verdict.ranks and ranks.issuperset(verdict.ranks):
+            continue  # the same, by phase
+        if verdict.kind == "communication" and list(_links_of(case, verdict.axis)):
+            continue  # `slow_link` says it, with the link's speed
+        yield _with_settings(case, verdict)
+
+
+def _throttled(case: RunCase, found: Sequence[RunVerdict]) -> Iterator[RunVerdict]:
+    """Yield ranks that compute slower than their peers in every phase, by about the same factor."""
+    phases = [name for name in _COMPUTING if f"phase:{name}" in case.window.columns]
+    own = own_times(case.window, phases)
+    suspects = {rank for verdict in found if verdict.kind == "slow_rank" for rank in verdict.ranks}
+    for peers in peers_of(case.facts, own.shape[1]):
+        for rank in sorted(suspects.intersection(peers)):
+            others = [peer for peer in peers if peer not in suspects] or [peer for peer in peers if peer != rank]
+            mine, usual = (np.nanmedian(own[:, ranks, :], axis=(0, 1)) for ranks in ([rank], others))
+            factors = mine[usual > 0] / usual[usual > 0]
+            if len(factors) < 2 or factors.min() < 1.15:
+                continue
+            seconds = float((mine - usual).sum())
+            factor = float(mine.sum() / usual.sum())
+            lost = float(np.nanmedian(case.window.column("descheduled")[:, rank]))
+            why = (
+                f"its thread was without a processor for {format_seconds(lost, 2)} of each step: something takes its"
+                " time there, or a control group holds it back"
+                if lost > 0.3 * seconds
+                else "its thread had its processor all the time: the processor or device itself is slow"
+            )
+            yield RunVerdict(
+                kind="throttled_rank",
+                title=f"Rank {rank} computes {format_number(factor, 2)} times slower than ranks with as much to do, in"
+                f" every phase: the job waits {format_seconds(seconds)} per step for it.",
+                seconds=seconds, share=seconds / case.step_seconds, confidence="high", ranks=(rank,),
+                num_steps=len(case.window.steps),
+                evidence=(*(f"{name}: {format_seconds(float(one))}, its peers {format_seconds(float(other))}"
+                            for name, one, other in zip(phases, mine, usual, strict=True)), why),
+                next=f"Look at {_place(case, rank)}: its limits (cpu.max), clock rate and temperature, and what else"
+                " runs there. Leave the device out if it stays (weft replan RUN --devices N).",
+            )  # fmt: skip
+
+
+def _place(case: RunCase, rank: int) -> str:
+    about = case.facts.ranks[rank] if rank < len(case.facts.ranks) else {}
+    return f"host {about['host']}" if about.get("host") else f"the place of rank {rank}"
+
+
+def _with_settings(case: RunCase, verdict: RunVerdict) -> RunVerdict:
+    """Add to a live verdict what the plan says of it."""
+    plan = case.plan
+    if plan is None:
+        return verdict
+    if verdict.kind == "busy_cores":
+        threads = plan.compute.threads_per_rank
+        most = max((len(ranks) for ranks in hosts_of(case.facts).values()), default=0)
+        cores = "" if case.cluster is None else f" on {case.cluster.nodes[0].cores} cores"
+        told = f"{most} ranks of {threads} threads each on one host: {most * threads} threads{cores}"
+        fewer = "compute.threads_per_rank = 1" if threads > 1 else "fewer ranks (weft replan RUN --devices N)"
+        return replace(verdict, evidence=(*verdict.evidence, told), next=f"Give the plan {fewer}. {verdict.next}")
+    if verdict.kind == "unequal_stages" and plan.pipeline_parallel.cuts is not None:
+        balanced = replace(plan, pipeline_parallel=replace(plan.pipeline_parallel, cuts=None))
+        cuts = list(plan.pipeline_parallel.cuts)
+        gain = case.gain_of(balanced) or 0.0
+        return replace(
+            verdict,
+            next=f"Take pipeline_parallel.cuts = {cuts} out of the plan: stages are then cut by their cost.",
+            promise=case.promise_of("cuts by cost", gain) if gain > 0 else "",
+        )
+    return verdict
+
+
+def tiny_microbatches(case: RunCase) -> Iterator[RunVerdict]:
+    """Yield microbatches that are so small that starting the operators takes longer than computing them."""
+    plan = case.plan
+    if plan is None or not case.is_timed or not isinstance(plan.microbatch.per_step, int):
+        return
+    number, share = plan.microbatch.per_step, case.peak_share
+    best: tuple[float, Plan] | None = None
+    for factor in (2, 4, 8, 16, 32):
+        if number % factor:
+            break
+        larger = replace(plan, microbatch=MicrobatchPlan.of(plan.microbatch.size * factor, (number // factor,)))
+        gain = case.gain_of(larger)
+        if gain is not None and (best is None or gain > best[0] + 0.02):
+            best = gain, larger
+    if best is None or best[0] < _WORTH:
+        return
+    gain, larger = best
+    told = [f"{number} microbatches of {plan.microbatch.size} a step on each rank"]
+    told += [f"{format_percent(100 * share)} of the measured peak"] if share is not None else []
+    change = f"microbatch.size = {larger.microbatch.size}"
+    yield RunVerdict(
+        kind="tiny_microbatches",
+        title=f"Microbatches of {plan.microbatch.size} are too small: about {format_seconds(gain * case.step_seconds)}"
+        " of each step go into starting operators and into short products.",
+        seconds=gain * case.step_seconds, share=gain, confidence="medium", num_steps=len(case.window.steps),
+        phase="forward_backward", evidence=tuple(told),
+        next=f"Set {change} and microbatch.per_step = {larger.microbatch.per_step}; its memory fits.",
+        promise=case.promise_of(change, gain),
+    )  # fmt: skip
+
+
+def unused_precision(case: RunCase) -> Iterator[RunVerdict]:
+    """Yield that the plan computes in fp32 where the recipe permits bf16 and the devices are faster in it."""
+    recipe, plan, cluster = case.recipe, case.plan, case.cluster
+    if recipe is None or plan is None or cluster is None:
+        return
+    if plan.compute.precision != "fp32" or "bf16" not in recipe.permit.precision:
+        return
+    devices = cluster.nodes[0].devices
+    peaks = {**devices.peak_flops, **devices.measured_flops}
+    if peaks.get("bf16", 0.0) < 1.5 * peaks.get("fp32", 0.0) or not peaks.get("fp32"):
+        return
+    factor = peaks["bf16"] / peaks["fp32"]
+    gain = case.gain_of(replace(plan, compute=replace(plan.compute, precision="bf16")))
+    if gain is not None and gain < _LEAST_SHARE:
+        return
+    share = gain or 0.0
+    yield RunVerdict(
+        kind="unused_precision",
+        title=f"The run computes in fp32; its recipe permits bf16, in which the devices are {format_number(factor, 2)}"
+        " times faster.",
+        seconds=share * case.step_seconds, share=share, confidence="medium", num_steps=len(case.window.steps),
+        evidence=(f"permit.precision = {list(recipe.permit.precision)}",
+                  f"{devices.kind}: {_tera(peaks['fp32'])} in fp32, {_tera(peaks['bf16'])} in bf16"),
+        next='Set compute.precision = "bf16" in the plan; weights and their updates stay in fp32.',
+        promise=case.promise_of("bf16", share) if share > 0 else "",
+    )  # fmt: skip
+
+
+def wrong_peak(case: RunCase) -> Iterator[RunVerdict]:
+    """Yield a peak by which shares are wrong: above 1, or far from what the run measured."""
+    share, facts = case.peak_share, case.facts
+    if share is not None and share > _MOST_OF_PEAK:
+        yield RunVerdict(
+            kind="wrong_peak",
+            title=f"The run reaches {format_percent(100 * share)} of its peak, which no device can: the peak is wrong.",
+            seconds=0.0, share=0.0, confidence="high", num_steps=len(case.window.steps),
+            evidence=(f"{_tera(facts.peak_flops)} was measured for {facts.world_size} ranks together",
+                      f"{format_number(facts.model_flops / 1e12)} TFLOP in {format_seconds(case.step_seconds)}"),
+            next="Measure again while nothing else runs: weft probe.",
+        )  # fmt: skip
+        return
+    if case.cluster is None or case.plan is None or not facts.peak_flops or not facts.world_size:
+        return
+    devices, precision = case.cluster.nodes[0].devices, case.plan.compute.precision
+    stated = devices.peak_flops.get(precision)
+    if stated is None:
+        return
+    threads = case.plan.compute.threads_per_rank if devices.kind == "cpu" else 1
+    stated *= min(threads, max(1, case.cluster.nodes[0].cores))
+    measured = facts.peak_flops / facts.world_size
+    # Ranks that share a core measure a part of its peak; more than its peak nothing measures.
+    crowd = max(1.0, facts.world_size / case.cluster.num_devices) if devices.kind == "cpu" else 1.0
+    if 1 / 4 <= measured * crowd / stated <= 1.3:
+        return
+    word = "more" if measured > stated else "less"
+    yield RunVerdict(
+        kind="wrong_peak",
+        title=f"The cluster states {_tera(stated)} a rank in {precision}, and the run measured {_tera(measured)}:"
+        f" {format_number(max(measured / stated, stated / measured), 2)} times {word}.",
+        seconds=0.0, share=0.0, confidence="medium", num_steps=len(case.window.steps),
+        evidence=("predictions and the share of the peak stand on this figure",),
+        next=f"Measure it (weft probe), or correct peak_flops.{precision} of the cluster file.",
+    )  # fmt: skip
+
+
+def slow_links(case: RunCase) -> Iterator[RunVerdict]:
+    """Yield axes whose communication takes far longer than predicted, or than in other groups of the axis."""
+    if case.is_timed:
+        for axis in axis_names(case.window.columns):
+            yield from _links_of(case, axis)
+
+
+def _links_of(case: RunCase, axis: str) -> Iterator[RunVerdict]:
+    if axis == "world":
+        return
+    # A rank that has less to do than another may wait for it there: that is none of the link's.
+    exposed = np.maximum(case.window.column(f"exposed:{axis}") - _slack(case), 0.0)
+    groups = groups_along(case.facts, axis) or [list(range(exposed.shape[1]))]
+    # What the rank that waits least of a group still waits is the transfer; the rest is for ranks that come late.
+    transfers = np.array([float(np.nanmedian(np.nanmin(exposed[:, ranks], axis=1))) for ranks in groups])
+    worst = int(transfers.argmax())
+    expected = float(np.median(np.delete(transfers, worst))) if len(groups) > 1 else 0.0
+    basis = "other groups of the axis take"
+    predicted = float(case.facts.predicted.get("seconds", {}).get(axis, 0.0))
+    if transfers[worst] < _FAR_SLOWER * expected or len(groups) < 2:
+        if not predicted:
+            return
+        expected, basis = predicted, "was predicted"
+    seconds = float(transfers[worst]) - expected
+    if transfers[worst] < _FAR_SLOWER * expected or seconds < 2 * _LEAST_SHARE * case.step_seconds:
+        return
+    ranks = groups[worst]
+    hosts = sorted({str(case.facts.ranks[rank].get("host", "")) for rank in ranks if rank < len(case.facts.ranks)})
+    speed = _speed(case, axis, ranks[0], float(transfers[worst]))
+    yield RunVerdict(
+        kind="slow_link",
+        title=f"The {axis} axis takes {format_seconds(float(transfers[worst]))} of each step to send;"
+        f" {format_seconds(expected)} {basis}.",
+        seconds=seconds, share=seconds / case.step_seconds, confidence="high" if "other" in basis else "medium",
+        num_steps=len(case.window.steps), axis=axis, ranks=tuple(ranks) if len(groups) > 1 else (),
+        evidence=(*([speed] if speed else []), f"ranks {', '.join(map(str, ranks[:8]))} on {', '.join(hosts[:4])}"),
+        next="Look which interface and which link joins these hosts; compare with weft probe there. Until then let less"
+        f" go over it: another order of mesh axes (mesh.order), larger microbatches, or a smaller {axis} axis.",
+    )  # fmt: skip
+
+
+def _slack(case: RunCase) -> NDArray[np.float32]:
+    """Return how much less than the busiest rank each has to do by itself: shape (steps, ranks)."""
+    window = case.window
+    own = window.column("wall") - window.column("communication") - window.column("bubble")
+    return np.nanmax(own, axis=1, keepdims=True) - own
+
+
+def _speed(case: RunCase, axis: str, rank: int, seconds: float) -> str:
+    """Say how many bytes of a rank went along an axis in a step, and how fast."""
+    sums = case.record.traffic().get(rank, {}).get(axis, {})
+    num_bytes = sum(int(size) for _, size in sums.values())
+    if not num_bytes or seconds <= 0:
+        return ""
+    return f"{format_bytes(num_bytes)} in {format_seconds(seconds)}: {format_bytes(num_bytes / seconds)}/s"
+
+
+def _tera(flops: float) -> str:
+    return f"{format_number(flops / 1e12)} TFLOP/s" if flops >= 1e11 else f"{format_number(flops / 1e9)} GFLOP/s"

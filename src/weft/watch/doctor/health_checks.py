@@ -201,8 +201,8 @@ def _less_memory(case: RunCase, kind: str) -> str:
     ways: list[str] = []
     if plan is not None:
         data = plan.mesh.replicate * plan.mesh.shard
-        if plan.microbatch.size > 1:
-            ways.append(f"microbatch.size = {plan.microbatch.size // 2} with twice the microbatches")
+        if smaller := plan.microbatch.smaller():
+            ways.append(f"microbatch.size = {smaller.size} with as many more microbatches")
         if data > 1 and plan.data_parallel.zero < 2:
             ways.append(f"data_parallel.zero = {plan.data_parallel.zero + 1}")
         if plan.memory.recompute == "none":

@@ -88,7 +88,7 @@ def _with_settings(case: RunCase, verdict: RunVerdict) -> RunVerdict:
     if plan is None:
         return verdict
     if verdict.kind == "busy_cores":
-        threads = plan.compute.threads_per_rank
+        threads = plan.compute.num_threads
         most = max((len(ranks) for ranks in hosts_of(case.facts).values()), default=0)
         cores = "" if case.cluster is None else f" on {case.cluster.nodes[0].cores} cores"
         told = f"{most} ranks of {threads} threads each on one host: {most * threads} threads{cores}"
@@ -109,9 +109,9 @@ def _with_settings(case: RunCase, verdict: RunVerdict) -> RunVerdict:
 def tiny_microbatches(case: RunCase) -> Iterator[RunVerdict]:
     """Yield microbatches that are so small that starting the operators takes longer than computing them."""
     plan = case.plan
-    if plan is None or not case.is_timed or not isinstance(plan.microbatch.per_step, int):
+    if plan is None or not case.is_timed or plan.microbatch.has_unequal_shares:
         return
-    number, share = plan.microbatch.per_step, case.peak_share
+    number, share = plan.microbatch.shares(1)[0], case.peak_share
     best: tuple[float, Plan] | None = None
     for factor in (2, 4, 8, 16, 32):
         if number % factor:
@@ -132,7 +132,7 @@ def tiny_microbatches(case: RunCase) -> Iterator[RunVerdict]:
         " of each step go into starting operators and into short products.",
         seconds=gain * case.step_seconds, share=gain, confidence="medium", num_steps=len(case.window.steps),
         phase="forward_backward", evidence=tuple(told),
-        next=f"Set {change} and microbatch.per_step = {larger.microbatch.per_step}; its memory fits.",
+        next=f"Set {change} and microbatch.per_step = {larger.microbatch.shares(1)[0]}; its memory fits.",
         promise=case.promise_of(change, gain),
     )  # fmt: skip
 
@@ -184,7 +184,7 @@ def wrong_peak(case: RunCase) -> Iterator[RunVerdict]:
     stated = devices.peak_flops.get(precision)
     if stated is None:
         return
-    threads = case.plan.compute.threads_per_rank if devices.kind == "cpu" else 1
+    threads = case.plan.compute.num_threads if devices.kind == "cpu" else 1
     stated *= min(threads, max(1, case.cluster.nodes[0].cores))
     measured = facts.peak_flops / facts.world_size
     # Ranks that share a core measure a part of its peak; more than its peak nothing measures.

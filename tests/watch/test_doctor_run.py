@@ -22,6 +22,13 @@ def test_nothing_is_said_of_a_healthy_run(tmp_path: Path, seed: int) -> None:
     assert healthy(tmp_path / "run", seed).findings() == []
 
 
+def test_ranks_that_recorded_nothing_are_no_fault(tmp_path: Path) -> None:
+    run = FaultyRun(folder=tmp_path)
+    run.add(60, missing=frozenset({1, 2}))
+    run.end()
+    assert run.findings() == []
+
+
 def _two_threads_per_core(folder: Path, draw: np.random.Generator) -> tuple[FaultyRun, str, int | None]:
     return FaultyRun(folder=folder, threads=2, lost=float(draw.uniform(0.02, 0.05)),
                      without_core=(0, 1, 2, 3), cluster=cpu_cluster(4)), "busy_cores", None  # fmt: skip

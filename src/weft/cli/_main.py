@@ -28,6 +28,7 @@ from weft.cli import (
     _plan,
     _probe,
     _replan,
+    _trace,
     _train,
 )
 from weft.cli._refuse_words import refuse_words
@@ -56,6 +57,7 @@ def build_app() -> App:
     app.command(_chaos.chaos)
     app.command(_describe.describe)
     app.command(_doctor.doctor)
+    app.command(_trace.trace)
     app.command(_probe.probe)
     app.command(_generate.generate)
     app.command(_export.export)

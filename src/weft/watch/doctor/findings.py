@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 
 from weft.watch.doctor import health_checks, speed_checks
@@ -32,5 +33,8 @@ _FIRST = ("out_of_memory", "hang", "not_finite", "diverging", "failures", "faile
 def examine_run(case: RunCase) -> list[RunVerdict]:
     """Return what is wrong with a run: what stops it first, then by seconds per step; empty where nothing was found.
     Called by `weft doctor RUN`."""
-    found = [finding for check in CHECKS for finding in check(case)]
+    with warnings.catch_warnings():
+        # Medians over ranks of which nothing was recorded are nan, which no check takes for a fault.
+        warnings.filterwarnings("ignore", "All-NaN|Mean of empty", RuntimeWarning)
+        found = [finding for check in CHECKS for finding in check(case)]
     return sorted(found, key=lambda finding: (finding.kind not in _FIRST, -finding.seconds))

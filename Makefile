@@ -28,7 +28,8 @@ help:
 	@echo "make bench    the benchmarks; writes benchmarks/results"
 	@echo "make bench-comm  those of communication alone (half an hour)"
 	@echo "make families  drawn families of models under every plan; writes docs/models.md (hours on 2 cores)"
-	@echo "make chaos    200 seeded faults in real runs under four plans, each judged (half an hour; NUM=1000, SEED=7)"
+	@echo "make chaos    200 seeded faults in real runs under six plans, sessions included, each judged (half an hour;"
+	@echo "              NUM=1000, SEED=7)"
 	@echo "make docs     the documentation: its examples run, its links checked, its site built in build/site"
 	@echo "make gpu      the suite for one CUDA device: parity, speed, memory (9 minutes)"
 

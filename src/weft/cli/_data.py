@@ -65,13 +65,17 @@ def ledger(run: Path, /) -> None:
     Parameters
     ----------
     run
-        Folder of a run whose recipe has `ledger = true` in `[run]`. The first gap or duplicate is named, with status 1.
+        Folder of a run whose recipe has `ledger = true` in `[run]`, or of a `weft.session(ledger=True)`. The first gap
+        or duplicate is named, with status 1.
     """
     from weft.config.recipe import load_recipe
     from weft.events import RunFolder
     from weft.run.data.check_ledger import check_ledger
 
     folder = RunFolder.open(run)
-    recipe = load_recipe(folder.recipe)
-    report = check_ledger(folder.path, seed=recipe.run.seed, global_batch_size=recipe.batch.global_batch_size)
+    of_recipe = {}
+    if folder.recipe.is_file():  # a session has none
+        recipe = load_recipe(folder.recipe)
+        of_recipe = {"seed": recipe.run.seed, "global_batch_size": recipe.batch.global_batch_size}
+    report = check_ledger(folder.path, **of_recipe)
     print("\n".join(report.lines()))

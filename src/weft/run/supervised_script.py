@@ -12,11 +12,13 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from weft.config.document import Document, bind, lay_over, parse_overrides, typed
 from weft.config.plan import MeshPlan, ModelFacts, Plan, complete_plan, dump_plan, load_plan, over_ranks
@@ -100,6 +102,17 @@ class LaunchedScript:
         return False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionTerms:
+    """What `weft chaos` sets for the session of a script, whatever that says."""
+
+    folder: Path
+    """Folder in which its run begins."""
+    plan: Plan
+    faults: dict[str, Any] | None = None
+    """What is injected into its ranks; None: nothing."""
+
+
 @dataclass(slots=True, kw_only=True)
 class SupervisedScript:
     """A script that is to run on this host until it is done."""
@@ -110,11 +123,15 @@ class SupervisedScript:
     """Whether a script is started again, too, for which no session has saved."""
     resumes: Path | None = None
     """Folder of an earlier run, from whose newest save the session goes on."""
+    terms: SessionTerms | None = None
+    """What is set for its session; None: it has its own way."""
     fork_server: ForkServer | None = None
     """Forks the ranks; by default one is started."""
     _run: RunFolder | None = None
     """Folder of the session's run, once it has told."""
     _session: SessionReport = field(default_factory=SessionReport)
+    _began: float = field(default_factory=time.time)
+    """Unix time: who has asked for another plan before has asked an earlier job."""
     _folder: Path | None = None
     """Private folder of the generation that runs."""
     _plans: PlanChanges[None] | None = None
@@ -183,10 +200,12 @@ class SupervisedScript:
         generation = ScriptGeneration(
             number=number,
             run=str(self._known_run.path.resolve()) if goes_on else "",
-            plan=dump_plan(plan) if goes_on and plan != self._plan_of_script else "",
+            plan=dump_plan(plan) if self.terms is not None or (goes_on and plan != self._plan_of_script) else "",
             before=self._before,
             memory="" if self._memory is None else str(self._memory),
             failure_seconds=failure_seconds,
+            folder="" if self.terms is None else str(self.terms.folder),
+            faults=None if self.terms is None else self.terms.faults,
         )
         self._before = ""
         hang_seconds = self.policies.hang_seconds
@@ -239,7 +258,7 @@ class SupervisedScript:
             threading.Thread(target=import_module, args=("weft.run.checkpoint",), daemon=True).start()
             self._open.enter_context(named_as_supervisor(self._run))
             self._plans = PlanChanges(
-                self._run, load_plan(self._run.plan), None, check=self._checked, report=report_end
+                self._run, load_plan(self._run.plan), None, check=self._checked, report=report_end, since=self._began
             )
 
     @property
@@ -255,7 +274,7 @@ class SupervisedScript:
     @property
     def _plan_of_script(self) -> Plan:
         """Stands for the plan that the script itself names."""
-        return Plan(mesh=MeshPlan(replicate=self.launched.num_processes))
+        return self.terms.plan if self.terms is not None else Plan(mesh=MeshPlan(replicate=self.launched.num_processes))
 
     def _plan(self) -> Plan:
         """The plan of the generation that runs, or is about to."""

@@ -14,8 +14,8 @@ import pytest
 import weft
 from weft.api.chaos import KINDS, Campaign, chosen_kinds
 from weft.api.chaos.campaign import campaign_recipe
-from weft.api.chaos.cases import NUM_STEPS, ChaosCase, FaultKind, draw_case
-from weft.api.chaos.judge import CaseRecord, WholeRun, judge, losses_of
+from weft.api.chaos.cases import NUM_STEPS, ChaosCase, FaultKind, RunShape, draw_case
+from weft.api.chaos.judge import CaseRecord, WholeRun, expected_end, judge, losses_of
 from weft.api.chaos.plans import default_plans
 from weft.config.recipe import (
     BatchRecipe,
@@ -38,7 +38,12 @@ RECIPE = Recipe(
     run=RunRecipe(steps=1000),
 )
 PLANS = default_plans(RECIPE)[:2]
+SHAPE = RunShape([2, 2], replicated=[0])
+SESSION = RunShape([2, 2], replicated=[0], is_script=True, num_steps=20, saves=[4, 8, 12, 16])
 SURVIVED = (
+    "newer",
+    "replica",
+    "slow",
     "recovery",
     "torn-save",
     "torn-copy",
@@ -54,18 +59,29 @@ SURVIVED = (
 
 
 def test_a_case_is_a_function_of_seed_and_number() -> None:
-    drawn = [draw_case(3, index, KINDS, [2, 2]) for index in range(200)]
-    assert drawn == [draw_case(3, index, KINDS, [2, 2]) for index in range(200)]
-    assert drawn != [draw_case(4, index, KINDS, [2, 2]) for index in range(200)]
+    drawn = [draw_case(3, index, KINDS, SHAPE) for index in range(200)]
+    assert drawn == [draw_case(3, index, KINDS, SHAPE) for index in range(200)]
+    assert drawn != [draw_case(4, index, KINDS, SHAPE) for index in range(200)]
 
 
 def test_every_kind_comes_at_every_phase_before_any_comes_twice() -> None:
     cells = [(kind.name, phase) for kind in KINDS for phase in kind.phases]
-    drawn = [draw_case(0, index, KINDS, [2, 2, 2, 2]) for index in range(len(cells))]
+    shape = RunShape([2, 2, 2, 2], replicated=[0])
+    drawn = [draw_case(0, index, KINDS, shape) for index in range(len(cells))]
     assert sorted((case.kind.name, case.phase) for case in drawn) == sorted(cells)
     assert all(case.rank < 2 and case.step <= NUM_STEPS + 1 for case in drawn)
     assert {case.plan for case in drawn} == {0, 1, 2, 3}
     assert all(case.other_plan != case.plan for case in drawn)
+    assert {case.plan for case in drawn if case.kind.needs_replicas} == {0}
+
+
+def test_a_script_meets_faults_once_it_has_saved_and_those_alone_that_it_can_answer() -> None:
+    drawn = [draw_case(0, index, KINDS, SESSION) for index in range(200)]
+    assert {"slow", "replica", "disk-full", "torn-copy"}.isdisjoint(case.kind.name for case in drawn)
+    assert all(6 <= step <= 20 for case in drawn for step in (fault.step for fault in case.faults) if step)
+    stopped = {case.kind.name for case in drawn if expected_end(case) == "stops" and case.phase == "init"}
+    assert stopped >= {"killed", "hang", "error"}
+    assert not any(case.phase == "init" for case in drawn if case.kind.ends == "ends")
 
 
 def test_the_page_of_faults_names_every_kind_and_tests_that_are_there() -> None:
@@ -97,10 +113,19 @@ def campaign() -> Iterator[Campaign]:
 
 @pytest.mark.parametrize("name", SURVIVED)
 def test_a_run_survives(campaign: Campaign, name: str) -> None:
-    drawn = ((index, draw_case(11, index, chosen_kinds(",".join(SURVIVED)), [2, 2])) for index in range(100))
+    drawn = ((index, draw_case(11, index, chosen_kinds(",".join(SURVIVED)), SHAPE)) for index in range(200))
     index = next(index for index, case in drawn if case.kind.name == name)
     verdict = campaign.run(index)
     assert verdict is None or not verdict.problems, verdict.problems
+
+
+def test_a_session_of_a_script_survives() -> None:
+    script = Path(__file__).parents[3] / "benchmarks" / "chaos_session.py"
+    kinds = chosen_kinds("replan-killed")
+    with Campaign(script, default_plans(None)[:1], kinds, 5, log=print, replay_words="weft chaos s.py") as campaign:
+        verdict = campaign.run(0)
+    assert verdict is not None
+    assert not verdict.problems, verdict.problems
 
 
 # ── the judge ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -92,6 +92,20 @@ def test_a_save_killed_at_any_moment_leaves_the_one_before(ranks: RankPool, tmp_
         assert [path.name for path in folder.iterdir() if "." in path.name] == []
 
 
+def test_a_save_in_a_newer_format_is_refused_and_the_one_before_is_taken(
+    two_steps: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest = two_steps / "step-000020"
+    page = json.loads((newest / "manifest.json").read_text())
+    page["manifest"]["version"] += 1
+    body = json.dumps(page["manifest"], sort_keys=True, separators=(",", ":"))
+    (newest / "manifest.json").write_text(json.dumps({**page, "digest": digest_of(body.encode())}))
+    with pytest.raises(CheckpointError, match=r"has format version 2; this Weft reads 1\. Use a newer Weft\."):
+        load_step(two_steps, newest)
+    assert load_step(two_steps) == 10
+    assert "step-000020 is passed over" in caplog.text
+
+
 def flip(path: Path, at: float) -> None:
     content = bytearray(path.read_bytes())
     content[min(int(at * len(content)), len(content) - 1)] ^= 0x10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from weft.run.data.check_ledger import LedgerReport, check_ledger
 from weft.run.data.ledger import SampleLedger, SampleOrder
 
 ORDER = SampleOrder(seed=7, sizes=(50,), weights=(1.0,), global_batch_size=12, fingerprint="f")
+LOADER = replace(ORDER, weights=(), loader="shuffled", pass_size=48)
+"""That of a session's loader with drop_last: two of its fifty samples are left out of each pass."""
 BLEND = SampleOrder(seed=7, sizes=(20, 9), weights=(0.5, 0.5), global_batch_size=12, fingerprint="f")
 
 
@@ -47,7 +50,8 @@ def run(
         for step in range(first + 1, last + 1):
             if rank in killed and step == last:
                 break
-            ids = sampler.sample_ids(step - 1)[start:stop] + (rank == 0 and step == wrong)
+            at = (step - 1) * order.global_batch_size
+            ids = sampler.ids_at(np.arange(at + start, at + stop)) + (rank == 0 and step == wrong)
             microbatches = [{"sample_ids": torch.from_numpy(part)} for part in np.array_split(ids, 2)]
             ledger.add(step, microbatches, skipped=step == skips)
         ledger.sync()
@@ -70,6 +74,21 @@ def test_restarts_other_shares_and_other_plans_are_one_history(tmp_path: Path) -
     assert [(epoch.epoch, epoch.num_samples) for epoch in report.epochs] == [(0, 50), (1, 50), (2, 50), (3, 6)]
     assert report.lines()[-1].startswith("whole     156 samples")
     assert "epochs    3 whole: each of 50 samples once" in report.lines()
+
+
+def test_passes_of_a_loader_may_leave_samples_out(tmp_path: Path) -> None:
+    run(tmp_path, 1, 0, 9, (4, 8), order=LOADER)
+    report = check_ledger(tmp_path)
+    assert [(epoch.epoch, epoch.num_samples, epoch.size) for epoch in report.epochs] == [
+        (0, 48, 48),
+        (1, 48, 48),
+        (2, 12, 48),
+    ]
+    assert "epochs    2 whole: each of 48 samples once" in report.lines()
+    order = LOADER.sampler()
+    passes = [set((order.ids_at(np.arange(at, at + 48)) % 50).tolist()) for at in (0, 48)]
+    assert all(len(one) == 48 for one in passes)
+    assert passes[0] != passes[1]  # others are left out
 
 
 def test_each_corpus_of_a_blend_has_epochs_of_its_own(tmp_path: Path) -> None:
@@ -129,7 +148,7 @@ def test_samples_that_were_really_read_count(tmp_path: Path) -> None:
 
 
 def test_another_order_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has no ledger. Set ledger = true"):
+    with pytest.raises(DataError, match="has no ledger. Before the run starts, set ledger = true"):
         check(tmp_path)
     run(tmp_path, 1, 0, 2)
     with pytest.raises(DataError, match="seed 7 .* but the recipe of the run says seed 8"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -53,3 +55,15 @@ def test_a_port_of_the_environment_that_is_none_is_refused(monkeypatch: pytest.M
         initialise_distributed("cpu"),
     ):
         pass
+
+
+def test_a_port_that_is_taken_is_refused_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in {**place, "MASTER_PORT": str(taken.getsockname()[1])}.items():
+            monkeypatch.setenv(name, value)
+        with (
+            pytest.raises(LaunchError, match=r"rank 0 is to listen at port \d+ .* such as MASTER_PORT=\d+\."),
+            initialise_distributed("cpu"),
+        ):
+            pass

@@ -67,6 +67,8 @@ def fail(step: int) -> None:
     left[0].touch()
     if asked.fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if asked.fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if asked.fault == "raise":
         raise ValueError("a width of 7 was not expected")
     if asked.fault == "wait":

@@ -27,7 +27,7 @@ from weft.api.batches.generators import seeded
 from weft.api.batches.keyed_reads import KeyedReader, SampleRequest
 from weft.api.ranks.agreement import UNKNOWN
 from weft.errors import DataError, RecipeError
-from weft.run.data import Permutation
+from weft.run.data.loader_order import LoaderOrder
 
 UserBatch = Tensor | Mapping[str, Any] | Sequence[Any]
 
@@ -132,12 +132,13 @@ class BatchStream:
         batch_size: int | None = None,
     ) -> None:
         self._loader = loader
-        self._seed = seed
+        self.seed = seed
         self._check = check
         self._dataset = _map_style(loader)
         self.batch_size = _batch_size(loader, batch_size)
-        self._orders: dict[tuple[int, int], Permutation] = {}
-        """The order that was last asked for, by size and epoch."""
+        self._order: LoaderOrder | None = None
+        self.ids = np.zeros(0, np.int64)
+        """Ids, as the order counts them, of the samples that `read` has read last."""
         self._reader = KeyedReader(self._dataset, getattr(loader, "collate_fn", list), seed, alone=False)
         self._has_looked = False
         """Whether the collate function was tried on a part of a batch."""
@@ -179,8 +180,10 @@ class BatchStream:
 
     def read(self, step: int, start: int, stop: int) -> UserBatch:
         """Samples [start, stop) of a step's global batch, collated by the loader's own function."""
-        first = step * self.batch_size
-        asked = SampleRequest(self._indices(range(first, first + self.batch_size)), first, start, stop)
+        first, order = step * self.batch_size, self.order
+        ids = order.ids_at(np.arange(first, first + self.batch_size, dtype=np.int64))
+        self.ids = ids[start:stop]
+        asked = SampleRequest((ids % order.sizes[0]).tolist(), first, start, stop)
         is_part = stop - start < self.batch_size
         if is_part and not self._has_looked:
             self._has_looked = True
@@ -204,20 +207,19 @@ class BatchStream:
                 return True
         return False
 
-    def _indices(self, positions: range) -> list[int]:
-        """Return the indices in the data set of positions of the whole training."""
-        assert self.num_samples is not None
-        epochs, indices = np.divmod(np.arange(positions.start, positions.stop, dtype=np.int64), self.num_samples)
-        sampler = _sampler(cast(DataLoader[Any], self._loader))
-        if isinstance(sampler, RandomSampler):
-            # Permuted over the whole data set, also where drop_last leaves samples out: each epoch leaves out others.
-            # A batch at once: an order costs about as much for one position as for a thousand.
-            size = len(sampler.data_source)
-            for epoch in np.unique(epochs).tolist():
-                if (size, epoch) not in self._orders:
-                    self._orders = {(size, epoch): Permutation(size, self._seed, epoch)}
-                indices[epochs == epoch] = self._orders[size, epoch](indices[epochs == epoch])
-        return indices.tolist()
+    @property
+    def order(self) -> LoaderOrder:
+        """The order of a loader that is read by index."""
+        size, pass_size = len(_sampler(cast(DataLoader[Any], self._loader)).data_source), self.num_samples
+        assert pass_size is not None
+        if self._order is None or (self._order.sizes, self._order.pass_sizes) != ((size,), (pass_size,)):
+            self._order = LoaderOrder(size, pass_size, seed=self.seed, shuffles=self.shuffles)
+        return self._order
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether a loader that is read by index permutes each pass."""
+        return isinstance(_sampler(cast(DataLoader[Any], self._loader)), RandomSampler)
 
     def _refuse_what_is_not_read(self) -> None:
         """Settings of a loader that would be ignored, or would undo what Weft does."""

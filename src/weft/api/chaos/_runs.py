@@ -32,7 +32,8 @@ _UNFINISHED = ("*.tmp", "*.partial-*", "*.removing-*", "*.replaced-*")
 class RunRequest:
     """A run that a supervisor is to do."""
 
-    recipe: Path
+    subject: Path
+    """A recipe, or a script with a session."""
     plan: Path
     folder: Path
     resume: bool

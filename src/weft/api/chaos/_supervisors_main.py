@@ -21,7 +21,10 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.run.launch.launcher import ForkServer
 
 _POLL_SECONDS = 0.01
 
@@ -58,7 +61,7 @@ def serve(control: socket.socket) -> int:
     """Fork supervisors as asked for, and say which have ended.  In a child: be it, and return its status."""
     from weft.process import adopt_orphans
 
-    for name in ("torch._dynamo", "weft.run.worker", "weft.run.worker.faults", "weft.api.training.train"):
+    for name in ("torch._dynamo", "weft.run.supervised_script", "weft.run.worker.faults", "weft.api.training.train"):
         importlib.import_module(name)
     adopt_orphans()
     gc.collect()
@@ -103,7 +106,8 @@ def _reap(control: socket.socket, supervisors: set[int]) -> None:
 
 
 def _supervise(request: dict[str, Any], parent: int) -> int:
-    """Be the supervisor of one run, and return its exit status as `weft train` does.  In a rank: return its own."""
+    """Be the supervisor of one run, and return its exit status as `weft train` or `weft launch` does.  In a rank:
+    return its own."""
     from weft.process import die_with
 
     die_with(parent)
@@ -123,16 +127,13 @@ def _supervise(request: dict[str, Any], parent: int) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return serve_jobs(theirs, [])  # comes back in the parent of ranks and in every rank
     theirs.close()
-    status = _train(request, ours, pid)
+    status = _run(request, ours, pid)
     sys.stdout.flush()
     gc.freeze()
     return status
 
 
-def _train(request: dict[str, Any], control: socket.socket, fork_server: int) -> int:
-    from weft.api.training.train import check_training
-    from weft.config.plan import load_plan
-    from weft.config.recipe import load_recipe
+def _run(request: dict[str, Any], control: socket.socket, fork_server: int) -> int:
     from weft.errors import WeftError
     from weft.run.launch.launcher import ForkServer
     from weft.run.worker.faults import COPY, FaultInjector
@@ -143,18 +144,43 @@ def _train(request: dict[str, Any], control: socket.socket, fork_server: int) ->
     time.sleep(request["delay_seconds"])
     try:
         with ForkServer.of_process(ForkedProcess(fork_server), control) as server:
-            recipe, plan = load_recipe(Path(request["recipe"])), load_plan(Path(request["plan"]))
-            job = check_training(recipe, plan, None, {}, "", False, False, "never", False, server)
-            new, resume = (None, folder) if request["resume"] else (folder, None)
-            result = replace(job, faults=faults).run_as_parent("chaos", new, resume)
+            return (_launch if request["subject"].endswith(".py") else _train)(request, server)
     except WeftError as error:
         print(error, file=sys.stderr)
         return error.status
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _train(request: dict[str, Any], server: ForkServer) -> int:
+    from weft.api.training.train import check_training
+    from weft.config.plan import load_plan
+    from weft.config.recipe import load_recipe
+
+    recipe, plan = load_recipe(Path(request["subject"])), load_plan(Path(request["plan"]))
+    job = check_training(recipe, plan, None, {}, "", False, False, "never", False, server)
+    folder = Path(request["folder"])
+    new, resume = (None, folder) if request["resume"] else (folder, None)
+    result = replace(job, faults=request["faults"]).run_as_parent("chaos", new, resume)
     if result.stopped_early:
         return 128 + signal.SIGINT if result.stop_signal in (0, signal.SIGINT) else os.EX_TEMPFAIL
     return 0
+
+
+def _launch(request: dict[str, Any], server: ForkServer) -> int:
+    from weft.api.chaos.judge import POLICIES
+    from weft.config.plan import load_plan
+    from weft.run.supervised_script import LaunchedScript, SessionTerms, SupervisedScript
+
+    plan, folder = load_plan(Path(request["plan"])), Path(request["folder"])
+    return SupervisedScript(
+        launched=LaunchedScript(script=request["subject"], arguments=(), num_processes=plan.mesh.world_size),
+        policies=POLICIES,
+        restarts_any=False,
+        resumes=folder if request["resume"] else None,
+        terms=SessionTerms(folder=folder, plan=plan, faults=request["faults"]),
+        fork_server=server,
+    ).run()
 
 
 if __name__ == "__main__":

@@ -16,20 +16,21 @@ from types import TracebackType
 from typing import Any, Self
 
 from weft.api.chaos._runs import RunRequest, Supervisors
-from weft.api.chaos.cases import NUM_STEPS, SAVE_EVERY, ChaosCase, FaultKind, draw_case
+from weft.api.chaos.cases import NUM_STEPS, SAVE_EVERY, ChaosCase, FaultKind, RunShape, draw_case
 from weft.api.chaos.judge import (
-    HANG_SECONDS,
+    POLICIES,
     TIMEOUT_SECONDS,
     CaseRecord,
     FaultVerdict,
     WholeRun,
+    events_of,
     judge,
     losses_of,
     phase_of,
 )
 from weft.config.document import plain
 from weft.config.plan import Plan, dump_plan
-from weft.config.recipe import OnFailure, Recipe, dump_recipe
+from weft.config.recipe import Recipe, dump_recipe
 from weft.errors import LaunchError, WeftError
 from weft.events import RunFolder
 from weft.run.supervise.replan import ask_for_plan
@@ -39,6 +40,8 @@ _RUN_SECONDS = 60.0
 """Time limit of one run: longer, and it hangs."""
 _RESUMES = 3
 _POLL_SECONDS = 0.02
+_LEAST_BEHIND_SAVES = 5
+"""Steps of a script behind its second save."""
 _ANSWER_SECONDS = 5.0
 _PHASES = (
     "init", "rendezvous", "load", "data", "forward", "backward", "collective", "optimizer", "save", "shutdown",
@@ -55,7 +58,7 @@ def campaign_recipe(recipe: Recipe) -> Recipe:
         evaluate_batches=None,
         log_every=1,
         ledger=True,
-        on_failure=OnFailure(hang_seconds=HANG_SECONDS, max_restarts=2),
+        on_failure=POLICIES,
     )
     optimizer = recipe.optimizer
     decay = min(optimizer.decay_steps, NUM_STEPS) if optimizer.decay_steps is not None else None
@@ -139,7 +142,7 @@ class Campaign:
 
     def __init__(
         self,
-        recipe: Recipe,
+        subject: Recipe | Path,
         plans: Sequence[tuple[str, Plan]],
         kinds: Sequence[FaultKind],
         seed: int,
@@ -150,11 +153,13 @@ class Campaign:
         """Say what runs.
 
         Args:
-            plans: name and plan; each complete for this machine.
+            subject: a recipe, or a script with a session.
+            plans: name and plan; for a recipe each complete for this machine.
             log: takes a line.
             replay_words: the options by which a case is drawn, for the command that replays it.
         """
-        self._recipe = campaign_recipe(recipe)
+        self._script = subject if isinstance(subject, Path) else None
+        self._recipe = None if isinstance(subject, Path) else campaign_recipe(subject)
         self._plans = [(name, campaign_plan(plan)) for name, plan in plans]
         self._log = log
         self._replay_words = replay_words
@@ -163,14 +168,15 @@ class Campaign:
         self._small_disk: Path | None = None
         self._references: dict[int, WholeRun] = {}
         self._seed = seed
-        self._asked_kinds = tuple(kinds)
-        self._kinds = self._asked_kinds
+        self._kinds = tuple(kinds)
+        self._shape: RunShape | None = None
         self._supervisors: Supervisors | None = None
         self.result = CampaignResult(seed=seed, plans=[name for name, _ in plans])
 
     def __enter__(self) -> Self:
         self._temporary.mkdir()
-        (self._folder / "recipe.toml").write_text(dump_recipe(self._recipe, everything=True))
+        if self._recipe is not None:
+            (self._folder / "recipe.toml").write_text(dump_recipe(self._recipe, everything=True))
         for number, (_, plan) in enumerate(self._plans):
             self._plan_path(number).write_text(dump_plan(plan))
         self._supervisors = Supervisors(self._temporary)
@@ -208,9 +214,33 @@ class Campaign:
                 )
             if left := self._sure.left_behind(run):
                 raise LaunchError(f"a run under {name} without any fault left {left[0]} behind.")
-            self._references[number] = WholeRun(losses_of(run), seconds, plan.compute.precision)
-            self._log(f"whole     {name}: {NUM_STEPS} steps without a fault in {seconds:.1f} s")
+            losses, has_ledger = losses_of(run), (run / "ledger").is_dir()
+            self._references[number] = WholeRun(losses, seconds, plan.compute.precision, has_ledger)
+            self._log(f"whole     {name}: {len(losses)} steps without a fault in {seconds:.1f} s")
+            if self._script is not None and not has_ledger:
+                self._log("left out  the ledger of samples: write weft.session(ledger=True) to have it judged, too")
         return self._references[number]
+
+    def _run_shape(self) -> RunShape:
+        """What cases are drawn for.  That of a script is learnt from its first run.
+
+        Raises:
+            LaunchError: the script has too few steps or saves.
+        """
+        if self._shape is None:
+            sizes = [plan.mesh.world_size for _, plan in self._plans]
+            same = [number for number, (_, plan) in enumerate(self._plans) if _holds_replicas(plan)]
+            self._shape = RunShape(sizes, same)
+            if self._script is not None:
+                steps = len(self._reference(0).losses)
+                saves = [event["step"] for event in events_of(self._folder / "reference-0" / "run", "checkpoint")]
+                if len(saves) < 2 or saves[1] + _LEAST_BEHIND_SAVES > steps:
+                    raise LaunchError(
+                        f"{self._script} takes {steps} steps and saves behind {saves or 'none'}. weft chaos needs a"
+                        f" session that saves twice, and {_LEAST_BEHIND_SAVES} steps behind that."
+                    )
+                self._shape = replace(self._shape, is_script=True, num_steps=steps, saves=saves)
+        return self._shape
 
     def _mount_small_disk(self) -> None:
         """Mount a disk that a run can fill, where this user may."""
@@ -229,7 +259,6 @@ class Campaign:
             why = f"disk-full: a small disk cannot be mounted here ({problem.splitlines()[-1]})"
             self.result.left_out.append(why)
             self._log(f"left out  {why}")
-            self._kinds = tuple(kind for kind in self._kinds if kind.deed != "fill the disk")
             return
         self._small_disk = disk
 
@@ -240,11 +269,12 @@ class Campaign:
             LaunchError: a run without any fault does not end well.
         """
         # Drawn from all that were asked for: a case is the same on a machine that allows fewer.
-        case = draw_case(self._seed, index, self._asked_kinds, [plan.mesh.world_size for _, plan in self._plans])
-        if case.kind.deed == "fill the disk" and self._small_disk is None and not self.result.left_out:
-            self._mount_small_disk()
-        if case.kind not in self._kinds:
-            return None
+        case = draw_case(self._seed, index, self._kinds, self._run_shape())
+        if case.kind.deed == "fill the disk" and self._small_disk is None:
+            if not self.result.left_out:
+                self._mount_small_disk()
+            if self._small_disk is None:
+                return None
         whole = self._reference(case.plan)
         began = time.monotonic()
         with self._case_folder(case) as (folder, run):
@@ -332,7 +362,7 @@ class Campaign:
             output = folder / "second.txt"
             resumes = any((run / "checkpoints").glob("step-*/manifest.json"))
             status = self._ran(self._request(case.plan, run, output, resume=resumes))
-            said = f"status {status}: {_tail(output, 3)}"
+            said = f"status {status}: {_tail(output, 12)}"
         else:
             try:
                 plan = self._plans[case.other_plan][1]
@@ -344,7 +374,7 @@ class Campaign:
 
     def _request(self, plan: int, run: Path, output: Path, *, resume: bool) -> RunRequest:
         return RunRequest(
-            recipe=self._folder / "recipe.toml",
+            subject=self._script or self._folder / "recipe.toml",
             plan=self._plan_path(plan),
             folder=run,
             resume=resume,
@@ -367,9 +397,14 @@ class Campaign:
         return self._supervisors
 
 
-def replay_words(recipe: Path, plans: Sequence[str], faults: str) -> str:
+def _holds_replicas(plan: Plan) -> bool:
+    """Whether the ranks of a plan have the same weights, and the same work."""
+    return plan.mesh.replicate == plan.mesh.world_size > 1 and plan.data_parallel.zero == 0
+
+
+def replay_words(subject: Path, plans: Sequence[str], faults: str) -> str:
     """The command, without the case, that draws the same cases again."""
-    words = ["weft", "chaos", str(recipe), *(word for plan in plans for word in ("--plan", plan)), "--faults", faults]
+    words = ["weft", "chaos", str(subject), *(word for plan in plans for word in ("--plan", plan)), "--faults", faults]
     return shlex.join(words)
 
 

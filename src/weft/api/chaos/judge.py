@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.api.chaos.cases import NUM_STEPS, ChaosCase
-from weft.config.recipe import Recipe
+from weft.api.chaos.cases import ChaosCase
+from weft.config.recipe import OnFailure, Recipe
 from weft.errors import WeftError
 from weft.run.data.check_ledger import check_ledger
 from weft.run.worker.faults import COPY, LOAD, Strike
 
 HANG_SECONDS, TIMEOUT_SECONDS = 3.0, 6.0
 """Limits of the campaign's runs: a step without progress, and a collective that waits."""
+POLICIES = OnFailure(hang_seconds=HANG_SECONDS, max_restarts=2)
+"""Policies of the campaign's runs: the defaults, with short limits."""
 _CRASH_BOUND_SECONDS = 1.0
 _LOOKS_SECONDS = 6.0
 """Time that the launcher takes from the end of a limit to the report, on a busy machine."""
@@ -81,10 +84,11 @@ class WholeRun:
     seconds: float
     """How long it took: on a busy machine reports take longer, too."""
     precision: str
+    has_ledger: bool = True
 
 
-def judge(record: CaseRecord, recipe: Recipe, whole: WholeRun) -> FaultVerdict:
-    """Judge a case by the run without faults."""
+def judge(record: CaseRecord, recipe: Recipe | None, whole: WholeRun) -> FaultVerdict:
+    """Judge a case by the run without faults.  `recipe`: None for a script."""
     problems: list[str] = []
     if len({strike.fault for strike in record.strikes}) < len(record.case.faults):
         problems.append("the fault did not come")
@@ -99,7 +103,10 @@ def judge(record: CaseRecord, recipe: Recipe, whole: WholeRun) -> FaultVerdict:
         problems += reports + _damage_problems(record)
     problems += _loss_problems(record, whole)
     try:
-        check_ledger(record.run, seed=recipe.run.seed, global_batch_size=recipe.batch.global_batch_size)
+        if recipe is not None:
+            check_ledger(record.run, seed=recipe.run.seed, global_batch_size=recipe.batch.global_batch_size)
+        elif whole.has_ledger:
+            check_ledger(record.run)
     except WeftError as problem:
         problems.append(str(problem))
     problems += [f"left behind: {what}" for what in record.left_behind]
@@ -150,8 +157,8 @@ def _report_problems(record: CaseRecord, whole_seconds: float) -> tuple[float | 
     if not reports:
         return None, [*problems, "no report says that the ranks started again"]
     report = reports[0]
-    if report["failure"] not in kind.failure:
-        problems.append(f"reported as {report['failure']} ({report['cause']}), and was {kind.failure[0]}")
+    if report["failure"] != kind.failure:
+        problems.append(f"reported as {report['failure']} ({report['cause']}), and was {kind.failure}")
     if kind.names_rank and report["rank"] != case.rank:
         problems.append(f"rank {report['rank']} is named ({report['cause']}), and it was rank {case.rank}")
     seconds = report["unix_time_seconds"] - strike.unix_time_seconds
@@ -176,10 +183,11 @@ def _words_problems(record: CaseRecord, ends: str) -> list[str]:
             [] if skipped == {record.strikes[0].step} else [f"steps {sorted(skipped)} were skipped, and not that one"]
         )
     batch = 0
-    if "{" in kind.words:
+    if "{first" in kind.words:
         batch = record_batch(record)
-    words = kind.words.format(step=case.step, first=(case.step - 1) * batch, last=case.step * batch - 1)
-    if words and words not in record.output and (ends == "stops" or not kind.failure):
+    first, last = (case.step - 1) * batch, case.step * batch - 1
+    words = kind.words.format(rank=case.rank, step=case.step, first=first, last=last)
+    if words and not re.search(words, record.output) and (ends == "stops" or not kind.failure):
         return [f"the report does not say: {words}"]
     return []
 
@@ -220,13 +228,13 @@ def _damage_problems(record: CaseRecord) -> list[str]:
 
 def _loss_problems(record: CaseRecord, whole: WholeRun) -> list[str]:
     losses = losses_of(record.run)
-    missing = {step for step in range(1, NUM_STEPS + 1) if step not in losses}
+    missing = set(whole.losses) - set(losses)
     if record.case.kind.deed == "fill the disk" and record.strikes:
         # A full disk costs lines of metrics, and never a step.
         missing -= set(range(record.strikes[0].step, record.strikes[0].step + 4))
     if missing:
         return [f"steps {sorted(missing)} have no loss"]
-    last = record.strikes[0].step if record.case.kind.name == "nan" and record.strikes else NUM_STEPS
+    last = record.strikes[0].step if record.case.kind.name == "nan" and record.strikes else len(whole.losses)
     has_other_plan = any(event["failure"] == "replan" for event in events_of(record.run, "generation"))
     tolerance = _TOLERANCES.get(whole.precision, _OTHER_TOLERANCE) if has_other_plan else 0.0
     for step in range(1, last + 1):

@@ -15,18 +15,27 @@ from weft.run.launch import threads_of_user
 from weft.techniques.check import check_plan, check_runnable
 
 
-def given_plans(recipe: Recipe, paths: Sequence[Path]) -> list[tuple[str, Plan]]:
-    """Read plans, and check that they can run here.  Raises `PlanError`."""
+def given_plans(recipe: Recipe | None, paths: Sequence[Path]) -> list[tuple[str, Plan]]:
+    """Read plans, and check that they can run a recipe here; None: a script, whose session does it.
+
+    Raises:
+        PlanError: one cannot.
+    """
+    if recipe is None:
+        return [(path.stem, load_plan(path)) for path in paths]
     facts = _facts(recipe)
     return [(path.stem, _complete(load_plan(path), recipe, facts)) for path in paths]
 
 
-def default_plans(recipe: Recipe) -> list[tuple[str, Plan]]:
-    """The plans on two processes, out of four unlike ones, that the recipe allows.
+def default_plans(recipe: Recipe | None) -> list[tuple[str, Plan]]:
+    """The plans on two processes, out of four unlike ones, that the recipe allows; those without a split model for the
+    session of a script.
 
     Raises:
         PlanError: it allows none.
     """
+    if recipe is None:
+        return [("session data 2", Plan.ddp(replicate=2)), ("session ZeRO-3", Plan.fsdp(shard=2))]
     facts, plans, problems = _facts(recipe), list[tuple[str, Plan]](), list[str]()
     candidates = {
         "data 2": Plan.ddp(replicate=2),

@@ -112,6 +112,11 @@ def refuse_without_loss(arguments: Mapping[str, object]) -> None:
     for name, value in arguments.items():
         if value is None:
             continue
+        if name == "ledger":
+            raise RecipeError(
+                "weft.session(ledger=True) knows the samples of steps by state.step(batch) alone. Give session.prepare"
+                " a loss=, or leave ledger= out."
+            )
         fix = {
             "max_grad_norm": "Call session.clip_grad_norm_(model, …) before optimizer.step()",
             "batch_size": "Leave it out: the loader's batches say it",

@@ -38,6 +38,7 @@ from weft.run.engine import StepReporter, TrainingState, begin_training
 from weft.techniques.build import ParallelModel, parallelize
 
 if TYPE_CHECKING:
+    from weft.api.batches.trained_samples import TrainedSamples
     from weft.api.preflight.proof import SessionProof
 
 
@@ -140,6 +141,8 @@ class PreparedModel:
 
     _can_go_on = False
     """Whether a supervisor can start the script again, and the loop goes on."""
+    _ledger: TrainedSamples | None = None
+    """Writes down the samples of each step; None where the session was not asked to."""
 
     def __init__(self, parts: PreparedParts, nominal_count: float | None = None) -> None:
         """`nominal_count`: see `begin_training`."""
@@ -239,6 +242,8 @@ class PreparedModel:
             CheckpointError: on every rank; it cannot be written.
         """
         self._take_up()
+        if self._ledger is not None:
+            self._ledger.sync()
         recording = self._reporter.phase("checkpoint")
         with self._calls.call(f"{self._name}.save()", meets=True), self._guard.inside(), recording as seconds:
             path = self._saves.write(self._steps, self._place(), self.optimizer)
@@ -335,6 +340,8 @@ class PreparedModel:
             if self._recorder.progress is not None:
                 self._recorder.progress.end()
         finally:  # whatever a callback raises
+            if self._ledger is not None:
+                self._ledger.close()
             self._training.close()
 
     def _place(self) -> dict[str, Json]:

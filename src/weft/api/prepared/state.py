@@ -1,4 +1,4 @@
-"""`session.prepare` with a loss, and what it returns: a model in training, whose whole steps are Weft's."""
+"""What `session.prepare` with a loss returns: a model in training, whose whole steps are Weft's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from weft.api.batches.batch_shares import BatchShares
 from weft.api.batches.loop_draws import YieldedBatch
 from weft.api.batches.outputs import GatheredOutputs, Select, logits_alone, logits_and_labels
 from weft.api.batches.passes import Epochs, LoaderPasses, refuse_other_data
-from weft.api.batches.stream import BatchStream, UserBatch, fields_of, trainable
+from weft.api.batches.stream import (
+    BatchStream,
+    UserBatch,
+    fields_of,
+    trainable,
+)
+from weft.api.batches.trained_samples import TrainedSamples
 from weft.api.guards.gradients import LeftGradients
 from weft.api.planning.arguments import check_draw, integer_or_none
 from weft.api.prepared.evaluation import Evaluation, Metrics
@@ -34,24 +40,6 @@ from weft.techniques.randomness.sample_draws import SampleDraws
 
 if TYPE_CHECKING:
     from weft.api.prepared.manual_step import ManualStep
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import final
-
-from weft.api.batches.losses import LossOfUser
-from weft.api.batches.stream import facts_of_data, shape_of, without_labels
-from weft.api.guards.model_guard import STEPS, refuse_wrapped
-from weft.api.planning.arguments import check_prepared
-from weft.api.planning.session_plan import Planning, UserLoss
-from weft.api.planning.settings import SafetyChecks
-from weft.api.preflight.proof import SessionProof, variables_kept
-from weft.api.prepared.models import Models, facts_of_prepared, first_batch_of
-from weft.api.ranks.agreement import check_same_facts
-from weft.config.recipe import Recipe
-from weft.model.blueprint import Blueprint
-from weft.model.families._tables import CutTable, SplitRule
-from weft.model.hooks import refuse_given
-from weft.run.engine.proof import ProveMode
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +71,8 @@ class TrainState(PreparedModel):
         self._passes = LoaderPasses(self._stream)
         self._named: list[tuple[str, nn.Parameter]] = []
         """The model's parameters by name, once it has taken a step."""
+        if (recorded := parts.recorded).keeps_ledger:
+            self._ledger = TrainedSamples(recorded.folder.path, recorded.lock, self._stream, mesh, self._shares.usual)
 
     def batches(self, steps: int | None = None) -> Iterator[Any]:
         """Yield this rank's share of the coming global batches, in the shape that the loader gives.
@@ -126,8 +116,10 @@ class TrainState(PreparedModel):
         last = None if steps is None else step + steps
         while (last is None and self._stream.epoch_of(step) == epoch) or (last is not None and step < last):
             with self._recorder.span("data_wait"):
-                batch = self._stream.read(step, self._shares.usual.start, self._shares.usual.stop)
-            yield self._handed_out(batch)
+                batch = self._handed_out(self._stream.read(step, self._shares.usual.start, self._shares.usual.stop))
+            if self._ledger is not None:
+                self._ledger.handed_out(batch, step)
+            yield batch
             step += 1
 
     def _refuse_counting(self, steps: int | None) -> None:
@@ -340,6 +332,8 @@ class TrainState(PreparedModel):
         if self._yielded is not None:
             self._yielded.check(fields)
         self._digest = self._shares.digest(fields)
+        if self._ledger is not None:
+            self._ledger.take(fields)
         self._share, self._loss.like = self._shares.find(fields), self._shares.with_spare(fields, shape)
         self._facts = self._settings()  # now: in the midst of a step a loss may switch what they speak of
         return self._shares.microbatches(fields, self._samples(batch))
@@ -362,6 +356,8 @@ class TrainState(PreparedModel):
                 check_same_batches(digest, self._mesh.device, group)
 
     def _took(self, event: StepEvent) -> None:
+        if self._ledger is not None:
+            self._ledger.took(event)
         self._note(event, self._share.size)
         self._shares.took_step(self._share)
         self._is_stopping = event.stop
@@ -412,6 +408,8 @@ class TrainState(PreparedModel):
 
     def _go_on(self, state: Mapping[str, Json]) -> None:
         refuse_other_data(state, **self._of_data())
+        if self._ledger is not None:
+            self._ledger.restart()
         self._passes.load(state)
         self._unfinished = cast("int | None", state.get("unfinished_epoch"))
         self._shares.forget()
@@ -422,78 +420,3 @@ class TrainState(PreparedModel):
             "num_samples": self._stream.num_samples,
             "seed": self._recipe.run.seed,
         }
-
-
-Split = Sequence[SplitRule] | Mapping[str, Any]
-"""How modules split over the tensor axis: rules, or name → kind."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class ModelWithLoss:
-    """A session's parts for a model with a loss. Called on every rank."""
-
-    models: Models
-    planning: Planning
-    nets: SafetyChecks
-    prove: ProveMode
-
-    def prepare(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loader: Iterable[UserBatch],
-        *,
-        loss: UserLoss,
-        inputs: Mapping[str, str] | None,
-        split: Split,
-        cut: CutTable | None,
-        vocabulary_head: str | None,
-        max_grad_norm: float | None,
-        batch_size: int | None,
-    ) -> TrainState:
-        """See `Session.prepare`."""
-        planning, several = self.planning, self.planning.world_size > 1
-        with variables_kept(model, loss, optimizer) as put_back:
-            check_prepared(model, optimizer, loss, split, cut, vocabulary_head)
-            refuse_wrapped(model)
-            stream = BatchStream(loader, planning.seed, lambda digest: None, batch_size)
-            stream.warn_of_workers()
-            self.models.refuse_taken(model)
-            refuse_given(model, vocabulary_head, "before prepare")
-            data = facts_of_data(stream, planning.seed) if self.nets.data and several else {}
-            check_same_facts({**facts_of_prepared(model, optimizer, stream, max_grad_norm), **data}, planning.device)
-            recipe = planning.recipe(model, stream.batch_size, max_grad_norm)
-            example = first_batch_of(loader)
-            blueprint = planning.blueprint(model, inputs, split, cut, vocabulary_head, example)
-            return self._begin(recipe, blueprint, optimizer, loader, stream, loss, example, put_back)
-
-    def _begin(
-        self,
-        recipe: Recipe,
-        blueprint: Blueprint,
-        optimizer: torch.optim.Optimizer,
-        loader: Iterable[UserBatch],
-        stream: BatchStream,
-        loss: UserLoss,
-        example: UserBatch,
-        put_back: Callable[[], None],
-    ) -> TrainState:
-        """Choose the plan, and bring model and optimizer under it."""
-        model, planning = blueprint.module, self.planning
-        planned = self.models.plan(planning, recipe, blueprint, optimizer, loss, example)
-        proving = (self.prove, planning.quiet, recipe, planned.plan, planned.blueprint, planned.mesh, put_back)
-        proof = SessionProof.of(*proving, optimizer=optimizer, loss=loss, stream=stream, example=example)
-        shape = shape_of(example)
-        self.models.supervise(planned)
-        state = self.models.bring(
-            planned,
-            LossOfUser(planned.loss, shape, without_labels(model, shape, blueprint.inputs)),
-            lambda parts: TrainState(parts, loader),
-            nominal_count=float(recipe.batch.global_batch_size * (blueprint.sequence_length or 1)),
-            messages=STEPS,
-            name="state",
-            proof=proof,
-        )
-        assert isinstance(state, TrainState)
-        return state

@@ -91,6 +91,8 @@ class ModelRun:
     """Where the launcher reads how far the model's loop is; None: without a launcher, or for further models."""
     supervised: SupervisedSession | None = None
     """The session's part in a job that is started again; None where it is not, or for further models."""
+    keeps_ledger: bool = False
+    """Whether the samples of each step are written down."""
 
     def checkpointer(self, mesh: Mesh) -> Checkpointer:
         """Return the checkpointer of this run, where the folder is this session's. Call on every rank."""
@@ -121,11 +123,13 @@ class SessionRuns:
         rank_info: RankInfo,
         *,
         record: bool,
+        keeps_ledger: bool = False,
         track: Track | None = None,
         on_event: OnEvent | None = None,
         supervised: SupervisedSession | None = None,
     ) -> None:
         self._given = folder
+        self.keeps_ledger = keeps_ledger
         self.supervised = supervised
         """The session's part in a job that is started again; None where it is not."""
         self._track, self._on_event = track, on_event
@@ -169,11 +173,13 @@ class SessionRuns:
             self._note = ""
         self._runs.append(run)
         if number == 1:
-            progress = self._rank_info.progress_row()
-            return ModelRun(own, self._called(run, number), lock, progress, self.supervised if self._record else None)
+            given = self.supervised
+            progress = self._rank_info.progress_row() if given is None else given.progress()
+            supervised = self.supervised if self._record else None
+            return ModelRun(own, self._called(run, number), lock, progress, supervised, self.keeps_ledger)
         if self.supervised is not None:
             self.supervised.prepared_another()
-        return ModelRun(own, self._called(run, number), lock)
+        return ModelRun(own, self._called(run, number), lock, keeps_ledger=self.keeps_ledger)
 
     def _lock_of(self, folder: RunFolder, plan: Plan) -> FolderLock:
         """The lock of the session's folder, which only rank 0 takes."""

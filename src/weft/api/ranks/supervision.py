@@ -7,15 +7,19 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn, final
+from typing import TYPE_CHECKING, NoReturn, final
 
 from weft.comm.mesh import Mesh
 from weft.config.document import plain
 from weft.config.plan import ModelFacts, Plan, parse_plan
 from weft.config.recipe import Recipe
+from weft.events.progress import ProgressRow
 from weft.run.engine import StopRequest
 from weft.run.launch import HAND_OVER, RankInfo
 from weft.run.launch.generation import ScriptGeneration, SessionReport
+
+if TYPE_CHECKING:
+    from weft.run.worker.faults import FaultInjector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +49,27 @@ class SupervisedSession:
         self._leaving: list[Callable[[], object]] = []
         self._callbacks: list[OnChange] = []
         self._change: ReplacedPlan | None = None
+        self._injector: FaultInjector | None = None
+        if generation.faults is not None and self.folder is not None:
+            from weft.run.worker.faults import FaultInjector  # loaded under `weft chaos` alone
+
+            self._injector = FaultInjector.of_json(generation.faults, rank_info.rank, self.folder, self.memory)
 
     @property
     def folder(self) -> Path | None:
-        """Folder of the run that this generation goes on with; None in the first."""
-        return Path(self._generation.run) if self._generation.run else None
+        """Folder of the run, whatever the script says: of the one that is gone on with; None: as the script says."""
+        folder = self._generation.run or self._generation.folder
+        return Path(folder) if folder else None
+
+    def reach(self, phase: str) -> None:
+        """The rank has come to a phase, at which `weft chaos` may do something."""
+        if self._injector is not None:
+            self._injector.reach(phase)
+
+    def progress(self) -> ProgressRow | None:
+        """Where the launcher reads how far the rank is."""
+        row = self._rank_info.progress_row()
+        return row if self._injector is None else self._injector.progress(row)
 
     @property
     def plan(self) -> Plan | None:

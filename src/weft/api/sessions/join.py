@@ -38,6 +38,7 @@ def session(
     local_steps: int = 0,
     folder: str | Path | None = None,
     record: bool = True,
+    ledger: bool = False,
     track: Track | None = None,
     on_event: OnEvent | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
@@ -67,6 +68,9 @@ def session(
             `runs/<script>-<date>-<n>`; to go on with an earlier run, give its folder and call `load`.
         record: keep plan, metrics and logs; False leaves nothing in the folder (then by default `runs/session`) but
             what `save` writes.
+        ledger: keep which samples each step has trained on, in `ledger/` of the run's folder; `weft data ledger RUN`
+            proves by it that each sample of an epoch was used once, whatever failed.  For a data set that is read by
+            index, and steps by `state.step`.
         track: `track(name, value, step)` is called on rank 0 with every number that the run reports (`train/loss`,
             `evaluation/accuracy`, `rate/samples_per_second`, …), such as `SummaryWriter(…).add_scalar`; of further
             models with names that begin with `model-2/`.  One that raises is asked no more, with a warning.
@@ -95,7 +99,9 @@ def session(
             for batch in state.batches():
                 step = state.step(batch)
     """
-    check_session(permit, compression, settings, device, track, record=record, quiet=quiet)
+    check_session(permit, compression, settings, device, track, record=record, ledger=ledger, quiet=quiet)
+    if ledger and not record:
+        raise RecipeError("ledger=True keeps its files in the folder that record=False leaves empty. Leave one out.")
     own_folder = run_folder_of(folder)
     supervised = _supervised(record=record)
     requested = requested_plan("weft.session", plan, keywords, _ARGUMENTS)
@@ -108,7 +114,7 @@ def session(
     )
     if type(seed) is not int or seed < 0:
         raise RecipeError(f"seed = {seed!r} is no seed. Give a whole number from 0 on.")
-    if supervised is not None and supervised.goes_on:
+    if supervised is not None and supervised.folder is not None:
         own_folder, quiet, prove = supervised.folder, True, "never"
     if supervised is not None and supervised.plan is not None:
         requested, plan_settings = supervised.plan, PlanSettings(local_steps=local_steps)
@@ -116,12 +122,16 @@ def session(
     if isinstance(requested, Plan) and requested.compute.device != "auto":
         device = requested.compute.device
     own_plan = with_timeout(requested if isinstance(requested, Plan) else Plan(), collective_timeout_seconds)
+    if supervised is not None:
+        supervised.reach("init")
     timeout_seconds, backend = own_plan.compute.timeout_seconds, own_plan.compute.backend
     with ExitStack() as stack:
         distributed = stack.enter_context(
             initialise_distributed(device, backend=backend, timeout_seconds=timeout_seconds)
         )
         stack.callback(torch.set_num_threads, torch.get_num_threads())
+        if supervised is not None:
+            supervised.reach("rendezvous")
         planning = Planning(
             plan=over_ranks(own_plan, distributed.world_size) if isinstance(requested, Plan) else None,
             given=plan_settings,
@@ -137,7 +147,13 @@ def session(
             quiet=quiet,
         )
         runs = SessionRuns(
-            own_folder, distributed.rank_info, record=record, track=track, on_event=on_event, supervised=supervised
+            own_folder,
+            distributed.rank_info,
+            record=record,
+            keeps_ledger=ledger,
+            track=track,
+            on_event=on_event,
+            supervised=supervised,
         )
         stack.callback(runs.close)
         return Session(distributed, planning, runs, check_prove(prove), stack)

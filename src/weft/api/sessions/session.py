@@ -19,7 +19,8 @@ from weft.api.planning.session_plan import Planning, UserLoss
 from weft.api.planning.settings import SafetyChecks
 from weft.api.prepared.models import Models
 from weft.api.prepared.prepared_model import PreparedModel
-from weft.api.prepared.state import ModelWithLoss, Split, TrainState
+from weft.api.prepared.state import TrainState
+from weft.api.prepared.with_loss import ModelWithLoss, Split
 from weft.api.ranks.calls import RankCalls
 from weft.api.ranks.exchange import RankExchange
 from weft.api.ranks.recording import SessionRuns
@@ -251,7 +252,7 @@ class Session:
             with_loss = ModelWithLoss(self._models, self._planning, self._nets, self._prove)
             with self._calls.call("session.prepare()", meets=True):
                 return with_loss.prepare(*things, loss=loss, split=split, **given)
-        refuse_without_loss(given)
+        refuse_without_loss({**given, "ledger": self._runs.keeps_ledger or None})
         with self._calls.call("session.prepare()", meets=True):
             found = self._own_loop.take(things, split)
         return found[0] if len(found) == 1 else tuple(found)

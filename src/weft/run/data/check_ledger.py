@@ -14,6 +14,7 @@ from weft.config.document import typed
 from weft.errors import DataError
 from weft.run.data._sampler import Sampler
 from weft.run.data.ledger import FOLDER, ORDER, SampleOrder, digest_of_ids
+from weft.run.data.loader_order import LoaderOrder
 
 _CHUNK_SAMPLES = 1 << 18
 """Samples whose ids are computed at once: 2 MiB of them."""
@@ -83,7 +84,7 @@ class LedgerReport:
             whole = sum(epoch.num_samples == epoch.size for epoch in own)
             of = f" of corpus {corpus}" if len(order.sizes) > 1 else ""
             if whole:
-                lines.append(f"epochs    {whole:,} whole{of}: each of {order.sizes[corpus]:,} samples once")
+                lines.append(f"epochs    {whole:,} whole{of}: each of {own[0].size:,} samples once")
             for epoch in own:
                 if epoch.num_samples != epoch.size:
                     counted = f"{epoch.num_samples:,} of {epoch.size:,} samples, each at most once"
@@ -93,8 +94,8 @@ class LedgerReport:
         return lines
 
 
-def check_ledger(folder: Path, *, seed: int, global_batch_size: int) -> LedgerReport:
-    """Replay the ledger in a run's folder.  `seed` and `global_batch_size` are those of its recipe.
+def check_ledger(folder: Path, *, seed: int | None = None, global_batch_size: int | None = None) -> LedgerReport:
+    """Replay the ledger in a run's folder.  `seed` and `global_batch_size` are those of its recipe; None: a session's.
 
     A step counts in the generation that did it last, as far as no later one went on from before it.  The last step of
     all may have been cut off by a kill on some data ranks; then it counts for none.
@@ -105,11 +106,11 @@ def check_ledger(folder: Path, *, seed: int, global_batch_size: int) -> LedgerRe
     path = folder / FOLDER / ORDER
     if not path.is_file():
         raise DataError(
-            f"{folder} has no ledger. Set ledger = true in [run] of the recipe before the run starts, and give the"
-            " folder of the run."
+            f"{folder} has no ledger. Before the run starts, set ledger = true in [run] of the recipe, or write"
+            " weft.session(ledger=True), which needs a data set that is read by index; and give the folder of the run."
         )
     order = typed(SampleOrder, json.loads(path.read_text()))
-    if (order.seed, order.global_batch_size) != (seed, global_batch_size):
+    if seed is not None and (order.seed, order.global_batch_size) != (seed, global_batch_size):
         raise _broken(
             f"{path} is of seed {order.seed} and batches of {order.global_batch_size}, but the recipe of the run says"
             f" seed {seed} and batches of {global_batch_size}"
@@ -210,7 +211,7 @@ def _check_parts(history: Sequence[tuple[int, list[StepEntry]]], batch: int) -> 
 def _check_samples(history: Sequence[tuple[int, list[StepEntry]]], order: SampleOrder) -> tuple[EpochCount, ...]:
     """Compare the ids of every part with the order, and count every sample of every epoch."""
     sampler, batch = order.sampler(), order.global_batch_size
-    counts = _EpochCounter(sampler)
+    counts = _EpochCounter(sampler, order.pass_sizes)
     for steps in _chunks(history, max(1, _CHUNK_SAMPLES // batch)):
         first = (steps[0][0] - 1) * batch
         ids = sampler.ids_at(np.arange(first, first + len(steps) * batch, dtype=np.int64))
@@ -235,8 +236,8 @@ def _chunks(
 class _EpochCounter:
     """Counts the uses of each sample in the epochs that are not through yet: a byte for each of their samples."""
 
-    def __init__(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+    def __init__(self, sampler: Sampler | LoaderOrder, pass_sizes: Sequence[int]) -> None:
+        self._sampler, self._pass_sizes = sampler, pass_sizes
         self._open: dict[tuple[int, int], NDArray[np.bool_]] = {}
         self._used: dict[tuple[int, int], int] = {}
 
@@ -261,11 +262,11 @@ class _EpochCounter:
                     f" {first + int(here[at])} of the order"
                 )
             self._used[key] += len(mine)
-            if self._used[key] == size:
+            if self._used[key] == self._pass_sizes[corpus]:
                 self._open.pop(key, None)  # each sample once: nothing is left to know
 
     def epochs(self) -> tuple[EpochCount, ...]:
         return tuple(
-            EpochCount(corpus=corpus, epoch=epoch, num_samples=count, size=self._sampler.sizes[corpus])
+            EpochCount(corpus=corpus, epoch=epoch, num_samples=count, size=self._pass_sizes[corpus])
             for (corpus, epoch), count in sorted(self._used.items())
         )

@@ -18,17 +18,19 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from weft.config.document import typed
 from weft.errors import DataError
 from weft.files import write_whole
 from weft.run.data._batches import BatchSource
 from weft.run.data._prepared import PreparedData
 from weft.run.data._sampler import Sampler
+from weft.run.data.loader_order import LoaderOrder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,10 +53,21 @@ class SampleOrder:
     """Proportions in which the corpora are drawn from."""
     global_batch_size: int
     fingerprint: str
-    """Digest of the data."""
+    """Digest of the data; empty for a session's loader."""
+    loader: Literal["", "shuffled", "in order"] = ""
+    """How the passes of a session's loader are ordered; empty for the data of a recipe."""
+    pass_size: int = 0
+    """Samples of a pass of that loader."""
 
-    def sampler(self) -> Sampler:
-        """Return the sampler of the run."""
+    @property
+    def pass_sizes(self) -> tuple[int, ...]:
+        """Samples of an epoch of each corpus."""
+        return (self.pass_size,) if self.loader else self.sizes
+
+    def sampler(self) -> Sampler | LoaderOrder:
+        """Return what says the order."""
+        if self.loader:
+            return LoaderOrder(self.sizes[0], self.pass_size, seed=self.seed, shuffles=self.loader == "shuffled")
         return Sampler(
             self.sizes, seed=self.seed, global_batch_size=self.global_batch_size, weights=self.weights or None
         )
@@ -66,15 +79,14 @@ class SampleOrder:
             DataError: the folder has the ledger of another order.
             OSError: the disk is full or not writable.
         """
-        text = json.dumps(asdict(self))
         if path.is_file():
-            if json.loads(path.read_text()) != json.loads(text):
+            if typed(SampleOrder, json.loads(path.read_text())) != self:
                 raise DataError(
                     f"{path} is of another order of samples than that of this run. Move the folder {path.parent} away,"
-                    " or go on with the recipe and the data that it was begun with."
+                    " or go on with the recipe, or loader, and the data that it was begun with."
                 )
             return
-        write_whole(path, text, durable=True)
+        write_whole(path, json.dumps(asdict(self)), durable=True)
 
 
 def digest_of_ids(ids: NDArray[np.int64]) -> str:
@@ -129,7 +141,11 @@ class SampleLedger:
         """A step, counted from 1, has been done with these microbatches; `skipped`: without its update."""
         ids = np.concatenate([batch["sample_ids"].cpu().numpy() for batch in microbatches])
         first = (step - 1) * self._batch
-        line = f"step {self._generation} {step} {first + self._start} {first + self._stop} {digest_of_ids(ids)}"
+        self.add_samples(step, range(first + self._start, first + self._stop), ids, skipped=skipped)
+
+    def add_samples(self, step: int, positions: range, ids: NDArray[np.int64], *, skipped: bool) -> None:
+        """`add`, of a step that took samples with these ids, which a loader read at these positions of the order."""
+        line = f"step {self._generation} {step} {positions.start} {positions.stop} {digest_of_ids(ids)}"
         self._write(f"{line} skipped" if skipped else line)
 
     def sync(self) -> None:

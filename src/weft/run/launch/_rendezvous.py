@@ -25,7 +25,7 @@ def rendezvous_store(rank_info: RankInfo, timeout: timedelta) -> Store:
 
     Raises:
         CollectiveError: a rank has not come in time, or has died.
-        LaunchError: the environment names a place that cannot be.
+        LaunchError: the environment names a place that cannot be, or a port that is taken.
     """
     import torch.distributed as dist
 
@@ -86,12 +86,17 @@ def _store(rank_info: RankInfo, timeout: timedelta) -> Store:
     if not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise LaunchError(f"MASTER_PORT = {port!r} in the environment is no port. Give a number from 1 to 65535.")
     is_host = _is_of_rank_0(rank_info) and rank_info.rank == 0
-    return dist.TCPStore(
-        host,
-        int(port),
-        rank_info.world_size,
-        is_master=is_host,
-        timeout=timeout,
-        wait_for_workers=False,  # the rendezvous does, and names the ranks that are missing
-        multi_tenant=is_host,
-    )
+    try:
+        return dist.TCPStore(
+            host,
+            int(port),
+            rank_info.world_size,
+            is_master=is_host,
+            timeout=timeout,
+            wait_for_workers=False,  # the rendezvous does, and names the ranks that are missing
+            multi_tenant=is_host,
+        )
+    except dist.DistNetworkError as problem:
+        from weft.run.launch._taken_port import explained  # loaded where a store cannot be made
+
+        raise explained(problem, port, is_host=is_host) from None

@@ -34,6 +34,10 @@ class ScriptGeneration:
     """Mean time between failures so far, in seconds."""
     memory: str = ""
     """The supervisor's folder in memory for saves; empty: they go to the disk."""
+    folder: str = ""
+    """Folder in which the session begins its run, whatever the script says; empty: as the script says."""
+    faults: dict[str, Any] | None = None
+    """What `weft chaos` injects into the ranks; None: nothing."""
 
     def write(self, folder: Path) -> None:
         """Write it into the job's private folder.  Call it before the ranks start."""

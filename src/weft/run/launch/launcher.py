@@ -219,7 +219,7 @@ def _run_to_end(
         end = _end_of(running, folder)
         if supervision is not None:
             supervision.conclude()
-            if end.has_left_to_go_on:
+            if end.has_left_to_go_on and (running.signals or running.stopped_cause is None):
                 return replace(end, cause=None)
         if end.cause is not None and not running.signals and not end.was_ended:
             run.fail_with(end, None, is_final=supervision is None)
@@ -439,7 +439,9 @@ def _cause(running: RunningJob, outcomes: Mapping[int, RankExit | None]) -> Rank
         if missing in outcomes:  # else it is another host's, which has its own launcher
             text = f"the others have waited for it in vain. Rank {cause.rank} says: {cause.message}"
             return replace(cause, rank=missing, error=HANG, message=text, trace=[], is_weft_error=False)
-    if running.stopped_cause is None or running.signals or not (cause is None or is_secondary_or_timeout(cause)):
+    # A script's ranks may have saved and left as they were asked to, once the stopped one went on.
+    failed = None if cause is None or cause.status == os.EX_TEMPFAIL else cause
+    if running.stopped_cause is None or running.signals or not (failed is None or is_secondary_or_timeout(failed)):
         return cause
     return RankExit(
         rank=running.stopped_rank,
@@ -447,7 +449,7 @@ def _cause(running: RunningJob, outcomes: Mapping[int, RankExit | None]) -> Rank
         when=time.monotonic(),
         error=signal.SIGSTOP.name,
         message=running.stopped_cause,
-        status=1 if cause is None else cause.status,
+        status=1 if failed is None else failed.status,
     )
 
 

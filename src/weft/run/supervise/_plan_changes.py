@@ -45,8 +45,9 @@ class PlanChanges(Generic[D]):
         check: Callable[[Plan], tuple[Plan, D]],
         find: Callable[[PlanRequest], FoundPlan[D]] | None = None,
         report: Callable[[JobEnd], object],
+        since: float | None = None,
     ) -> None:
-        """Look for requests in the run's folder from now on.
+        """Look for requests in the run's folder, from the Unix time `since` on; None: from now on.
 
         Args:
             check: returns a plan complete, with its data, or raises `WeftError` where this run cannot go on under it.
@@ -58,7 +59,7 @@ class PlanChanges(Generic[D]):
         self._check = check
         self._find = find
         self._report = report
-        self._requests = ReplanRequests(run, self._accept)
+        self._requests = ReplanRequests(run, self._accept, since)
         self._asked: tuple[Plan, D] | None = None
         """Plan under which the next generation shall go on."""
         self._why = ""

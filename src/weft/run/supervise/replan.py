@@ -83,14 +83,15 @@ def ask_for_plan(run: RunFolder, request: Plan | PlanRequest, *, timeout_seconds
 class ReplanRequests:
     """The requests to one run, as its supervisor sees them."""
 
-    def __init__(self, run: RunFolder, accept: Callable[[PlanRequest], str]) -> None:
+    def __init__(self, run: RunFolder, accept: Callable[[PlanRequest], str], since: float | None = None) -> None:
         """`accept` takes what was asked for, and returns what to say of it beside that it is accepted; it raises
-        `WeftError` where the run cannot go on so."""
+        `WeftError` where the run cannot go on so.  Requests count from the Unix time `since` on; None: from now on."""
         self._run = run
         self._accept = accept
         for left in (_request(run), _answer(run)):  # by a run in this folder that was killed
             with suppress(OSError):
-                left.unlink(missing_ok=True)
+                if since is None or left.stat().st_mtime < since:
+                    left.unlink(missing_ok=True)
 
     def take(self) -> None:
         """Answer a request, if one has come."""

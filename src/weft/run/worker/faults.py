@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
@@ -35,6 +36,8 @@ _PHASE_OF_SPAN = {"data_wait": "data", "reduce_wait": "collective", "optimizer":
 _HOLD_SECONDS = 2.5
 """Longest time for which a rank waits until the chaos command has done something; no step may be said to hang."""
 _COMPLETE = re.compile(r"step-\d+")
+_SLOW_SECONDS, _SLOWEST_SECONDS = 0.05, 0.7
+"""How long a slow rank sleeps in a step, and in the last three, in which it must be seen for a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +45,7 @@ class InjectedFault:
     """One fault: what is done, by which rank, and where."""
 
     deed: str
-    """A key of `DEEDS`, or what only the injector can do: `nan`, `hold`, `fill the disk`."""
+    """A key of `DEEDS`, or what only the injector can do: `nan`, `hold`, `fill the disk`, `slow`, `flip weights`."""
     rank: int
     phase: str
     """`init`, `rendezvous`, `load`, `data`, `forward`, `backward`, `collective`, `optimizer`, `save` or `shutdown`;
@@ -56,9 +59,10 @@ class InjectedFault:
     after: int = -1
     """Number of the fault that must have been struck before; -1: none."""
     damage: str = ""
-    """Damage of the newest save that comes before the deed: `truncate`, `remove` or `flip`, and `memory` or `disk`."""
+    """Damage of the newest save that comes before the deed: `truncate`, `remove`, `flip` or `newer` (of the
+    next format), and `memory` or `disk`."""
     drawn: int = 0
-    """A drawn number that chooses the file and the place of the damage."""
+    """A drawn number that chooses the file and the place of the damage; of a slow rank, the run's last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +183,11 @@ class FaultInjector:
     _is_saving: bool = False
     _is_striking: bool = False
     _is_poisoned: bool = False
+    _is_late: bool = False
+    _slow_until: int = 0
+    """Last step of the run, where this rank is slow."""
+    _weights: Tensor | None = None
+    """Weights of a module of this rank."""
     _ballast: Path | None = None
     _ballast_until: int = 0
     _ballast_at: float = 0.0
@@ -217,6 +226,7 @@ class FaultInjector:
 
     def finished(self, step: int) -> None:
         self.step = step + 1
+        self._is_late = False
         if self._ballast is not None and step >= self._ballast_until:
             # Three steps may take a millisecond each: the copy beside training must have met the full disk by then.
             time.sleep(max(0.0, self._ballast_at + _FULL_SECONDS - time.monotonic()))
@@ -276,7 +286,11 @@ class FaultInjector:
     def _after_forward(self, module: nn.Module, _inputs: object, output: object) -> None:
         if not module.training or self.step == 0:
             return
+        self._weights = next(module.parameters(recurse=False), self._weights)
         self.reach("forward")
+        if self._slow_until and not self._is_late:
+            self._is_late = True
+            time.sleep(_SLOWEST_SECONDS if self.step > self._slow_until - 3 else _SLOW_SECONDS)
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(self._on_gradient)
 
@@ -304,6 +318,11 @@ class FaultInjector:
             self._hold()
         elif fault.deed == "fill the disk":
             self._fill_disk()
+        elif fault.deed == "slow":
+            self._slow_until = fault.drawn
+        elif fault.deed == "flip weights":
+            assert self._weights is not None, "a step before had a module with weights"
+            self._weights.detach().view(torch.uint8).view(-1)[1] ^= 1 << 4
         else:
             DEEDS[fault.deed]()
 
@@ -354,8 +373,10 @@ class FaultInjector:
         if not saves:
             return ""
         files = sorted(file for file in saves[-1].iterdir() if file.name != "pinned")
-        path = files[fault.drawn % len(files)]
-        if how == "remove":
+        path = files[fault.drawn % len(files)] if how != "newer" else saves[-1] / "manifest.json"
+        if how == "newer":
+            _make_newer(path)
+        elif how == "remove":
             path.unlink()
         elif how == "truncate":
             os.truncate(path, fault.drawn % path.stat().st_size)
@@ -364,6 +385,14 @@ class FaultInjector:
             content[fault.drawn % len(content)] ^= 1 << fault.drawn % 8
             path.write_bytes(content)
         return str(path)
+
+
+def _make_newer(path: Path) -> None:
+    """Let a manifest, which has a digest of itself, say that it is of the next format."""
+    page = json.loads(path.read_text())
+    page["manifest"]["version"] += 1
+    body = json.dumps(page["manifest"], sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps({**page, "digest": xxhash.xxh3_128_hexdigest(body.encode())}))
 
 
 def _wait_for_saves(folder: Path, count: int) -> list[Path]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import browser
 import halves
 import hypothesis
 import pool
@@ -78,10 +79,6 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _has_browser() -> bool:
-    return any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome", "firefox"))
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what `make test` leaves to `make slow`; where the whole suite is collected, check the table."""
@@ -129,7 +126,7 @@ NEEDS = {
     "needs_root": Need(lambda: os.geteuid() == 0, "needs root, to make network namespaces"),
     "needs_etcd": Need(lambda: shutil.which("etcd") is not None, "needs etcd (apt-get install etcd-server)"),
     "needs_slurm": Need(slurm.is_there, "needs root and Slurm (apt-get install slurmctld slurmd slurm-client munge)"),
-    "needs_browser": Need(_has_browser, "needs Chromium or Firefox"),
+    "needs_chromium": Need(lambda: shutil.which("chromium") is not None, "needs Chromium (apt-get install chromium)"),
 }
 
 
@@ -161,7 +158,7 @@ class _Traces:
     @classmethod
     def seen(cls, config: pytest.Config) -> _Traces:
         made = config.stash.get(_POOL, None)
-        known = pool.helper_pids() | (made.pids() if made is not None else set[int]())
+        known = pool.helper_pids() | browser.pids(config) | (made.pids() if made is not None else set[int]())
         alive = pool.descendants(os.getpid())
         return cls(
             processes={pid: name for pid, name in alive.items() if pid not in known},

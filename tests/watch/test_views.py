@@ -47,7 +47,7 @@ def test_the_slow_rank_is_named_where_one_looks_for_it(slow_run: MadeUpRun) -> N
     first = blocks(record, "overview")
     assert "Rank 5 on host host-1 holds the step back" in first["What holds it back"]["verdicts"][0]["title"]
     assert first["Slowest ranks"]["table"]["rows"][0][:4] == ["5", "host-1", "pipeline 1, data 1", "forward"]
-    assert "Highest in the median is 5" in blocks(record, "ranks")["Ranks over steps"]["says"]
+    assert "Highest in the median is rank 5" in blocks(record, "ranks")["Ranks over steps"]["says"]
     one = blocks(record, "ranks", rank="5")["Rank 5 by phase"]
     forward = next(row for row in one["table"]["rows"] if row[0] == "forward")
     assert float(forward[3]) == pytest.approx(30, abs=2)

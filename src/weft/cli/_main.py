@@ -30,6 +30,7 @@ from weft.cli import (
     _replan,
     _trace,
     _train,
+    _watch,
 )
 from weft.cli._refuse_words import refuse_words
 from weft.errors import WeftError, did_you_mean
@@ -62,6 +63,7 @@ def build_app() -> App:
     app.command(_generate.generate)
     app.command(_export.export)
     app.command(_replan.replan)
+    app.command(_watch.watch)
     app.command(_migrate.migrate)
     app.command(_launch.launch)
     checkpoint = App(name="checkpoint", help="List, verify, compare and keep saved states.", help_format="plaintext")

@@ -34,14 +34,16 @@ def text(name: str, cells: Iterable[object]) -> TableColumn:
     return TableColumn(name, [UNKNOWN if cell is None or cell == "" else str(cell) for cell in cells])
 
 
-def number(name: str, values: Iterable[float | None], *, digits: int = _DIGITS, unit: str = "") -> TableColumn:
+def number(
+    name: str, values: Iterable[float | None], *, digits: int = _DIGITS, unit: str = "", least_decimals: int = 0
+) -> TableColumn:
     """Return a column of numbers with one and the same number of decimals: `digits` significant ones of the largest."""
     known = list(values)
     sizes = [abs(value) for value in known if value is not None and math.isfinite(value)]
     largest = max(sizes, default=0.0)
-    whole = all(float(size).is_integer() for size in sizes)
+    whole = not unit and all(float(size).is_integer() for size in sizes)
     decimals = 0 if whole else max(0, digits - 1 - (math.floor(math.log10(largest)) if largest else 0))
-    decimals = min(decimals, 6)
+    decimals = min(max(decimals, least_decimals), 6)
     # Zero is added so that what rounds to nothing has no sign.
     cells = [
         f"{round(value, decimals) + 0.0:,.{decimals}f}" if value is not None and math.isfinite(value) else UNKNOWN
@@ -54,7 +56,7 @@ def seconds(name: str, values: Iterable[float | None]) -> TableColumn:
     """Return a column of times, all in the unit of the largest."""
     known = list(values)
     unit, scale = time_scale(known)
-    return number(name, _scaled(known, scale), unit=unit)
+    return number(name, _scaled(known, scale), unit=unit, least_decimals=1)
 
 
 def memory(name: str, values: Iterable[float | None]) -> TableColumn:

@@ -85,7 +85,7 @@ def _lost(record: RunRecord) -> Block | None:
         number("steps done again", again),
         text("cause", [event.get("plan_change") or event.get("cause") for event in begins]),
     ]
-    says = f"{plural(len(begins), 'time')} the ranks began again; {plural(sum(again), 'step')} had to be done twice."
+    says = f"The ranks began again {plural(len(begins), 'time')}; {plural(sum(again), 'step')} had to be done twice."
     return block("table", "Generations", says, table(columns))
 
 

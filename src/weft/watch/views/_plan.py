@@ -149,7 +149,7 @@ def _terms(record: RunRecord) -> list[Block]:
                    + [_error(_total([term.planned for term in terms]), measured)], digits=2, unit="%"),
         ]
     )  # fmt: skip
-    return [drawn]
+    return [drawn | {"is_open": True}]
 
 
 def _total(values: Sequence[float | None]) -> float | None:

@@ -114,7 +114,7 @@ def _heat(record: RunRecord, window: StepWindow, metric: str, title: str, order:
     says = (
         f"{title[0].upper()}{title[1:]} of {plural(num_ranks, 'rank')} in {span_of_steps(window)}: a row is"
         f" {'a rank' if size == 1 else f'the largest of {size} ranks'}, a column a step. Highest in the median is"
-        f" {names[most]} ({usual[most]:.3g} {unit}), the median of all is {float(median(usual)):.3g} {unit}."
+        f" rank {names[most]} ({usual[most]:.3g} {unit}), the median of all is {float(median(usual)):.3g} {unit}."
     )
     top = np.argsort(-np.nan_to_num(usual, nan=-np.inf), kind="stable")[:64]
     shown = table(
@@ -250,7 +250,8 @@ def _map(record: RunRecord, excess: NDArray[Any], own: NDArray[Any] | None) -> B
     axes = " × ".join(f"{axis} {size}" for axis, size in facts.axes.items()) or "one rank"
     says = f"{plural(len(hosts), 'host')}, {plural(len(facts.ranks), 'rank')} ({axes}). A rank's colour is its own time"
     says += " against its peers' median: " + (
-        ", ".join(f"rank {rank} +{100 * excess[rank]:.0f} %" for rank in slow) + " stand out."
+        ", ".join(f"rank {rank} +{100 * excess[rank]:.0f} %" for rank in slow)
+        + (" stands out." if len(slow) == 1 else " stand out.")
         if slow
         else "none stands out by 10 %."
     )
@@ -290,7 +291,7 @@ def _axes(record: RunRecord, window: StepWindow) -> Block:
     ]  # fmt: skip
     far = [axis for axis in facts.axes if crossing[axis]]
     says = "The axes of the mesh, outermost first, and the time per step that ranks wait along each. "
-    says += f"{', '.join(far)} {'crosses' if len(far) == 1 else 'cross'} hosts." if far else "None crosses hosts."
+    says += f"Groups of {', '.join(far)} reach over several hosts." if far else "None reaches over several hosts."
     return block("table", "Axes", says, table(columns))
 
 

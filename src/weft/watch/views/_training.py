@@ -77,7 +77,7 @@ def _rates(record: RunRecord, rows: Sequence[StepRow]) -> list[Block]:
         tokens = facts.tokens_per_sample * facts.samples_per_step
         rates = [tokens / row.seconds if row.seconds > 0 else None for row in rows]
         says = f"Tokens per second of the whole job, {format_number(tokens)} per step."
-        shown.append(lines("Tokens per second", says, x, {"tokens/s": rates}, unit="1/s"))
+        shown.append(lines("Tokens per second", says, x, {"tokens/s": rates}))
     return shown
 
 

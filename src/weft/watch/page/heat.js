@@ -100,7 +100,7 @@ export function makeHeat(block, context) {
     if (!move) return undefined;
     event.preventDefault();
     const from = cursor || { row: 0, column: shown.x.length - 1 };
-    return show(cursor ? from.row + move[0] : from.row, cursor ? from.column + move[1] : from.column);
+    return show(from.row + move[0], from.column + move[1]);
   });
   fill();
   return {

@@ -75,6 +75,13 @@ TESTS: dict[str, str | tuple[str, ...]] = {
     "a request for another plan of a run that goes on": (
         "tests/run/supervise/test_replan.py::test_a_plan_that_does_not_fit_is_refused_and_the_run_goes_on",
     ),
+    "the dashboard (`weft watch`)": (
+        "tests/watch/test_server.py::test_only_who_has_the_token_is_answered",
+        "tests/watch/test_server.py::test_nothing_but_get_is_answered",
+        "tests/watch/test_server.py::test_a_foreign_host_is_refused",
+        "tests/watch/test_server.py::test_a_page_of_another_site_is_refused",
+        "tests/watch/test_pages.py::test_names_are_text_whatever_they_are",
+    ),
     "shared memory": ("tests/comm/test_shared_memory_arena.py::test_memory_that_is_not_there_is_no_bus_error",),
     "torch's data plane (Gloo, NCCL)": (
         "tests/run/launch/test_launch_function.py::test_ranks_listen_on_loopback_only",

@@ -47,7 +47,8 @@ def watch(
     print(f"open      {server.url}")
     if host not in ("127.0.0.1", "localhost", "::1"):
         print("          Whoever reads along on the network can read the token, too: an ssh tunnel keeps it private.")
-    print("          Ctrl-C ends it; the run goes on.", flush=True)
+    goes_on = "; the run goes on" if any(record.state == "running" for record in records) else ""
+    print(f"          Ctrl-C ends it{goes_on}.", flush=True)
     server.serve()
     for record in records:
         record.close()

@@ -65,9 +65,16 @@ def launch(
         logs=logs,
     )
     policies = policies_of(on_failure, max_restarts)
-    return SupervisedScript(
+    supervised = SupervisedScript(
         launched=launched, policies=policies, restarts_any=max_restarts is not None, resumes=resume
-    ).run()
+    )
+    if not launched.uses_weft:
+        return supervised.run()
+    from weft.watch.collector import Collecting
+
+    with Collecting(lambda: supervised.run_folder) as collecting:
+        supervised.rings = collecting.begin
+        return supervised.run()
 
 
 def mark_script(arguments: list[str]) -> list[str]:

@@ -8,6 +8,8 @@ from typing import Literal, cast
 
 from torch import Tensor
 
+from weft.events.ring import CollectiveSlot
+
 Operation = Literal[
     "all_reduce",
     "reduce_scatter",
@@ -41,6 +43,7 @@ class TraceEvent:
         "launched_ns",
         "num_bytes",
         "operation",
+        "slot",
         "wait_entered_ns",
         "wait_exited_ns",
     )
@@ -62,6 +65,8 @@ class TraceEvent:
         """Nanoseconds of all waits together."""
         self.is_future = False
         """Whether somebody has a future of it, for which waits are not seen, but those of DDP (`BackwardWaits`)."""
+        self.slot: CollectiveSlot | None = None
+        """Its record in the ring of this rank; None: it has none."""
 
     @property
     def is_over(self) -> bool:
@@ -78,6 +83,8 @@ class TraceEvent:
         if not self.is_done_exact:
             self.done_ns = at_ns or perf_counter_ns()
             self.is_done_exact = True
+            if self.slot is not None:
+                self.slot.done(self.done_ns)
 
     def enter_wait(self, *, is_over: bool = False) -> int:
         """Somebody begins to wait; `is_over` says that it ended before.  Returns what `exit_wait` wants."""
@@ -86,6 +93,8 @@ class TraceEvent:
             self.wait_entered_ns = now
         if is_over and not self.done_ns:
             self.done_ns = now
+        if self.slot is not None:
+            self.slot.waits(now)
         return now
 
     def exit_wait(self, entered_ns: int) -> None:
@@ -95,6 +104,8 @@ class TraceEvent:
         self.wait_exited_ns = now
         if not self.done_ns:
             self.done_ns, self.is_done_exact = now, True
+        if self.slot is not None:
+            self.slot.waited(self.done_ns, self.exposed_ns)
 
     def waited(self, since_ns: int, until_ns: int) -> int:
         """It was waited for inside a stretch of time that it did not outlast; returns when that wait was over."""
@@ -102,6 +113,9 @@ class TraceEvent:
         self.wait_entered_ns = max(since_ns, self.launched_ns)
         self.wait_exited_ns = min(max(self.wait_entered_ns, self.done_ns), until_ns)
         self.exposed_ns = self.wait_exited_ns - self.wait_entered_ns
+        if self.slot is not None:
+            self.slot.waits(self.wait_entered_ns)
+            self.slot.waited(self.done_ns, self.exposed_ns)
         return self.wait_exited_ns
 
 

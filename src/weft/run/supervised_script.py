@@ -127,6 +127,8 @@ class SupervisedScript:
     """What is set for its session; None: it has its own way."""
     fork_server: ForkServer | None = None
     """Forks the ranks; by default one is started."""
+    rings: Callable[[int], Path | None] = lambda number: None
+    """Returns the folder in which the ranks of a generation record what they do; None: nothing is recorded."""
     _run: RunFolder | None = None
     """Folder of the session's run, once it has told."""
     _session: SessionReport = field(default_factory=SessionReport)
@@ -233,6 +235,7 @@ class SupervisedScript:
             prepare=prepare,
             conclude=self._look,
             starts_again=self._starts_again,
+            rings=self.rings(number),
         )
 
     def _fork_server(self) -> ForkServer:
@@ -242,6 +245,11 @@ class SupervisedScript:
             threads = launched.threads or max(1, (os.cpu_count() or 1) // launched.num_processes)
             self.fork_server = self._open.enter_context(ForkServer(threads_per_rank=threads))
         return self.fork_server
+
+    @property
+    def run_folder(self) -> Path | None:
+        """Folder of the session's run, once it has told."""
+        return None if self._run is None else self._run.path
 
     # ── what the session has told ─────────────────────────────────────────────────────────────────────────────────────
 

@@ -4,7 +4,7 @@ Columns of a step's matrix (`weft.watch.store`), all in seconds but memory:
 
 - `start`: begin of the step after that of the rank that began first; `wall`: the whole step.
 - States, which sum to `wall`: `compute`, `communication` (exposed), `bubble`, `input`, `checkpoint`, `idle`.
-  `descheduled` is the part of `compute` in which the rank's thread was on no processor.
+  `descheduled` is the part of `compute` in which the rank's thread was ready to run and had no processor.
 - `phase:<name>`: time of each phase, waits inside included; they sum to `wall`.  `waits:<name>`: exposed waits for
   other ranks inside of it, so that phase − waits is the rank's own time.
 - `exposed:<axis>`, `total:<axis>`: time inside waits, and from launch to end, of the collectives of a mesh axis.
@@ -24,13 +24,16 @@ from weft.watch.store import Matrix, StepWindow
 
 STATES = ("compute", "communication", "bubble", "input", "checkpoint", "idle")
 """Columns that sum to `wall`."""
-PHASES = ("data_wait", "forward", "backward", "forward_backward", "reduce_wait", "optimizer")
+ACTIONS = ("forward", "backward", "weights")
+"""What microbatches do inside of `forward_backward`; `weights` are passes of schedules that split the backward."""
+PHASES = ("data_wait", *ACTIONS, "forward_backward", "reduce_wait", "optimizer")
 """Phases of every step, in their order; further ones (of techniques, `checkpoint`, `evaluation`) come behind, and
 `other` last.  `forward_backward` is what its microbatches' forwards and backwards leave of it."""
 PHASE_TITLES: Mapping[str, str] = {
     "data_wait": "waiting for data",
     "forward": "forward",
     "backward": "backward",
+    "weights": "gradients of weights",
     "forward_backward": "between forwards and backwards",
     "reduce_wait": "reducing gradients",
     "optimizer": "optimizer",
@@ -39,6 +42,11 @@ PHASE_TITLES: Mapping[str, str] = {
     "other": "outside of phases",
 }
 """Names of phases, as a reader is shown them."""
+
+
+def phase_title(name: str) -> str:
+    """Return what a reader is shown of a phase; a technique's phase has its own name."""
+    return PHASE_TITLES.get(name, name or "between phases")
 
 
 class StepFrontier(NamedTuple):
@@ -85,112 +93,182 @@ def own_times(window: StepWindow, phases: Sequence[str]) -> Matrix:
     return np.maximum(np.stack(times, axis=2), 0.0)
 
 
-class RankStep(NamedTuple):
-    """One step of one rank, as its ring has it.  Times in nanoseconds of the host's monotonic clock."""
+STEP = np.dtype([("step", "<i8"), ("start_ns", "<i8"), ("end_ns", "<i8"), ("memory_bytes", "<i8")])
+"""One step of one rank, on the host's monotonic clock."""
 
-    step: int
-    start_ns: int
-    end_ns: int
-    memory_bytes: int
+
+class RankRecords(NamedTuple):
+    """What one rank recorded in consecutive steps."""
+
+    steps: NDArray[Any]
+    """Records with the fields of `STEP`, in their order."""
     spans: NDArray[Any]
-    """Records with `name`, `start_ns`, `duration_ns`, `own_ns`, `cpu_ns`, in the order of their ends."""
+    """Records with `name`, `start_ns`, `duration_ns`, `own_ns` and `cpu_ns`, of these steps and perhaps others."""
     collectives: NDArray[Any]
-    """Records of `weft.watch.store.COLLECTIVE` whose wait ended, or that were launched, in this step."""
+    """Records of `weft.watch.store.COLLECTIVE`, of these steps and perhaps others."""
+    names: Sequence[str]
+    """Names that the records' indexes point into."""
 
 
-def account(step: RankStep, span_names: Sequence[str], axes: Sequence[str], *, has_pipeline: bool) -> dict[str, float]:
-    """Return the values of a rank's step by column, but `start`."""
-    wall = max(step.end_ns - step.start_ns, 0)
-    spans, collectives = step.spans, step.collectives
-    own = np.zeros(len(span_names), dtype=np.int64)
-    np.add.at(own, spans["name"], spans["own_ns"])
-    inside = _innermost(spans, collectives["waited_ns"])
-    waits = np.zeros(len(span_names) + 1, dtype=np.int64)  # the last one: in no span
-    np.add.at(waits, np.where(inside >= 0, spans["name"][inside] if len(spans) else 0, len(span_names)),
-              collectives["exposed_ns"])  # fmt: skip
-    values: dict[str, float] = {"wall": wall / 1e9}
-    for index, name in enumerate(span_names):
-        values[f"phase:{name}"] = own[index] / 1e9
-        # Waits that overlap in two threads may sum to more than the phase, which has one.
-        values[f"waits:{name}"] = min(waits[index], own[index]) / 1e9
-    rest = max(wall - int(own.sum()), 0)
-    values["phase:other"], values["waits:other"] = rest / 1e9, min(int(waits[-1]), rest) / 1e9
-    for index, axis in enumerate(axes):
-        mine = collectives[collectives["axis"] == index]
-        values[f"exposed:{axis}"] = float(mine["exposed_ns"].sum()) / 1e9
-        ended = mine[mine["done_ns"] > 0]
-        values[f"total:{axis}"] = float((ended["done_ns"] - ended["launched_ns"]).sum()) / 1e9
-    values |= _bubble(step, span_names, axes) if has_pipeline else {}
-    return {**values, **_states(values), "descheduled": _descheduled(step, span_names), "memory": step.memory_bytes}
+def account(
+    records: RankRecords, axes: Sequence[str], *, has_pipeline: bool, delay_share: float | None = None
+) -> dict[str, NDArray[np.float64]]:
+    """Return the columns of a rank's steps but `start`, each of shape (steps,).
+
+    `delay_share` is the share of these steps' time in which the rank's thread was ready to run and had no processor;
+    None where the system does not say: then it is what the thread was not on one, without waits for ranks.
+    """
+    steps, names = records.steps, records.names
+    starts, ends = steps["start_ns"], steps["end_ns"]
+    spans, span_steps = _in_steps(records.spans, records.spans["start_ns"], starts, ends)
+    waits, wait_steps = _in_steps(records.collectives, records.collectives["waited_ns"], starts, ends)
+    used = [index for index in np.unique(spans["name"]).tolist() if names[index] not in _TITLES_APART]
+    wall = (ends - starts) / 1e9
+    own = _sums(len(steps), len(names), span_steps, spans["name"], spans["own_ns"])
+    actions = [index for index in used if names[index] in ACTIONS]
+    if "forward_backward" in names:  # what its actions leave of it
+        around = list(names).index("forward_backward")
+        own[:, around] = np.maximum(own[:, around] - own[:, actions].sum(axis=1), 0.0)
+    inside = _innermost(spans, np.isin(spans["name"], actions), waits["waited_ns"])
+    holders = np.where(inside >= 0, spans["name"][inside] if len(spans) else 0, len(names))
+    waited = _sums(len(steps), len(names) + 1, wait_steps, holders, waits["exposed_ns"])
+    values: dict[str, NDArray[np.float64]] = {"wall": wall}
+    for index in used:
+        values[f"phase:{names[index]}"] = own[:, index]
+        # Waits in two threads may overlap: the phase has no more time than it has.
+        values[f"waits:{names[index]}"] = np.minimum(waited[:, index], own[:, index])
+    values["phase:other"] = np.maximum(wall - own.sum(axis=1), 0.0)
+    values["waits:other"] = np.minimum(waited[:, -1], values["phase:other"])
+    _axis_columns(values, records, axes, waits, wait_steps)
+    if has_pipeline:
+        computing = np.isin(spans["name"], actions)
+        _bubble(values, spans[computing], span_steps[computing], waits, wait_steps, names)
+    _states(values)
+    if delay_share is None:
+        _descheduled(values, spans, span_steps, waits, wait_steps, inside)
+    else:
+        values["descheduled"] = np.minimum(delay_share * wall, values["compute"])
+    values["memory"] = steps["memory_bytes"].astype(np.float64)
+    return values
 
 
-def _innermost(spans: NDArray[Any], moments: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the index of the innermost span that is open at each moment; −1: none."""
-    if not len(spans):
-        return np.full(len(moments), -1, dtype=np.int64)
-    order = np.argsort(spans["start_ns"], kind="stable")
-    starts, ends = spans["start_ns"][order], (spans["start_ns"] + spans["duration_ns"])[order]
+_TITLES_APART = ("…",)
+
+
+def _in_steps(
+    records: NDArray[Any], moments: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return the records whose moment lies in a step, and the index of that step."""
     at = np.searchsorted(starts, moments, side="right") - 1
-    # The span that began last before a moment holds it, or is over: then one that began earlier may still be open.
-    # Spans nest a few deep, so that walking back a few steps past siblings finds it, or there is none.
+    keep = (at >= 0) & (moments <= ends[at]) if len(ends) else np.zeros(len(records), dtype=bool)
+    return records[keep], at[keep]
+
+
+def _sums(
+    num_steps: int, num_kinds: int, steps: NDArray[np.int64], kinds: NDArray[Any], nanoseconds: NDArray[Any]
+) -> NDArray[np.float64]:
+    """Return seconds by step and kind."""
+    flat = np.bincount(steps * num_kinds + kinds, weights=nanoseconds, minlength=num_steps * num_kinds)
+    return flat.reshape(num_steps, num_kinds) / 1e9
+
+
+def _innermost(spans: NDArray[Any], is_action: NDArray[np.bool_], moments: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the index of the innermost span that is open at each moment; −1: none.
+
+    Actions hold no other spans of a step, so they are looked at first.  The others nest a few deep.
+    """
     best = np.full(len(moments), -1, dtype=np.int64)
-    for index, place in enumerate(at):
-        while place >= 0:
-            if moments[index] <= ends[place]:
-                best[index] = order[place]
-                break
-            place -= 1
+    for kind, most in ((is_action, 1), (~is_action, 8)):
+        order = np.flatnonzero(kind)
+        order = order[np.argsort(spans["start_ns"][order], kind="stable")]
+        starts = spans["start_ns"][order]
+        ends = starts + spans["duration_ns"][order]
+        at = np.searchsorted(starts, moments, side="right") - 1
+        # The span that began last before a moment holds it, or is over: then one that began before may still be open.
+        for _ in range(most):
+            holds = (best < 0) & (at >= 0)
+            holds[holds] = moments[holds] <= ends[at[holds]]
+            best[holds] = order[at[holds]]
+            at -= 1
     return best
 
 
-def _bubble(step: RankStep, span_names: Sequence[str], axes: Sequence[str]) -> dict[str, float]:
+def _axis_columns(
+    values: dict[str, NDArray[np.float64]],
+    records: RankRecords,
+    axes: Sequence[str],
+    waits: NDArray[Any],
+    wait_steps: NDArray[np.int64],
+) -> None:
+    """Add the time in waits and from launch to end, by mesh axis."""
+    steps, names = records.steps, list(records.names)
+    launched, launch_steps = _in_steps(
+        records.collectives, records.collectives["launched_ns"], steps["start_ns"], steps["end_ns"]
+    )
+    for axis in axes:
+        number = names.index(axis) if axis in names else -1
+        mine = waits["axis"] == number
+        exposed = np.bincount(wait_steps[mine], weights=waits["exposed_ns"][mine], minlength=len(steps))
+        ended = (launched["axis"] == number) & (launched["done_ns"] > 0)
+        took = (launched["done_ns"] - launched["launched_ns"])[ended]
+        total = np.bincount(launch_steps[ended], weights=took, minlength=len(steps))
+        values[f"exposed:{axis}"], values[f"total:{axis}"] = exposed / 1e9, total / 1e9
+
+
+def _bubble(
+    values: dict[str, NDArray[np.float64]],
+    computing: NDArray[Any],
+    computing_steps: NDArray[np.int64],
+    waits: NDArray[Any],
+    wait_steps: NDArray[np.int64],
+    names: Sequence[str],
+) -> None:
     """Split the time in which a pipeline's rank had nothing to compute: before its first microbatch, after its last
     one, and in between, where stages are not equally long."""
-    actions = [index for index, name in enumerate(span_names) if name in ("forward", "backward")]
-    computing = step.spans[np.isin(step.spans["name"], actions)]
-    if not len(computing):
-        return {}
-    first, last = computing["start_ns"].min(), (computing["start_ns"] + computing["duration_ns"]).max()
-    pipeline = axes.index("pipeline") if "pipeline" in axes else -1
-    world = axes.index("world") if "world" in axes else -1
-    waits = step.collectives[np.isin(step.collectives["axis"], [pipeline, world])]
-    own, agreement = waits[waits["axis"] == pipeline], waits[waits["axis"] == world]
-    before = own["waited_ns"] < first
-    after = own["waited_ns"] >= last
+    num_steps = len(values["wall"])
+    first = np.full(num_steps, np.iinfo(np.int64).max)
+    last = np.zeros(num_steps, dtype=np.int64)
+    np.minimum.at(first, computing_steps, computing["start_ns"])
+    np.maximum.at(last, computing_steps, computing["start_ns"] + computing["duration_ns"])
+    pipeline = waits["axis"] == (list(names).index("pipeline") if "pipeline" in names else -1)
     # The ranks of all stages meet in the agreement behind their last backwards: who comes early waits there.
-    drain = own["exposed_ns"][after].sum() + agreement["exposed_ns"][agreement["waited_ns"] >= last].sum()
-    return {
-        "bubble:fill": float(own["exposed_ns"][before].sum()) / 1e9,
-        "bubble:drain": float(drain) / 1e9,
-        "bubble:imbalance": float(own["exposed_ns"][~before & ~after].sum()) / 1e9,
-    }
+    world = waits["axis"] == (list(names).index("world") if "world" in names else -1)
+    before = pipeline & (waits["waited_ns"] < first[wait_steps])
+    after = (pipeline | world) & (waits["waited_ns"] >= last[wait_steps])
+    for name, mine in (("fill", before), ("drain", after), ("imbalance", pipeline & ~before & ~after)):
+        exposed = np.bincount(wait_steps[mine], weights=waits["exposed_ns"][mine], minlength=num_steps)
+        values[f"bubble:{name}"] = exposed / 1e9
 
 
-def _states(values: Mapping[str, float]) -> dict[str, float]:
-    wall = values["wall"]
-    bubble = sum(value for name, value in values.items() if name.startswith("bubble:"))
-    waits = sum(value for name, value in values.items() if name.startswith("waits:"))
-    apart = ("data_wait", "checkpoint", "evaluation", "other")
-    input_seconds = values.get("phase:data_wait", 0.0) - values.get("waits:data_wait", 0.0)
-    checkpoint = sum(values.get(f"phase:{name}", 0.0) - values.get(f"waits:{name}", 0.0) for name in apart[1:3])
-    idle = values["phase:other"] - values["waits:other"]
-    bubble = min(bubble, waits)
-    compute = wall - waits - input_seconds - checkpoint - idle
-    return {
-        "compute": max(compute, 0.0),
-        "communication": waits - bubble,
-        "bubble": bubble,
-        "input": input_seconds,
-        "checkpoint": checkpoint,
-        "idle": idle,
-    }
+def _states(values: dict[str, NDArray[np.float64]]) -> None:
+    """Add the states, which sum to the step."""
+    nothing = np.zeros(len(values["wall"]))
+
+    def own(phase: str) -> NDArray[np.float64]:
+        return values.get(f"phase:{phase}", nothing) - values.get(f"waits:{phase}", nothing)
+
+    waits = sum((column for name, column in values.items() if name.startswith("waits:")), nothing)
+    bubble = sum((column for name, column in values.items() if name.startswith("bubble:")), nothing)
+    bubble = np.minimum(bubble, waits)
+    apart = {"input": own("data_wait"), "checkpoint": own("checkpoint") + own("evaluation"), "idle": own("other")}
+    values["compute"] = np.maximum(values["wall"] - waits - sum(apart.values(), nothing), 0.0)
+    values["communication"], values["bubble"] = waits - bubble, bubble
+    values |= apart
 
 
-def _descheduled(step: RankStep, span_names: Sequence[str]) -> float:
-    """Return the seconds in spans of computing in which the thread was neither on a processor nor waited for ranks."""
-    spans = step.spans[step.spans["cpu_ns"] >= 0]
-    if not len(spans):
-        return 0.0
-    lost = int((spans["duration_ns"] - spans["cpu_ns"]).sum())
-    inside = _innermost(spans, step.collectives["waited_ns"]) >= 0
-    return max(lost - int(step.collectives["exposed_ns"][inside].sum()), 0) / 1e9
+def _descheduled(
+    values: dict[str, NDArray[np.float64]],
+    spans: NDArray[Any],
+    span_steps: NDArray[np.int64],
+    waits: NDArray[Any],
+    wait_steps: NDArray[np.int64],
+    inside: NDArray[np.int64],
+) -> None:
+    """Add the seconds in which the thread that computes was neither on a processor nor waited for ranks."""
+    num_steps = len(values["wall"])
+    asked = spans["cpu_ns"] >= 0
+    off = np.bincount(span_steps[asked], weights=(spans["duration_ns"] - spans["cpu_ns"])[asked], minlength=num_steps)
+    held = inside >= 0
+    held[held] = spans["own_ns"][inside[held]] >= 0  # waits outside of spans are none of computing
+    waited = np.bincount(wait_steps[held], weights=waits["exposed_ns"][held], minlength=num_steps)
+    values["descheduled"] = np.minimum(np.maximum(off - waited, 0.0) / 1e9, values["compute"])

@@ -219,6 +219,13 @@ class TelemetryWriter:
         self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").close()
         self._database.close()
 
+    def newest_generation(self) -> int:
+        """Return the number of the newest generation that has steps or facts; 0: there is none."""
+        (number,) = self._database.execute(
+            "SELECT max(coalesce((SELECT max(number) FROM generation), 0), coalesce(max(generation), 0)) FROM step"
+        ).fetchone()
+        return int(number or 0)
+
     def generation(self, facts: GenerationFacts) -> None:
         """Add, or replace, what is known of a generation."""
         text = json.dumps(_plain(facts), allow_nan=False)
@@ -226,22 +233,8 @@ class TelemetryWriter:
 
     def step(self, row: StepRow) -> None:
         """Add a step; one that was repeated after a failure belongs to another generation."""
-        self._database.execute(
-            "REPLACE INTO step VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                row.generation,
-                row.step,
-                row.num_steps,
-                row.unix_time,
-                row.seconds,
-                row.loss,
-                row.gradient_norm,
-                row.learning_rate,
-                row.loss_scale,
-                row.count,
-                row.skipped,
-            ),
-        )
+        values = [getattr(row, name) for name in StepRow.__dataclass_fields__]
+        self._database.execute(f"REPLACE INTO step VALUES ({', '.join('?' * len(values))})", values)
 
     def part(self, generation: int, step: int, first_rank: int, columns: Sequence[str], matrix: Matrix) -> None:
         """Add what the ranks of one host did in a step: shape (ranks, columns)."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.watch.accounting import PHASE_TITLES, frontier, own_times, phase_names
+from weft.watch.accounting import frontier, own_times, phase_names, phase_title
 from weft.watch.store import GenerationFacts, StepWindow
 
 LEAST_STEPS = 5
@@ -106,12 +106,12 @@ def _slow_ranks(window: StepWindow, facts: GenerationFacts, step: float) -> Iter
         for place, phase in np.argwhere((excess > _LEAST_SHARE * step) & (excess > 2 * spread) & (excess > 5e-4)):
             slower = float(np.mean((mine - usual)[:, place, phase] > 0.5 * excess[place, phase]))
             seconds, name = float(excess[place, phase]), phases[phase]
-            if slower < 0.6:
+            if slower < 0.75:
                 continue
             rank = int(peers[place])
             title = (
                 f"Rank {rank}{_where(facts, rank)} holds the step back by {_seconds(seconds)} in its phase"
-                f" “{PHASE_TITLES.get(name, name)}”."
+                f" “{phase_title(name)}”."
             )
             evidence = (
                 f"its own time there is {_seconds(float(np.nanmedian(mine[:, place, phase])))} in the median of"
@@ -159,7 +159,7 @@ def _busy_cores(window: StepWindow, facts: GenerationFacts, step: float) -> Iter
             f" without a processor for {_seconds(seconds)} per step.",
             seconds=seconds, share=seconds / step, confidence=_confidence(len(window.steps), 1.0),
             num_steps=len(window.steps), ranks=() if len(ranks) == len(lost) else tuple(map(int, ranks)),
-            evidence=("wall time less processor time of the thread that computes",),
+            evidence=("time in which the thread that computes was ready to run, by the system's scheduler",),
             next="Run fewer ranks or fewer threads than the host has free cores (compute.threads_per_rank), or stop"
             " what else runs there.",
         )  # fmt: skip
@@ -255,3 +255,59 @@ def _few(ranks: Sequence[int] | Any, most: int = 8) -> str:
 
 def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms" if value >= 1e-3 else f"{1e6 * value:.0f} µs"
+
+
+def judge_stall(
+    live: Mapping[int, Mapping[str, Any]],
+    facts: GenerationFacts,
+    *,
+    stalled_seconds: float,
+    step_seconds: Sequence[float],
+) -> RunVerdict | None:
+    """Return that the run makes no step, and for which rank the others wait; None where it goes on.
+
+    `live` are the states of `TelemetryWriter.live`; `step_seconds` those of the latest steps.  A rank that waits in a
+    collective is not to blame, unless its process is stopped.
+    """
+    states = {rank: state for rank, state in live.items() if state["has_begun"] and not state["has_ended"]}
+    limit = max(5.0, 3.0 * float(np.quantile(step_seconds, 0.99))) if len(step_seconds) else 30.0
+    if not states or len(states) < len(live) or stalled_seconds < limit:
+        return None
+    missing = _missing(states)
+    waiting = [state["open"] for rank, state in states.items() if rank not in missing and state["open"] is not None]
+    inside = waiting[0] if waiting else None
+    collective = f" in {inside['operation']} of the {inside['axis']} axis" if inside else ""
+    if not missing:
+        title = f"No step for {_seconds(stalled_seconds)}: which rank holds the others up is not known."
+    else:
+        stopped = all(states[rank].get("is_stopped") for rank in missing)
+        who = f"Rank {missing[0]}{_where(facts, missing[0])}" if len(missing) == 1 else f"Ranks {_few(missing)}"
+        what = ("is" if len(missing) == 1 else "are") + (" stopped (SIGSTOP)" if stopped else " in no collective")
+        title = f"No step for {_seconds(stalled_seconds)}: {who} {what}; the others wait{collective}."
+    phases = sorted({f"{states[rank]['phase'] or 'between phases'}" for rank in missing})
+    return RunVerdict(
+        kind="hang", title=title, seconds=stalled_seconds, share=1.0, num_steps=0,
+        confidence="high" if len(missing) == 1 else "medium" if missing else "low", ranks=tuple(missing),
+        phase=phases[0] if len(phases) == 1 else "", axis=inside["axis"] if inside else "",
+        evidence=(
+            *(f"rank {rank}: step {states[rank]['step'] + 1}, {phase_title(states[rank]['phase'])}"
+              for rank in missing[:4]),
+            f"{len(waiting)} of {len(states)} ranks wait in a collective",
+        ),
+        next="Look at its stack: weft watch shows it on the page Hang; the supervisor ends the run, or starts it again,"
+        " by its policy for hangs.",
+    )  # fmt: skip
+
+
+def _missing(states: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """Return the ranks that the others wait for."""
+    stopped = [rank for rank, state in states.items() if state.get("is_stopped")]
+    if stopped:
+        return stopped
+    outside = [rank for rank, state in states.items() if state["open"] is None]
+    if outside and len(outside) < len(states):
+        return outside
+    # All wait, and not all in the same collective: those that are behind in it hold the others up.
+    behind = min(state["step"] for state in states.values())
+    late = [rank for rank, state in states.items() if state["step"] == behind]
+    return late if len(late) < len(states) else []

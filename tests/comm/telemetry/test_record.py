@@ -9,6 +9,7 @@ import timeit
 import pytest
 
 from weft.comm.telemetry import PHASES, Recorder
+from weft.events.ring import Capacities, RankRing
 
 
 def test_spans_add_up_to_the_step() -> None:
@@ -55,7 +56,7 @@ def test_spans_close_when_an_error_passes() -> None:
 
 
 def test_only_the_latest_spans_are_kept() -> None:
-    recorder = Recorder(keep=3)
+    recorder = Recorder(ring=RankRing.private(Capacities(spans=3)))
     for name in ("a", "b", "c", "d", "e"):
         with recorder.span(name):
             pass

@@ -170,19 +170,20 @@ class PreparedModel:
         )
         shards, order = self._parallel.stores.shards, [*planned.groups]
         self._optimizer = UserOptimizer(optimizer, shards, order=order, whole=cuts != "anywhere", guard=self._guard)
-        self._recorder = Recorder(progress=parts.recorded.progress)
+        self._recorder = Recorder(progress=parts.recorded.progress, ring=parts.recorded.ring)
         self._training = begin_training(recipe, self._parallel, self._optimizer, None, self._recorder, nominal_count)
         if parts.proof is not None:
             parts.proof.check(self._training, self._guard, self._recorder, self._loss)
         self._rounds = parts.rounds.of(self._training, self._name, self._guard)
         self._run = parts.recorded.run
-        self._reporter = StepReporter(self._run, self._recorder, self._parallel)
+        self._samples_per_step = recipe.batch.global_batch_size
+        self._reporter = StepReporter(self._run, self._recorder, self._training)
         self._supervised = parts.recorded.supervised
         self._is_to_go_on = self._can_go_on and self._supervised is not None and self._supervised.goes_on
         """Whether an earlier generation's save is still to be taken up."""
         self._has_gone_on = False
         if not self._is_to_go_on:
-            self._reporter.start(0, None)
+            self._reporter.start(0, None, recipe.batch.global_batch_size)
         self._steps, self._attached = 0, StatefulObjects(ATTACHED)
         self._frozen = [name for name, value in blueprint.module.named_parameters() if not value.requires_grad]
         durable = parts.recorded.checkpointer(mesh)
@@ -312,7 +313,7 @@ class PreparedModel:
         """Go on where a save was made, whose model was filled."""
         self._go_on(state)
         self._steps = cast(int, state["steps"])
-        self._reporter.start(self._steps, None)
+        self._reporter.start(self._steps, None, self._samples_per_step)
 
     @contextmanager
     def frozen(self) -> Generator[nn.Module]:
@@ -339,6 +340,7 @@ class PreparedModel:
             self._run.emit(EndEvent(step=self._steps, stopped=False))
             if self._recorder.progress is not None:
                 self._recorder.progress.end()
+            self._recorder.ring.end()
         finally:  # whatever a callback raises
             if self._ledger is not None:
                 self._ledger.close()

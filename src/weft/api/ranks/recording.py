@@ -25,6 +25,7 @@ from weft.errors import LaunchError, WeftError
 from weft.events import Emitted, Event, Listening, OnEvent, Run, RunFolder, Track, loggers_to, sinks_of
 from weft.events.folder_lock import FolderLock
 from weft.events.progress import ProgressRow
+from weft.events.ring import RankRing
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.checkpoint.tiers import TieredCheckpointer
 from weft.run.launch import RankInfo
@@ -89,6 +90,8 @@ class ModelRun:
     lock: FolderLock
     progress: ProgressRow | None = None
     """Where the launcher reads how far the model's loop is; None: without a launcher, or for further models."""
+    ring: RankRing | None = None
+    """Where the run's collector reads what this rank does; None: nothing collects it, or for further models."""
     supervised: SupervisedSession | None = None
     """The session's part in a job that is started again; None where it is not, or for further models."""
     keeps_ledger: bool = False
@@ -174,9 +177,15 @@ class SessionRuns:
         self._runs.append(run)
         if number == 1:
             given = self.supervised
-            progress = self._rank_info.progress_row() if given is None else given.progress()
-            supervised = self.supervised if self._record else None
-            return ModelRun(own, self._called(run, number), lock, progress, supervised, self.keeps_ledger)
+            return ModelRun(
+                own,
+                self._called(run, number),
+                lock,
+                self._rank_info.progress_row() if given is None else given.progress(),
+                self._rank_info.open_ring(logger.warning) if self._record else None,
+                given if self._record else None,
+                self.keeps_ledger,
+            )
         if self.supervised is not None:
             self.supervised.prepared_another()
         return ModelRun(own, self._called(run, number), lock, keeps_ledger=self.keeps_ledger)

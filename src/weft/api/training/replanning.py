@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from weft.api.planning.describe import describe_blueprint
 from weft.api.planning.first_looks import branches_by_first_looks, refuse_by_first_looks
 from weft.api.training.step_times import StepTimes
 from weft.comm.device import backend_for, device_for_rank
 from weft.config.cluster import Cluster
-from weft.config.plan import ModelFacts, Plan, complete_plan, over_ranks
+from weft.config.plan import ModelFacts, Plan, complete_plan, over_ranks, parse_plan
 from weft.config.recipe import Recipe
 from weft.model.blueprint import Blueprint
 from weft.model.profile import Profile
+from weft.planning.price import CostModel
 from weft.planning.search import BetterPlan, better_plan, plan_for_devices
 from weft.run.data import PreparedData
 from weft.run.launch import threads_of_user
 from weft.techniques.check import check_plan, check_runnable
+from weft.techniques.cost_terms import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,19 @@ class Replanner:
         now, earlier = steps.read()
         better = better_plan(now, earlier, recipe=recipe, facts=self.facts, profile=self._profile, cluster=self.cluster)
         return better, *self._completed(better.plan, is_chosen=True)
+
+    def predicted(self, plan: str) -> dict[str, Any]:
+        """Return what is predicted for a plan (TOML), as a run's telemetry has it
+        (`weft.watch.store.GenerationFacts.predicted`)."""
+        cost_model = CostModel(self._profile, self.cluster)
+        prediction = cost_model.predict(Layout.of(parse_plan(plan)), exact=True, spans=True)
+        return {
+            "seconds": asdict(prediction.time),
+            "spread": prediction.spread,
+            "memory": [{**stage.kinds._asdict(), "device": stage.device} for stage in prediction.stages],
+            "usable_bytes": prediction.usable_bytes,
+            "spans": [[s.rank, s.kind, s.chunk, s.microbatch, s.start, s.stop] for s in prediction.spans],
+        }
 
     @property
     def _profile(self) -> Profile:

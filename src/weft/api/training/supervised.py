@@ -45,6 +45,7 @@ from weft.run.supervise import (
 )
 from weft.run.supervise.replan import PlanRequest
 from weft.techniques.check import mesh_sizes
+from weft.watch.collector import Collecting
 
 if TYPE_CHECKING:
     from weft.run.checkpoint.store_tier import StoreSaves
@@ -111,6 +112,7 @@ class SupervisedTraining:
             SupervisorSignals() if self.hosts is None else nullcontext(self.hosts.signals) as signals,
             self._saves() as (memory, store),
             LossBoard.temporary(self.recipe.run.steps, memory) as losses,
+            Collecting(lambda: self.run.path, self.replanner.predicted) as collecting,
         ):
             if store is not None:
                 store.begin(resumes=resumes)
@@ -144,8 +146,9 @@ class SupervisedTraining:
                 steps.begin(self.plan)
                 if store is not None and number > 1 and resumes:
                     store.bring_newest()
+                rings = collecting.begin(number) if self.recipe.run.telemetry else None
                 return self._generation(
-                    number, resumes, str(losses.path), peak_flops, memory, next_signal, failure_seconds
+                    number, resumes, str(losses.path), peak_flops, memory, next_signal, failure_seconds, rings
                 )
 
             end, reason = supervisor.run(start, resumes=resumes)
@@ -264,6 +267,7 @@ class SupervisedTraining:
         memory: Path | None,
         next_signal: Callable[[], signal.Signals | None],
         failure_seconds: float,
+        rings: Path | None,
     ) -> JobEnd:
         """Start the ranks of a generation, and return how they ended."""
         if number > 1:
@@ -298,6 +302,7 @@ class SupervisedTraining:
             hang_limits=HangLimits(hang_seconds, compute.timeout_seconds, self._peers()),
             memory=memory,
             signal_to_send=next_signal,
+            rings=rings,
         )
 
     def _look_for_spike(self, spikes: LossSpikeWatch, losses: LossBoard) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.comm.trace_event import TraceEvent
+from weft.events.ring import RankRing
 
 
 @dataclass(slots=True)
@@ -61,8 +62,9 @@ class CollectiveLog:
     is known; one of which nothing more is heard is given up when `keep` later ones have come, and counted as `lost`.
     """
 
-    def __init__(self, *, keep: int = 16_384) -> None:
-        """Keep the latest `keep` that ended, and as many that did not."""
+    def __init__(self, *, keep: int = 16_384, ring: RankRing | None = None) -> None:
+        """Keep the latest `keep` that ended, and as many that did not.  `ring` gets all of them, too."""
+        self._ring = ring
         self._open: deque[TraceEvent] = deque()
         self._latest: deque[TraceEvent] = deque(maxlen=keep)
         self._sums: dict[str, Traffic] = {}
@@ -78,6 +80,8 @@ class CollectiveLog:
         """A collective was launched."""
         with self._counting:
             self._launched[seen.axis, seen.operation, seen.num_bytes] += 1
+            if self._ring is not None:
+                seen.slot = self._ring.launched(seen.axis, seen.operation, seen.num_bytes, seen.launched_ns)
         self._open.append(seen)
         if len(self._open) > self._keep:
             with self._sweeping:

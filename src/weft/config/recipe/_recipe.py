@@ -347,6 +347,8 @@ class RunRecipe:
     ledger: bool = False
     """Keep which samples were in each step, in `ledger/` of the run's folder; `weft data ledger` proves by it that each
     sample of an epoch was used once, whatever failed."""
+    telemetry: bool = True
+    """Record where the time of every step goes on every rank, in `telemetry.sqlite` of the run's folder."""
     on_failure: OnFailure = field(default_factory=OnFailure)
     """`[run.on_failure]`: what the run does when something fails."""
 

@@ -12,19 +12,22 @@ import torch.distributed as dist
 from weft.comm.device import peak_memory_bytes
 from weft.comm.telemetry import Recorder
 from weft.events import CollectiveEvent, MemoryEvent, MessageEvent, PhaseEvent, Run, StartEvent, StepEvent
+from weft.events.ring import StepScalars
 from weft.formatting import format_number
+from weft.run.engine._rank_facts import RankFacts
+from weft.run.engine._setup import TrainingState
 from weft.run.engine._throughput import ThroughputMeter, measure_peak_flops
-from weft.techniques.build import ParallelModel
 
 
 class StepReporter:
     """Says on one rank how its loop goes: every step, from time to time what the last of them took, and what is none of
     a step."""
 
-    def __init__(self, run: Run, recorder: Recorder, model: ParallelModel) -> None:
+    def __init__(self, run: Run, recorder: Recorder, training: TrainingState) -> None:
         self._run = run
         self._recorder = recorder
-        self._model = model
+        self._training = training
+        self._model = model = training.model
         self._length = model.blueprint.sequence_length
         self._meter = ThroughputMeter(flops_per_sample=model.blueprint.flops_per_sample, peak_flops=None)
         self._since_report = 0
@@ -48,17 +51,23 @@ class StepReporter:
             dist.all_reduce(peak, group=world.group)
         self._meter.peak_flops = float(peak)
 
-    def start(self, step: int, num_steps: int | None) -> None:
-        """The loop begins, or goes on from a save, after `step` steps; `num_steps` are all, where that is known."""
+    def start(self, step: int, num_steps: int | None, samples: int) -> None:
+        """The loop begins, or goes on from a save, after `step` steps; `num_steps` are all, where that is known.
+        `samples` is the global batch."""
         size, plan = self._model.mesh["world"].size, self._model.plan
         self._run.emit(StartEvent(step=step, num_steps=num_steps, world_size=size, plan=plan.digest))
         if self._recorder.progress is not None:
             self._recorder.progress.begin(step)
+        self._recorder.ring.begin(step)
+        if self._recorder.ring.folder is not None:
+            facts = RankFacts(training=self._training, peak_flops=self._meter.peak_flops, samples_per_step=samples)
+            facts.write(self._recorder.ring.folder)
         self.begin()
 
     def begin(self) -> None:
         """Time runs from now on.  Call it before a step where time has passed that was none of its own."""
         self._mark = time.perf_counter()
+        self._recorder.begin_ring_step()
 
     def leave_step(self) -> None:
         """Until the next step the loop is about something of its own, which may take its time: no hang."""
@@ -90,6 +99,15 @@ class StepReporter:
         self._mark, self._step, self._since_report = now, event.step, self._since_report + 1
         if self._recorder.progress is not None:
             self._recorder.progress.finished(event.step)
+        scalars = StepScalars(
+            loss=event.loss,
+            gradient_norm=event.gradient_norm,
+            learning_rate=event.learning_rate,
+            loss_scale=event.loss_scale,
+            num_counted=event.count,
+            skipped=event.skipped,
+        )
+        self._recorder.end_ring_step(event.step, event.memory_bytes, scalars)
         self._run.emit(event)
 
     def report(self, remaining_steps: int | None = None) -> None:

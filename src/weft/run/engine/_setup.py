@@ -149,6 +149,7 @@ def begin_training(
     Call on every rank.
     """
     model.mesh.watch(recorder.collectives.add)
+    model.runner.actions = recorder.action
     loss_scale = LossScale() if model.plan.compute.precision == "fp16" else None
     stepper = Stepper(
         runner=model.runner,

@@ -99,7 +99,7 @@ class Trainer:
         self._checkpointer = checkpointer
         self._run = run if run is not None else Run(mesh.rank)
         self._ledger = ledger
-        self._reporter = StepReporter(self._run, recorder, training.model)
+        self._reporter = StepReporter(self._run, recorder, training)
         self._traffic: list[StepTraffic] = []
         self._first_step = 0
         self._saves = (
@@ -190,7 +190,9 @@ class Trainer:
         if self._ledger is not None:
             self._ledger.begin(self._first_step)
         with StopRequest(announce=self._mesh.rank == 0) as stop:
-            reporter.start(self._first_step, recipe.run.steps)  # from now on this rank may get signals
+            reporter.start(
+                self._first_step, recipe.run.steps, recipe.batch.global_batch_size
+            )  # from now on this rank may get signals
             while step < last and not stopped:
                 result = self._step(step, stop)
                 losses.append(result.loss)
@@ -223,6 +225,7 @@ class Trainer:
             self._advise()
             if self._recorder.progress is not None:
                 self._recorder.progress.end()
+            self._recorder.ring.end()
         self._run.emit(EndEvent(step=step, stopped=stopped))
         return TrainingResult(
             steps=step,

@@ -115,6 +115,7 @@ class HostCrew:
         hang_limits: HangLimits,
         memory: Path | None,
         signal_to_send: Callable[[], Any],
+        rings: Path | None,
     ) -> JobEnd:
         """Run a generation's ranks on all hosts to their end, as `weft.run.launch.launcher.run_function` does on one.
 
@@ -136,7 +137,7 @@ class HostCrew:
             collective_timeout_seconds=hang_limits.timeout_seconds,
         )
         roster = self._roster = self._membership.propose(roster)
-        own = run_part(self._membership, roster, roster.seats[0], dict(arguments), fork_server, signal_to_send)
+        own = run_part(self._membership, roster, roster.seats[0], dict(arguments), fork_server, signal_to_send, rings)
         end = self._collect(roster, own)
         del store  # ranks have ended, and with them all that met here
         return end
@@ -258,6 +259,7 @@ def run_part(
     arguments: dict[str, Any],
     fork_server: ForkServer | None,
     signal_to_send: Callable[[], Any],
+    rings: Path | None = None,
 ) -> JobEnd:
     """Run this host's ranks of a generation to their end, and report it to the others.
 
@@ -290,6 +292,7 @@ def run_part(
             signal_to_send=signal_to_send,
             part=part,
             is_over_elsewhere=is_over_elsewhere,
+            rings=rings,
         )
     except LaunchError as error:
         end = _not_started(seat, error)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import LaunchError
 from weft.events.progress import ProgressBoard, ProgressRow
+from weft.events.ring import RankRing, open_ring
 from weft.extensions import extensions_of, load_extension
 from weft.files import write_whole
 
@@ -79,6 +80,17 @@ class RankInfo:
         except OSError:  # the launcher is gone
             return None
 
+    def open_ring(self, warn: Callable[[str], object]) -> RankRing | None:
+        """Return the ring in which this rank records what it does; None where its launcher collects nothing.  It is
+        made anew: call it once in a process."""
+        if self.failure_pipe is None:
+            return None
+        try:
+            rings = rings_note(Path(self.failure_pipe).parent).read_text()
+        except OSError:
+            return None
+        return open_ring(Path(rings), self.rank, warn)
+
     def report_run_folder(self, run: Path) -> None:
         """Tell the launcher, if there is one, the folder of the run.  Call on one rank.
 
@@ -94,6 +106,11 @@ class RankInfo:
 def progress_path(folder: Path) -> Path:
     """Return the file in a job's private folder in which ranks write how far they have come."""
     return folder / "progress"
+
+
+def rings_note(folder: Path) -> Path:
+    """Return the file in a job's private folder that names the folder for rings of this generation's ranks."""
+    return folder / "rings"
 
 
 def stacks_path(folder: Path, rank: int) -> Path:

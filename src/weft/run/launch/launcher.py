@@ -32,7 +32,7 @@ from weft.run.launch._hang import HangWatch
 from weft.run.launch._job import HostPart as HostPart
 from weft.run.launch._job import LaunchJob, RankExit
 from weft.run.launch._rank import STACKS_SIGNAL
-from weft.run.launch._rank_info import progress_path, run_folder_note
+from weft.run.launch._rank_info import progress_path, rings_note, run_folder_note
 from weft.run.launch._report import first_cause, is_secondary_or_timeout, missing_rank
 from weft.run.launch._stopped import StoppedProcesses
 from weft.run.launch._straggler import StragglerWatch
@@ -100,6 +100,7 @@ def run_function(
     signal_to_send: Callable[[], signal.Signals | None] = lambda: None,
     part: HostPart | None = None,
     is_over_elsewhere: Callable[[], bool] = lambda: False,
+    rings: Path | None = None,
 ) -> JobEnd:
     """Call `function(rank_info, **arguments)` as `launch_function` does, and return how that ended: nothing that a rank
     fails by is raised.
@@ -109,13 +110,14 @@ def run_function(
     belongs to this process; it is removed when this process is killed.  `signal_to_send` is asked twice a second for a
     signal that the ranks shall get.  Where the job has other hosts, `num_processes` and `part` are what this one has
     of it, and `is_over_elsewhere` is asked ten times a second whether ranks there have ended: then these are killed.
+    Ranks record what they do in `rings`, a folder for this generation's alone.
 
     Raises:
         LaunchError: no ranks could be started, or the process that started them was killed.
     """
     job = _job("function", function, dict(arguments), num_processes, threads_per_rank, None, None)
     job = replace(job, memory=None if memory is None else str(memory), part=part)
-    supervision = _Supervision(hang_limits, signal_to_send, is_over_elsewhere=is_over_elsewhere)
+    supervision = _Supervision(hang_limits, signal_to_send, is_over_elsewhere=is_over_elsewhere, rings=rings)
     return _run_to_end(job, fork_server, stopped_timeout_seconds, supervision=supervision)
 
 
@@ -138,12 +140,13 @@ def run_script(
     prepare: Callable[[Path], object] = lambda folder: None,
     conclude: Callable[[], object] = lambda: None,
     starts_again: Callable[[], bool] = lambda: True,
+    rings: Path | None = None,
 ) -> JobEnd:
     """Run a script as `launch_script` does, and return how that ended, as `run_function` does.
 
     `prepare` is called with the job's private folder before the ranks start, `conclude` when all have ended and the
     folder is still there, and `starts_again` when a signal has killed one: whether the others can be killed at once,
-    because the script starts again.  Ranks find `num_restarts` in
+    because the script starts again.  A session records what it does in `rings`.  Ranks find `num_restarts` in
     TORCHELASTIC_RESTART_COUNT.
 
     Raises:
@@ -151,7 +154,7 @@ def run_script(
     """
     job = _script_job(script, arguments, num_processes, module, under, threads_per_rank, logs, preload)
     job = replace(job, memory=None if memory is None else str(memory), num_restarts=num_restarts)
-    supervision = _Supervision(hang_limits, signal_to_send, prepare, conclude, starts_again)
+    supervision = _Supervision(hang_limits, signal_to_send, prepare, conclude, starts_again, rings=rings)
     return _run_to_end(job, fork_server, stopped_timeout_seconds, supervision=supervision)
 
 
@@ -193,6 +196,7 @@ class _Supervision:
     conclude: Callable[[], object] = lambda: None
     starts_again: Callable[[], bool] = lambda: True
     is_over_elsewhere: Callable[[], bool] = lambda: False
+    rings: Path | None = None
 
     def signal_once_begun(self, board: ProgressBoard) -> Callable[[], signal.Signals | None]:
         """Ask for signals only while all ranks are in their loops: one that has no handler yet would die of them."""
@@ -375,6 +379,8 @@ def _run(
         running.first_rank = job.ranks[0]
         if supervision is not None:
             supervision.prepare(folder)
+            if supervision.rings is not None:
+                rings_note(folder).write_text(str(supervision.rings))
             running.kills_survivors = supervision.starts_again
             running.is_over_elsewhere = supervision.is_over_elsewhere
             if job.part is not None:

@@ -1,4 +1,4 @@
-"""A supervisor's folder in the host's memory, in which saves outlive the ranks that wrote them."""
+"""A supervisor's folders in the host's memory: what is in them outlives the ranks that wrote it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from pathlib import Path
 from weft.process import machine_name, start_of
 
 _SHARED_MEMORY = Path("/dev/shm")
-_PREFIX = "weft-saves-"
+SAVES, RINGS = "saves", "rings"
+"""Kinds of folders: for saves, and for what ranks record."""
 _OWNER = "owner.json"
 
 
-def create_memory_folder() -> Path | None:
+def create_memory_folder(kind: str = SAVES) -> Path | None:
     """Make a folder in memory that only this user can enter, for a supervisor that removes it; None where the system
     has none.  What supervisors left that were killed is removed first."""
     if not _SHARED_MEMORY.is_dir():
         return None
-    _remove_orphans()
+    prefix = f"weft-{kind}-{os.getuid()}-"
+    _remove_orphans(prefix)
     try:
-        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-{secrets.token_hex(4)}-", dir=_SHARED_MEMORY))
+        folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{secrets.token_hex(4)}-", dir=_SHARED_MEMORY))
         owner = {"machine": machine_name(), "pid": os.getpid(), "started": start_of(os.getpid())}
         (folder / _OWNER).write_text(json.dumps(owner))
     except OSError:
@@ -32,12 +34,12 @@ def create_memory_folder() -> Path | None:
 
 
 def remove_memory_folder(folder: Path) -> None:
-    """Remove the folder with all saves in it."""
+    """Remove the folder with all that is in it."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_orphans() -> None:
-    for folder in _SHARED_MEMORY.glob(f"{_PREFIX}{os.getuid()}-*"):
+def _remove_orphans(prefix: str) -> None:
+    for folder in _SHARED_MEMORY.glob(f"{prefix}*"):
         try:
             owner = json.loads((folder / _OWNER).read_text())
         except (OSError, ValueError):

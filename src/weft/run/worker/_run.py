@@ -18,7 +18,17 @@ from weft.config.document import plain
 from weft.config.plan import Plan, load_plan
 from weft.config.recipe import Recipe, load_recipe
 from weft.errors import CollectiveError
-from weft.events import FolderToken, Listening, MessageEvent, Run, RunFolder, Sink, loggers_to, sinks_of
+from weft.events import (
+    FolderToken,
+    Listening,
+    MessageEvent,
+    Run,
+    RunFolder,
+    Sink,
+    WarningEvent,
+    loggers_to,
+    sinks_of,
+)
 from weft.events.loss_board import LossSink
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.checkpoint.tiers import TieredCheckpointer
@@ -201,7 +211,8 @@ def training_of(
     if prove != "never":
         _prove(recipe, plan, mesh, folder, prepared, events, prove)
     progress = distributed.rank_info.progress_row()
-    recorder = Recorder(progress=progress if injector is None else injector.progress(progress))
+    ring = distributed.rank_info.open_ring(lambda text: events.emit(WarningEvent(text=text, source=__name__)))
+    recorder = Recorder(progress=progress if injector is None else injector.progress(progress), ring=ring)
     training = create_training(recipe, plan, blueprint, mesh, recorder, folder.path)
     data = open_data(
         recipe,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,9 +83,23 @@ class StepObserver(Protocol):
         ...
 
 
+class Actions(Protocol):
+    """Makes the context in which a microbatch's forward, backward or weight pass is timed: `Recorder.action`."""
+
+    def __call__(self, name: str, microbatch: int | None = None, stage: int = -1) -> AbstractContextManager[object]: ...
+
+
+def no_actions(name: str, microbatch: int | None = None, stage: int = -1) -> AbstractContextManager[object]:
+    """Time nothing: see `Actions`."""
+    return nullcontext()
+
+
 class Runner(Protocol):
     """Runs the microbatches of this data rank.  Call on every rank alike; the numbers of microbatches of different data
     ranks may differ."""
+
+    actions: Actions
+    """Times what microbatches do; by default nothing does."""
 
     def forward_backward(
         self, microbatches: Sequence[Batch], *, step: int, seed: int, scale: float | Tensor, observer: StepObserver
@@ -171,6 +185,7 @@ class SequentialRunner:
     """
 
     def __init__(self, part: ModelPart, blueprint: Blueprint, mesh: Mesh, *, dtype: torch.dtype | None = None) -> None:
+        self.actions: Actions = no_actions
         self._part = part
         self._blueprint = blueprint
         self._device = mesh.device
@@ -184,7 +199,8 @@ class SequentialRunner:
         with gathering_alike(self._part.context):
             for index, batch in enumerate(microbatches):
                 moved, state = take_microbatch(batch, self._part.context, self._device, seed, step)
-                loss_sum, count = self._loss(moved, state)
+                with self.actions("forward", index):
+                    loss_sum, count = self._loss(moved, state)
                 totals.add(loss_sum, count)
                 self._backward(loss_sum * scale, state, len(microbatches) - 1 - index, observer)
         observer.on_last_backward(0)
@@ -195,7 +211,8 @@ class SequentialRunner:
         observer.on_backward(0, remaining)
         if remaining == 0:
             observer.on_last_forward(0)
-        with self._part.context.entered(state):  # a checkpoint in the user's own forward draws again under its keys
+        # A checkpoint in the user's own forward draws again under its keys.
+        with self._part.context.entered(state), self.actions("backward"):
             objective.backward()
 
     def evaluate(self, microbatches: Sequence[Batch], *, step: int, seed: int) -> LossTotals:

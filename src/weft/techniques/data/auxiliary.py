@@ -92,7 +92,8 @@ class AuxiliaryRunner(SequentialRunner):
             sums.update({name: term.sums(outputs, batch) for name, term in self._terms.items()})
             return self._blueprint.loss(outputs, batch)
 
-        loss_sum, count = self._loss(batch, state, both)
+        with self.actions("forward"):
+            loss_sum, count = self._loss(batch, state, both)
         return loss_sum, count, sums
 
     @torch.no_grad()

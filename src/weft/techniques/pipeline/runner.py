@@ -23,12 +23,16 @@ from weft.techniques.core import (
     evaluating,
     take_microbatch,
 )
+from weft.techniques.core._runner import Actions, no_actions
 from weft.techniques.pipeline.orders import Action, forward_orders, schedule_orders
 from weft.techniques.pipeline.routes import Routes, StageMessage, plan_routes, sent_by, wanted_by
 from weft.techniques.pipeline.schedules import stage_ranks
 from weft.techniques.pipeline.stage import Stage
 from weft.techniques.pipeline.stages import choose_cuts
 from weft.techniques.pipeline.transport import StageTransport, signature_of
+
+_ACTION_NAMES = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
+"""Names of actions in a run's record."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,6 +70,7 @@ class PipelineRunner:
         dtype: torch.dtype | None = None,
         timeout_seconds: float | None = None,
     ) -> None:
+        self.actions: Actions = no_actions
         self._blueprint = blueprint
         self._device = mesh.device
         self._rank = mesh.index("pipeline")
@@ -183,12 +188,13 @@ class PipelineRunner:
             self._transport.prefetch(wanted_by(following, len(self._ranks)))
         received = None if needed is None else self._take(needed, step)
         stage = self._stage(action)
-        if action.kind == "F":
-            result = self._forward(stage, action, received, step)
-        elif action.kind == "W":
-            result = stage.backward_weights(action.microbatch)
-        else:
-            result = stage.backward(action.microbatch, received)
+        with self.actions(_ACTION_NAMES[action.kind], action.microbatch, action.stage):
+            if action.kind == "F":
+                result = self._forward(stage, action, received, step)
+            elif action.kind == "W":
+                result = stage.backward_weights(action.microbatch)
+            else:
+                result = stage.backward(action.microbatch, received)
         sent = sent_by(action, len(self._ranks))
         if sent is not None:
             assert result is not None

@@ -98,15 +98,16 @@ function meshOf(block, context) {
   return el("div", { class: "hosts" }, ...hosts);
 }
 
-const LANE = 26, LEFT = 110, WIDTH = 1000;
+const LANE = 26, LEFT = 110;
 const SHAPES = {
   checkpoint: "M-4-4h8v8h-8z", evaluation: "M0-5 5 0 0 5-5 0z", warning: "M0-5 5 4h-10z", failure: "M-5-5 0-1.500 5-5 1.500 0 5 5 0 1.500-5 5-1.500 0z",
   generation: "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0z", gap: "M-4-2h8v4h-8z",
 };
 
 function timelineOf(block) {
+  const width = Math.max(420, document.getElementById("blocks").clientWidth - 40);
   const height = block.lanes.length * LANE + 18, long = Math.max(block.to - block.from, 1e-9);
-  const x = (time) => LEFT + ((time - block.from) / long) * (WIDTH - LEFT - 10);
+  const x = (time) => LEFT + ((time - block.from) / long) * (width - LEFT - 10);
   const parts = [];
   block.shades.forEach((shade, at) => {
     const left = x(shade.from), wide = Math.max(x(shade.to) - left, 1);
@@ -115,7 +116,7 @@ function timelineOf(block) {
   });
   block.lanes.forEach((lane, at) => {
     const y = at * LANE + LANE / 2;
-    parts.push(el("line", { class: "lane", x1: LEFT, x2: WIDTH - 10, y1: y, y2: y }),
+    parts.push(el("line", { class: "lane", x1: LEFT, x2: width - 10, y1: y, y2: y }),
                el("text", { x: LEFT - 8, y: y + 4, "text-anchor": "end" }, lane.length > 16 ? `${lane.slice(0, 15)}…` : lane));
   });
   for (const mark of block.marks) {
@@ -126,7 +127,7 @@ function timelineOf(block) {
   const used = Object.keys(block.titles).filter((kind) => block.marks.some((mark) => mark.kind === kind));
   const keys = used.map((kind) => el("li", {}, el("svg", { width: 14, height: 12, viewBox: "-7 -6 14 12", "aria-hidden": "true" },
     el("path", { class: `mark ${kind}`, d: SHAPES[kind] })), ` ${block.titles[kind]}`));
-  const svg = el("svg", { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": block.says }, ...parts);
+  const svg = el("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": block.says }, ...parts);
   return el("div", { class: "timeline" }, ...(keys.length ? [el("ul", { class: "legend" }, ...keys)] : []), svg);
 }
 

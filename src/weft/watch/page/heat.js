@@ -54,7 +54,7 @@ export function makeHeat(block, context) {
     pen.fillStyle = colour("soft");
     pen.textAlign = "right";
     for (let row = 0; row < shown.rows.length; row += every) {
-      pen.fillText(trimmed(pen, shown.rows[row], LEFT - 10), LEFT - 6, inner.top + (row + 0.5) * step);
+      pen.fillText(trimmed(pen, shown.rows[row].split("…")[0], LEFT - 10), LEFT - 6, inner.top + (row + 0.5) * step);
     }
     pen.textAlign = "center";
     const columns = shown.x.length, wide = inner.width / columns;

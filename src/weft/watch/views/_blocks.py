@@ -52,6 +52,11 @@ def number(
     return TableColumn(f"{name} ({unit})" if unit else name, cells, True)
 
 
+def index(name: str, values: Iterable[int]) -> TableColumn:
+    """Return a column of numbers that name something, such as ranks."""
+    return TableColumn(name, [str(value) for value in values], True)
+
+
 def seconds(name: str, values: Iterable[float | None]) -> TableColumn:
     """Return a column of times, all in the unit of the largest."""
     known = list(values)

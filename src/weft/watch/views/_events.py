@@ -8,8 +8,9 @@ from typing import Any
 
 from weft.events import format_duration, format_loss
 from weft.formatting import format_seconds
+from weft.watch.accounting import PHASE_TITLES
 from weft.watch.run_record import RunRecord
-from weft.watch.views._blocks import Block, block, note, number, plural, seconds, table, text
+from weft.watch.views._blocks import Block, block, index, note, number, plural, seconds, table, text
 from weft.watch.views._common import (
     EVENT_TITLES,
     absent_ranks,
@@ -187,12 +188,12 @@ def _where(record: RunRecord) -> Block:
     now = time.time() if record.state == "running" else max(float(state["unix_time"]) for state in states)
     opens = [state.get("open") or {} for state in states]
     columns = [
-        number("rank", ranks),
+        index("rank", ranks),
         text("host", [host_of(record.facts, rank) for rank in ranks]),
         text("place", [place_of(record.facts, rank) for rank in ranks]),
         text("state", ["others wait for it" if rank in absent else "waits" if open_ else "at work"
                        for rank, open_ in zip(ranks, opens, strict=True)]),
-        text("phase", [state.get("phase") for state in states]),
+        text("phase", [PHASE_TITLES.get(str(state.get("phase")), state.get("phase")) for state in states]),
         text("collective", [f"{open_['operation']} along {open_['axis']}" if open_ else None for open_ in opens]),
         seconds("open for", [open_.get("seconds") for open_ in opens]),
         number("step", [state.get("step") for state in states]),
@@ -220,7 +221,8 @@ def _collectives(record: RunRecord) -> Block:
         text("ranks behind", [row[3] for row in rows]),
         text("ranks that wait", [row[4] for row in rows]),
     ]
-    says = "Collectives of each axis that ranks have completed since they began; a rank behind has not joined."
+    says = "Collectives of each axis that ranks have completed since they began."
+    says += " A rank that is behind, or that does not wait where its peers do, has not joined."
     return block("table", "Collectives", says, table(columns))
 
 

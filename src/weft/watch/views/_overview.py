@@ -18,6 +18,7 @@ from weft.watch.views._blocks import (
     bars,
     block,
     figure,
+    index,
     lines,
     note,
     number,
@@ -86,15 +87,16 @@ def _figures(record: RunRecord) -> Block | None:
     if not record.steps:
         return None
     newest, facts = record.steps[-1], record.facts
-    walls = np.array([row.seconds for row in record.steps[-200:] if row.num_steps == 1 and row.step > 1] or [np.nan])
+    walls = np.array([row.seconds for row in record.steps[-200:] if row.step > 1] or [newest.seconds])
     usual, late = float(np.median(walls)), float(np.quantile(walls, 0.95))
     planned = sum(float(value) for value in facts.predicted.get("seconds", {}).values())
-    about = f"95 % of steps below {format_seconds(late)}" if np.isfinite(late) else ""
-    if planned and np.isfinite(usual):
+    about = f"95 % of steps below {format_seconds(late)}"
+    if planned:
         about += f"; plan {format_seconds(planned)} ({signed_percent(usual / planned - 1)})"
+    ranks = f", {plural(record.num_ranks, 'rank')}" if record.num_ranks else ""
     shown = [
-        figure("step", f"{newest.step:,}", f"generation {max(facts.number, 1)}, {plural(record.num_ranks, 'rank')}"),
-        figure("step time", format_seconds(usual) if np.isfinite(usual) else UNKNOWN, about),
+        figure("step", f"{newest.step:,}", f"generation {max(facts.number, 1)}{ranks}"),
+        figure("step time", format_seconds(usual), about),
         _rate(record, usual),
         figure("loss", UNKNOWN if newest.loss is None else format_loss(newest.loss), _gradient(newest.gradient_norm)),
     ]
@@ -109,7 +111,9 @@ def _figures(record: RunRecord) -> Block | None:
     rows = [[entry["name"], entry["value"], entry["about"]] for entry in shown]
     twin = table([text("figure", [row[0] for row in rows]), text("value", [row[1] for row in rows]),
                   text("more", [row[2] for row in rows])])  # fmt: skip
-    return block("figures", "Now", f"Medians of the newest {len(walls)} steps; {now}.", twin, figures=shown)
+    return block(
+        "figures", "Now", f"Medians of the newest {plural(len(walls), 'record')} of steps; {now}.", twin, figures=shown
+    )
 
 
 def _gradient(norm: float | None) -> str:
@@ -142,6 +146,8 @@ def _memory(record: RunRecord) -> str:
 
 def _step_time(record: RunRecord) -> Block:
     rows = record.steps[-500:]
+    if len(rows) > 5 and rows[0].step == 1:
+        rows = rows[1:]  # the step that warms up would flatten all others
     unit, scale = time_scale([float(np.median([row.seconds for row in rows]))])
     planned = sum(float(value) for value in record.facts.predicted.get("seconds", {}).values())
     usual = float(np.median([row.seconds for row in rows[-RECENT:]]))
@@ -207,7 +213,7 @@ def _suspects(record: RunRecord) -> Block | None:
     )
     facts = record.facts
     columns = [
-        number("rank", [entry[0] for entry in suspects]),
+        index("rank", [entry[0] for entry in suspects]),
         text("host", [host_of(facts, entry[0]) for entry in suspects]),
         text("place", [place_of(facts, entry[0]) for entry in suspects]),
         text("phase", [PHASE_TITLES.get(entry[1], entry[1]) for entry in suspects]),
@@ -235,14 +241,14 @@ def _loss(record: RunRecord) -> list[Block]:
     ]  # fmt: skip
 
 
-def _health(record: RunRecord) -> Block:
+def _health(record: RunRecord) -> Block | None:
+    if not record.is_recorded and not record.problem:
+        return None
     window, gaps = record.window, record.gaps
     missing = int(np.isnan(window.column("wall")).any(axis=0).sum()) if record.is_recorded else 0
     spans, steps = sum(gap.spans + gap.collectives for gap in gaps), sum(gap.steps for gap in gaps)
     if record.problem:
         says = record.problem
-    elif not record.is_recorded:
-        says = "Nothing is recorded rank by rank."
     elif gaps or missing:
         says = f"Something is missing: {plural(steps, 'step')} and {plural(spans, 'span')} were not recorded"
         says += f", and {plural(missing, 'rank')} left out steps of the newest {len(window.steps)}." if missing else "."

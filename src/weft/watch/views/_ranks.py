@@ -20,6 +20,7 @@ from weft.watch.views._blocks import (
     choice,
     chosen,
     controls,
+    index,
     memory_scale,
     number,
     plural,
@@ -46,7 +47,7 @@ from weft.watch.views._common import (
 MOST_ROWS = 512
 """Rows of a heat map; of more ranks, neighbours share one, which shows the largest."""
 _MOST_STEPS = 240
-_MOST_BARS = 64
+_MOST_BARS = 32
 
 
 def ranks(record: RunRecord, options: Mapping[str, str]) -> list[Block]:
@@ -155,12 +156,17 @@ def _largest(values: NDArray[Any]) -> float:
 
 
 def _bounds(values: NDArray[Any]) -> tuple[float, float]:
-    """Return what the ends of the colours stand for: the 1st and 99th percent, so that one long step hides nothing."""
+    """Return what the ends of the colours stand for.
+
+    One long step hides nothing, as the highest percent of all cells is cut off; a row that is always high is not cut.
+    Noise does not fill the colours: their range is a tenth of the median at least.
+    """
     known = values[np.isfinite(values)]
     if not len(known):
         return 0.0, 1.0
-    low, high = np.quantile(known, [0.01, 0.99])
-    return float(low), float(high if high > low else low + 1e-9)
+    low, middle, high = (float(value) for value in np.quantile(known, [0.01, 0.5, 0.99]))
+    high = max(high, float(np.nanmax(median(values, axis=1))), low + 0.1 * abs(middle))
+    return low, high if high > low else low + 1e-9
 
 
 def _one_rank(record: RunRecord, rank: int) -> Block:
@@ -257,7 +263,7 @@ def _map(record: RunRecord, excess: NDArray[Any], own: NDArray[Any] | None) -> B
     )
     newest = list(range(min(len(facts.ranks), MOST_ROWS)))
     columns = [
-        number("rank", newest),
+        index("rank", newest),
         text("host", [host_of(facts, rank) for rank in newest]),
         text("device", [facts.ranks[rank].get("device") for rank in newest]),
         text("place", [place_of(facts, rank) for rank in newest]),
@@ -290,9 +296,13 @@ def _axes(record: RunRecord, window: StepWindow) -> Block:
                                     for wait, term in zip(waits, terms, strict=True)], digits=2, unit="%"),
     ]  # fmt: skip
     far = [axis for axis in facts.axes if crossing[axis]]
-    says = "The axes of the mesh, outermost first, and the time per step that ranks wait along each. "
+    says = "Time per step that ranks wait along each axis of the mesh, outermost first; the line in a bar is the plan. "
     says += f"Groups of {', '.join(far)} reach over several hosts." if far else "None reaches over several hosts."
-    return block("table", "Axes", says, table(columns))
+    unit, scale = time_scale(waits)
+    drawn = bars("Axes", says, "axis", names, {"exposed": [None if wait is None else wait * scale for wait in waits]},
+                 unit=unit, total="")  # fmt: skip
+    against = [None if term is None else rounded(term * scale) for term in terms]
+    return drawn | {"table": table(columns), "against": against, "is_open": True}
 
 
 TERM_OF_AXIS: Mapping[str, str] = {"replicate": "data", "shard": "data", "data": "data", "expert": "expert",

@@ -15,7 +15,7 @@ BUILT_FROM := pyproject.toml setup.py $(wildcard src/weft/comm/shared_memory/*.[
   src/weft/comm/shared_memory/_sources.py
 STAMP := $(VENV)/.weft-$(firstword $(shell cat $(BUILT_FROM) | cksum))
 
-.PHONY: help setup demo test slow alterations parity check bench bench-comm families docs gpu chaos clean
+.PHONY: help setup demo test slow alterations parity check lint bench bench-comm families docs gpu chaos clean
 
 help:
 	@echo "make demo     train a small language model on Python's own source, 8 processes in 3 dimensions"
@@ -67,11 +67,13 @@ alterations: setup
 parity: setup
 	@$(BIN)/python -m pytest -q -m parity tests/parity $(if $(BACKEND),--parity-backend=$(BACKEND))
 
-check: setup
+check: lint
+	@$(BIN)/python -m pytest -q tests/house
+
+lint: setup
 	@$(BIN)/ruff check src tests examples docs benchmarks
 	@$(BIN)/lint-imports --no-logo --no-cache
 	@$(BIN)/pyright
-	@$(BIN)/python -m pytest -q tests/house
 
 bench: setup
 	@$(BIN)/python -m benchmarks

@@ -27,18 +27,12 @@ CHOSEN = chosen()
 PACKS = {f"chosen-{place}": CHOSEN[place : place + PACK] for place in range(0, len(CHOSEN), PACK)} | {
     f"from-{first}": range(first, first + PACK) for first in range(0, 500, PACK)
 }
-IN_TURN = (
-    ("data", "accumulate"),
-    ("zero3", "tensor"),
-    ("pipeline", "data"),
-    ("accumulate", "zero3"),
-    ("tensor", "pipeline"),
-)
+IN_TURN = ("data", "zero3", "tensor", "accumulate", "pipeline")
 
 
 def settings_of_chosen(seed: int) -> tuple[str, ...]:
-    """Three settings, so that all programs take less than a minute: `make slow` plays all six."""
-    return ("one", *IN_TURN[seed % len(IN_TURN)])
+    """Two settings, so that all programs take half a minute: `make slow` plays all six."""
+    return "one", IN_TURN[seed % len(IN_TURN)]
 
 
 @pytest.mark.parametrize("pack", PACKS)

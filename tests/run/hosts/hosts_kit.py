@@ -18,7 +18,7 @@ import machines
 from machines import Machine
 
 STEPS = 300
-_RECIPE = """
+_DECODER = """
 [model]
 reference = "decoder"
 num_layers = 4
@@ -28,6 +28,16 @@ num_kv_heads = 2
 vocabulary_size = 300
 sequence_length = 48
 dropout = 0.1
+"""
+_PATIENT = """
+[model]
+factory = "patient_model:build"
+arguments = {{ seconds = {pause} }}
+sequence_length = 16
+loss = "tokens"
+propose_split = false
+"""
+_REST = """
 [data]
 train = [{{ source = "{corpus}" }}]
 cache = "{cache}"
@@ -42,15 +52,16 @@ save_every = 25
 """
 
 
-def write_recipe(folder: Path, *, steps: int = STEPS) -> Path:
-    """Write a recipe and its texts, and return its path."""
+def write_recipe(folder: Path, *, steps: int = STEPS, pause: float | None = None) -> Path:
+    """Write a recipe and its texts, and return its path.  With a pause: of a model that waits so long in each step."""
     corpus = folder / "corpus"
     corpus.mkdir()
     for number in range(6):
         lines = (f"text {number} says {line * number % 97}\n" for line in range(200))
         (corpus / f"{number}.txt").write_text("".join(lines))
     recipe = folder / "recipe.toml"
-    recipe.write_text(_RECIPE.format(corpus=corpus, cache=folder / "cache", steps=steps))
+    model = _DECODER if pause is None else _PATIENT.format(pause=pause)
+    recipe.write_text(model + _REST.format(corpus=corpus, cache=folder / "cache", steps=steps))
     return recipe
 
 
@@ -158,12 +169,19 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def job_on_machines(
-    number: int, folder: Path, *, rendezvous: str, nodes: str, steps: int = STEPS, plan: str = "[mesh]\nreplicate = 2\n"
+    number: int,
+    folder: Path,
+    *,
+    rendezvous: str,
+    nodes: str,
+    steps: int = STEPS,
+    plan: str = "[mesh]\nreplicate = 2\n",
+    pause: float | None = None,
 ) -> Generator[tuple[HostJob, list[Machine]]]:
     """A job that has not begun, and the machines for it.  `rendezvous` is `folder` or `etcd`."""
     (folder / "plan.toml").write_text(plan)
     with machines.machines(number, folder / "machines") as hosts:
-        recipe = write_recipe(folder, steps=steps)
+        recipe = write_recipe(folder, steps=steps, pause=pause)
         job = HostJob(recipe, folder / "run", rendezvous, nodes, folder / "plan.toml")
         if rendezvous == "folder":
             yield job, hosts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -37,6 +38,15 @@ def test_ranks_are_shared_evenly_where_that_is_possible() -> None:
     assert [seat.num_ranks for seat in seats_of(hosts_with(4, 4), 4)] == [2, 2]
     assert [seat.num_ranks for seat in seats_of(hosts_with(4, 4, 4), 8)] == [4, 4]
     assert [seat.num_ranks for seat in seats_of(hosts_with(1, 1), 4)] == [1, 3]  # cores may be shared
+
+
+def test_hosts_that_do_not_belong_together_are_told_by_what_differs() -> None:
+    first, second = hosts_with(2, 4).values()
+    assert not second.difference(first)
+    changed = replace(second, recipe="r", version="2")
+    assert "h1 was started with another recipe (r) than host h0 (none). Start the same" in changed.difference(first)
+    assert "another version (2)" in replace(second, version="2").difference(first)
+    assert "another accelerator" in replace(second, accelerator="cuda").difference(first)
 
 
 def test_what_hosts_say_survives_json() -> None:

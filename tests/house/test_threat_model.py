@@ -80,7 +80,7 @@ TESTS: dict[str, str | tuple[str, ...]] = {
         "tests/watch/test_server.py::test_nothing_but_get_is_answered",
         "tests/watch/test_server.py::test_a_foreign_host_is_refused",
         "tests/watch/test_server.py::test_a_page_of_another_site_is_refused",
-        "tests/watch/test_pages.py::test_names_are_text_whatever_they_are",
+        "tests/watch/test_watch_pages.py::test_names_are_text_whatever_they_are",
     ),
     "shared memory": ("tests/comm/test_shared_memory_arena.py::test_memory_that_is_not_there_is_no_bus_error",),
     "torch's data plane (Gloo, NCCL)": (

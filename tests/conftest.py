@@ -127,6 +127,9 @@ NEEDS = {
     "needs_etcd": Need(lambda: shutil.which("etcd") is not None, "needs etcd (apt-get install etcd-server)"),
     "needs_slurm": Need(slurm.is_there, "needs root and Slurm (apt-get install slurmctld slurmd slurm-client munge)"),
     "needs_chromium": Need(lambda: shutil.which("chromium") is not None, "needs Chromium (apt-get install chromium)"),
+    "needs_prometheus": Need(
+        lambda: shutil.which("prometheus") is not None, "needs Prometheus (apt-get install prometheus)"
+    ),
 }
 
 

@@ -274,7 +274,7 @@ def test_a_checkpoint_has_what_its_state_had(fabric: Fabric) -> None:
         fabric.load("saved")
 
 
-def test_loggers_write_where_fabric_does(fabric: Fabric, tmp_path: Path) -> None:
+def test_loggers_write_where_fabric_does(fabric: Fabric, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logger = CSVLogger("logs", prefix="run")
     logger.log_metrics({"loss": torch.tensor(0.5)})
     logger.save()
@@ -283,6 +283,8 @@ def test_loggers_write_where_fabric_does(fabric: Fabric, tmp_path: Path) -> None
     text = (tmp_path / "logs" / "lightning_logs" / "version_0" / "metrics.csv").read_text()
     assert text.split() == ["run-accuracy,run-loss,step", ",0.5,0", "1.0,,7"]
     assert CSVLogger("logs").version == 1
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as where it is not installed
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     with pytest.raises(RecipeError, match="TensorBoardLogger needs tensorboard"):
         TensorBoardLogger("logs").log_metrics({"loss": 0.5})
     with pytest.raises(RecipeError, match="this Fabric has no logger"):

@@ -24,6 +24,7 @@ from weft.cli import (
     _export,
     _generate,
     _launch,
+    _metrics,
     _migrate,
     _plan,
     _probe,
@@ -59,6 +60,7 @@ def build_app() -> App:
     app.command(_describe.describe)
     app.command(_doctor.doctor)
     app.command(_trace.trace)
+    app.command(_metrics.metrics)
     app.command(_probe.probe)
     app.command(_generate.generate)
     app.command(_export.export)

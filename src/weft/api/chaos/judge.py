@@ -143,7 +143,7 @@ def _report_problems(record: CaseRecord, whole_seconds: float) -> tuple[float | 
         return None, _outside_problems(record)
     problems = _words_problems(record, ends)
     if ends == "stops":
-        if kind.names_rank and f"rank {case.rank} of" not in record.output:
+        if kind.names_rank and not re.search(rf"rank {case.rank} (of|\(pid)", record.output):
             problems.append(f"rank {case.rank} is not named")
         seconds = record.ended_unix_time_seconds - record.strikes[0].unix_time_seconds
         return (seconds if kind.times == 1 else None), problems

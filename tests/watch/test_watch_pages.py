@@ -177,9 +177,7 @@ def test_a_run_that_stands_still_shows_who_is_missing(browser: Browser, tmp_path
     run.live(stopped={2: "forward"})
     with served([RunRecord(run.folder)]) as server, tab(browser, server) as opened:
         banner = opened.page.locator(".banner")
-        expect(banner).to_contain_text(
-            "Rank 2 has not joined the all_reduce along the data axis that 3 others wait in."
-        )
+        expect(banner).to_contain_text("Rank 2 on host host-1 is in no collective; the others wait in all_reduce")
         banner.get_by_role("link", name="Where every rank is").click()
         row = opened.page.get_by_role("region", name="Where ranks are, table").get_by_role("row").nth(1)
         expect(row).to_contain_text("others wait for it")

@@ -29,7 +29,7 @@ from weft.watch.store import (
     TelemetryReader,
     has_telemetry,
 )
-from weft.watch.verdicts import RunVerdict, judge
+from weft.watch.verdicts import RunVerdict, judge, judge_stall
 
 RunState = Literal["running", "ended", "lost", "unknown"]
 """`lost`: its process ended without saying so; `unknown`: the folder names no process."""
@@ -44,10 +44,6 @@ _MOST_ROWS = 4_000
 """Steps, reports and events that are held each; of more the older ones are thinned out."""
 _LIVE_SECONDS = 30.0
 """Age of a rank's sign of life above which it says nothing of whether the run goes on."""
-_LEAST_STALL_SECONDS = 5.0
-"""A run that stands still for less is not called stuck."""
-_STALLED_STEPS = 10.0
-"""A run is stuck after so many times its usual step."""
 
 
 @final
@@ -133,12 +129,12 @@ class RunRecord:
         return statistics.median(row.seconds for row in self.steps[-50:]) if self.steps else 0.0
 
     @property
-    def stalled_seconds(self) -> float:
-        """Seconds for which a living run has made no step, where that is far longer than a step takes; else 0."""
-        silent = self.silent_seconds
-        if self.state != "running" or silent < max(_LEAST_STALL_SECONDS, _STALLED_STEPS * self.usual_seconds):
-            return 0.0
-        return silent
+    def stall(self) -> RunVerdict | None:
+        """What is said of a living run that makes no step, and of the rank that others wait for; None if it goes on."""
+        if self.state != "running" or not self.live or not self.steps:
+            return None
+        seconds = [row.seconds for row in self.steps[-_JUDGED_STEPS:]]
+        return judge_stall(self.live, self.facts, stalled_seconds=self.silent_seconds, step_seconds=seconds)
 
     @property
     def is_recorded(self) -> bool:
@@ -200,7 +196,7 @@ class RunRecord:
         newest = (self.steps[-1].generation, self.steps[-1].step) if self.steps else None
         seen = max((float(state["unix_time"]) for state in self.live.values()), default=0.0)
         return (newest, len(self.steps), self._offset, len(self.gaps), len(self._stored), len(self.generations),
-                seen, self.recipe, self.plan, self.problem, self.state, round(self.stalled_seconds))  # fmt: skip
+                seen, self.recipe, self.plan, self.problem, self.state)  # fmt: skip
 
     def _first_time(self) -> float:
         return float(self.reports[0].get("unix_time_seconds") or 0.0) if self.reports else 0.0

@@ -170,11 +170,8 @@ def _stored_hangs(case: RunCase, is_said: bool) -> Iterator[RunVerdict]:
         values = {name: value for name, value in hangs[-1].items() if name in names}
         ranks, evidence = tuple(values.pop("ranks", ())), tuple(values.pop("evidence", ()))
         yield RunVerdict(**values, ranks=ranks, evidence=evidence)
-    elif case.record.stalled_seconds:
-        yield _finding(
-            case, "hang", f"The run has made no step for {format_seconds(case.record.stalled_seconds, 2)}.",
-            seconds=case.record.stalled_seconds, next="weft watch RUN shows where each rank stands.",
-        )  # fmt: skip
+    elif (stall := case.record.stall) is not None:
+        yield stall
 
 
 def _failure_kind(event: Mapping[str, Any]) -> str:

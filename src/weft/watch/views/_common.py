@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.events import format_duration
+from weft.config.plan import AXES, BATCH_AXES, EXPERT_LENDERS, Axis, groups_over, parse_plan
+from weft.errors import PlanError
 from weft.formatting import format_seconds
 from weft.watch.run_record import RunRecord
 from weft.watch.store import GenerationFacts, StepWindow
@@ -31,6 +33,8 @@ EVENT_TITLES: Mapping[str, str] = {
     "generation": "new generation",
     "gap": "not recorded",
 }
+_AXES_OF_GROUP: Mapping[str, Collection[Axis]] = {"data": BATCH_AXES, "shard": EXPERT_LENDERS}
+"""Groups over several axes (`weft.comm.mesh`); `expert_data` and others leave some of their ranks out."""
 RECENT_STEPS = 60
 """Steps that sentences and bars are over."""
 
@@ -84,9 +88,30 @@ def place_of(facts: GenerationFacts, rank: int) -> str:
     return ", ".join(f"{axis} {index}" for axis, index in coordinates_of(facts, rank).items())
 
 
-def groups_of(facts: GenerationFacts, axis: str, num_ranks: int) -> list[list[int]]:
-    """Return the groups of ranks that communicate along an axis; all ranks in one for `world`."""
-    if axis == "world" or axis not in facts.axes:
+def groups_of(facts: GenerationFacts, names: Iterable[str], num_ranks: int) -> dict[str, list[list[int]]]:
+    """Return the groups of ranks that communicate under each of the names that collectives are recorded by.
+
+    They follow from the plan.  One that cannot be read, or has no such group, gives one group of all ranks.
+    """
+    mesh = None
+    with suppress(PlanError):
+        mesh = parse_plan(facts.plan).mesh
+    found: dict[str, list[list[int]]] = {}
+    for name in names:
+        first, _, rest = name.partition("_")
+        axes = _AXES_OF_GROUP.get(rest or name) or ((name,) if name in AXES else None)
+        if mesh is None or mesh.world_size != num_ranks:
+            found[name] = _by_coordinates(facts, name, num_ranks)
+        elif axes is None:
+            found[name] = [list(range(num_ranks))]
+        else:
+            holding = {"expert": ("expert",), "context": ("context",)}.get(first, ()) if rest else ()
+            found[name] = [list(group) for group in groups_over(mesh, axes, holding)]  # type: ignore[arg-type]
+    return found
+
+
+def _by_coordinates(facts: GenerationFacts, axis: str, num_ranks: int) -> list[list[int]]:
+    if axis not in facts.axes:
         return [list(range(num_ranks))]
     groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for rank in range(num_ranks):
@@ -117,49 +142,11 @@ def not_recorded(record: RunRecord) -> Block:
 
 def hang_block(record: RunRecord) -> Block | None:
     """Return the banner of a run that stands still; None for one that goes on."""
-    stalled = record.stalled_seconds
-    if not stalled:
+    stall = record.stall
+    if stall is None:
         return None
-    absent, waiting = absent_ranks(record)
-    if absent and waiting:
-        open_ = record.live[waiting[0]]["open"]
-        who = f"Rank {absent[0]}" if len(absent) == 1 else f"Ranks {few(absent)}"
-        verb = "has" if len(absent) == 1 else "have"
-        says = (
-            f"{who} {verb} not joined the {open_.get('operation', 'collective')} along the"
-            f" {open_.get('axis', '?')} axis that {len(waiting)} other{'s' if len(waiting) > 1 else ''} wait"
-            f"{'s' if len(waiting) == 1 else ''} in."
-        )
-    else:
-        says = "No rank's open collective says which one is missing."
-    return block(
-        "banner",
-        f"No step for {format_duration(stalled)}; one usually takes {format_seconds(record.usual_seconds)}",
-        says,
-        level="serious",
-        page="hang",
-    )
-
-
-def absent_ranks(record: RunRecord) -> tuple[list[int], list[int]]:
-    """Return the ranks that others wait for, and those that wait in a collective, by what they said last."""
-    waiting = [rank for rank, state in record.live.items() if state.get("open")]
-    if not waiting:
-        return [], []
-    by_number: dict[tuple[str, int], list[int]] = {}
-    for rank in waiting:
-        open_ = record.live[rank]["open"]
-        by_number.setdefault((str(open_.get("axis")), int(open_.get("number") or 0)), []).append(rank)
-    (axis, number), members = max(by_number.items(), key=lambda item: len(item[1]))
-    everyone = set(range(record.num_ranks))
-    peers = {rank for group in groups_of(record.facts, axis, record.num_ranks) if set(group) & set(members)
-             for rank in group} or everyone  # fmt: skip
-    absent = [
-        rank
-        for rank in sorted(peers - set(members))
-        if int((record.live.get(rank, {}).get("completed") or {}).get(axis, 0)) < number
-    ]
-    return absent, members
+    says = f"A step usually takes {format_seconds(record.usual_seconds)}. {stall.evidence[-1].capitalize()}."
+    return block("banner", stall.title.removesuffix("."), says, ranks=list(stall.ranks), page="hang")
 
 
 def few(ranks: Sequence[int], most: int = 8) -> str:

@@ -8,13 +8,13 @@ from typing import Any
 
 from weft.events import format_duration, format_loss
 from weft.formatting import format_seconds
-from weft.watch.accounting import PHASE_TITLES
+from weft.watch.accounting import phase_title
 from weft.watch.run_record import RunRecord
 from weft.watch.views._blocks import Block, block, index, note, number, plural, seconds, table, text
 from weft.watch.views._common import (
     EVENT_TITLES,
-    absent_ranks,
     few,
+    groups_of,
     hang_block,
     host_of,
     place_of,
@@ -137,7 +137,7 @@ def _range(record: RunRecord) -> tuple[float, float]:
     times = [event["time"] for event in _happened(record) if event["time"]]
     first = min([*begins, *times[:1]], default=time.time())
     newest = [row.unix_time + row.seconds * row.num_steps for row in record.steps[-1:]]
-    last = time.time() if record.stalled_seconds else max([*newest, *times[-1:]], default=first)
+    last = time.time() if record.stall is not None else max([*newest, *times[-1:]], default=first)
     return first, max(last, first + 1e-3)
 
 
@@ -181,9 +181,8 @@ def _earlier(found: list[dict[str, Any]]) -> Block:
 
 
 def _where(record: RunRecord) -> Block:
-    absent, waiting = absent_ranks(record)
-    first = {rank: place for place, rank in enumerate([*absent, *waiting])}
-    ranks = sorted(record.live, key=lambda rank: (first.get(rank, len(first)), rank))[:512]
+    absent = record.stall.ranks if record.stall is not None else ()
+    ranks = sorted(record.live, key=lambda rank: (rank not in absent, rank))[:512]
     states = [record.live[rank] for rank in ranks]
     now = time.time() if record.state == "running" else max(float(state["unix_time"]) for state in states)
     opens = [state.get("open") or {} for state in states]
@@ -191,9 +190,8 @@ def _where(record: RunRecord) -> Block:
         index("rank", ranks),
         text("host", [host_of(record.facts, rank) for rank in ranks]),
         text("place", [place_of(record.facts, rank) for rank in ranks]),
-        text("state", ["others wait for it" if rank in absent else "waits" if open_ else "at work"
-                       for rank, open_ in zip(ranks, opens, strict=True)]),
-        text("phase", [PHASE_TITLES.get(str(state.get("phase")), state.get("phase")) for state in states]),
+        text("state", [_state(record.live[rank], is_missing=rank in absent) for rank in ranks]),
+        text("phase", [phase_title(str(state.get("phase") or "")) for state in states]),
         text("collective", [f"{open_['operation']} along {open_['axis']}" if open_ else None for open_ in opens]),
         seconds("open for", [open_.get("seconds") for open_ in opens]),
         number("step", [state.get("step") for state in states]),
@@ -204,25 +202,38 @@ def _where(record: RunRecord) -> Block:
     return block("table", "Where ranks are", says, table(columns))
 
 
+def _state(state: Mapping[str, Any], *, is_missing: bool) -> str:
+    if state.get("is_stopped"):
+        return "stopped (SIGSTOP)"
+    if not state.get("is_alive", True):
+        return "its process is gone"
+    return "others wait for it" if is_missing else "waits" if state.get("open") else "at work"
+
+
 def _collectives(record: RunRecord) -> Block:
-    """Return the number of the last collective that each rank has completed, by axis."""
+    """Return how many collectives of each axis ranks have completed, and who is behind its group."""
     axes = sorted({axis for state in record.live.values() for axis in state.get("completed") or {}})
-    rows = []
+    groups = groups_of(record.facts, axes, record.num_ranks)
+    rows: list[tuple[str, int, int, str, str]] = []
     for axis in axes:
         numbers = {rank: int((state.get("completed") or {}).get(axis, 0)) for rank, state in record.live.items()}
-        least, most = min(numbers.values()), max(numbers.values())
-        behind = [rank for rank, number_ in numbers.items() if number_ < most]
+        behind: list[int] = []
+        for members in groups[axis]:
+            most = max((numbers[rank] for rank in members if rank in numbers), default=0)
+            behind += [rank for rank in members if rank in numbers and numbers[rank] < most]
         waiting = [rank for rank, state in record.live.items() if (state.get("open") or {}).get("axis") == axis]
-        rows.append((axis, least, most, few(behind) if behind else "none", few(waiting) if waiting else "none"))
+        # Stages of a pipeline do not send equally often.
+        told = "" if axis == "pipeline" else few(behind) or "none"
+        rows.append((axis, min(numbers.values()), max(numbers.values()), told, few(waiting) or "none"))
     columns = [
         text("axis", [row[0] for row in rows]),
-        number("completed by all", [row[1] for row in rows]),
-        number("by the first", [row[2] for row in rows]),
-        text("ranks behind", [row[3] for row in rows]),
+        number("fewest", [row[1] for row in rows]),
+        number("most", [row[2] for row in rows]),
+        text("ranks behind their group", [row[3] for row in rows]),
         text("ranks that wait", [row[4] for row in rows]),
     ]
     says = "Collectives of each axis that ranks have completed since they began."
-    says += " A rank that is behind, or that does not wait where its peers do, has not joined."
+    says += " A rank that is behind its group, or that does not wait where the others do, has not joined."
     return block("table", "Collectives", says, table(columns))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from weft.events import format_duration, format_loss
 from weft.formatting import format_memory, format_number, format_percent, format_seconds
-from weft.watch.accounting import PHASE_TITLES, own_times, phase_names
+from weft.watch.accounting import own_times, phase_names, phase_title
 from weft.watch.run_record import RunRecord
 from weft.watch.store import StepWindow
 from weft.watch.verdicts import RunVerdict, frontier_line, peers_of
@@ -87,7 +87,7 @@ def _figures(record: RunRecord) -> Block | None:
     if not record.steps:
         return None
     newest, facts = record.steps[-1], record.facts
-    walls = np.array([row.seconds for row in record.steps[-200:] if row.step > 1] or [newest.seconds])
+    walls = np.array([row.seconds for row in record.steps[-RECENT:] if row.step > 1] or [newest.seconds])
     usual, late = float(np.median(walls)), float(np.quantile(walls, 0.95))
     planned = sum(float(value) for value in facts.predicted.get("seconds", {}).values())
     about = f"95 % of steps below {format_seconds(late)}"
@@ -148,7 +148,7 @@ def _step_time(record: RunRecord) -> Block:
     rows = record.steps[-500:]
     if len(rows) > 5 and rows[0].step == 1:
         rows = rows[1:]  # the step that warms up would flatten all others
-    unit, scale = time_scale([float(np.median([row.seconds for row in rows]))])
+    unit, scale = time_scale([float(np.quantile([row.seconds for row in rows], 0.9))])
     planned = sum(float(value) for value in record.facts.predicted.get("seconds", {}).values())
     usual = float(np.median([row.seconds for row in rows[-RECENT:]]))
     says = f"Wall time of each step on the rank that took longest: {format_seconds(usual)} in the median now"
@@ -172,10 +172,10 @@ def _frontier(record: RunRecord) -> Block | None:
     total = sum(value for _, value in line)
     says = (
         f"Seconds that each phase adds to the step of the whole job, mean of {span_of_steps(window)}: they sum to the"
-        f" step, {format_seconds(total)}. Most is {PHASE_TITLES.get(longest[0], longest[0])},"
+        f" step, {format_seconds(total)}. Most is {phase_title(longest[0])},"
         f" {format_percent(100 * longest[1] / total if total else 0)}."
     )
-    parts = {PHASE_TITLES.get(name, name): [value * scale] for name, value in line}
+    parts = {phase_title(name): [value * scale] for name, value in line}
     return bars("Where the step goes", says, "job", ["step"], parts, unit=unit)
 
 
@@ -208,7 +208,7 @@ def _suspects(record: RunRecord) -> Block | None:
     share = (own - usual) / max(record.usual_seconds, 1e-9)
     says = "Own time, without waits for others, against the median of ranks with equally much to do: "
     says += f"rank {rank} differs most"
-    says += f", by {format_seconds(own - usual)} in {PHASE_TITLES.get(phase, phase)}" + (
+    says += f", by {format_seconds(own - usual)} in {phase_title(phase)}" + (
         "." if share > 0.05 else ", which is within what steps differ by."
     )
     facts = record.facts
@@ -216,7 +216,7 @@ def _suspects(record: RunRecord) -> Block | None:
         index("rank", [entry[0] for entry in suspects]),
         text("host", [host_of(facts, entry[0]) for entry in suspects]),
         text("place", [place_of(facts, entry[0]) for entry in suspects]),
-        text("phase", [PHASE_TITLES.get(entry[1], entry[1]) for entry in suspects]),
+        text("phase", [phase_title(entry[1]) for entry in suspects]),
         seconds("own time", [entry[2] for entry in suspects]),
         seconds("its peers", [entry[3] for entry in suspects]),
         seconds("more", [entry[2] - entry[3] for entry in suspects]),

@@ -9,7 +9,7 @@ import numpy as np
 
 from weft.events import format_loss
 from weft.formatting import format_memory, format_percent, format_seconds
-from weft.watch.accounting import axis_names, own_times, phase_names
+from weft.watch.accounting import ACTIONS, axis_names, own_times, phase_names
 from weft.watch.run_record import RunRecord
 from weft.watch.store import StepWindow
 from weft.watch.verdicts import stages_of
@@ -86,9 +86,7 @@ def _measured(window: StepWindow) -> dict[str, float]:
     """Return the mean seconds per step of each term."""
     phases = list(phase_names(window.columns))
     own = dict(zip(phases, mean(mean(own_times(window, phases), axis=0), axis=0).tolist(), strict=True))
-    found: dict[str, float] = {
-        "computing": sum(own.get(name, 0.0) for name in ("forward", "backward", "forward_backward"))
-    }
+    found: dict[str, float] = {"computing": sum(own.get(name, 0.0) for name in (*ACTIONS, "forward_backward"))}
     found["optimizer"] = own.get("optimizer", 0.0) + own.get("reduce_wait", 0.0)
     bubble = float(mean(window.column("bubble")))
     for axis in axis_names(window.columns):
@@ -225,6 +223,8 @@ def memory_page(record: RunRecord, options: Mapping[str, str]) -> list[Block]:
     ]
     worst = int(np.nanargmax(np.nan_to_num(now, nan=-1.0)))
     says = f"Rank {worst} holds most, {format_memory(float(now[worst]))}."
+    usable = float(facts.predicted.get("usable_bytes") or 0.0)
+    says += f" A rank may fill {format_memory(usable)}." if usable else ""
     says += " The line in a bar is the plan." if any(limits) else " What the plan predicts is not known."
     drawn = bars("Memory by kind, fullest rank of each stage", says, "where", names, parts, unit=unit)
     drawn["against"] = [None if limit is None else rounded(limit * scale) for limit in limits]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.formatting import format_percent, format_seconds
-from weft.watch.accounting import PHASE_TITLES, STATES, axis_names, own_times, phase_names
+from weft.watch.accounting import STATES, axis_names, own_times, phase_names, phase_title
 from weft.watch.run_record import RunRecord
 from weft.watch.store import GenerationFacts, StepWindow
 from weft.watch.verdicts import peers_of
@@ -74,7 +74,7 @@ def _metrics(window: StepWindow) -> dict[str, str]:
     titles = {"own": "own time (without waits)", "wall": "step time"}
     titles |= {name: STATE_TITLES[name] for name in STATES if name in window.columns}
     titles |= {"descheduled": "without a processor", "memory": "memory"}
-    titles |= {f"own:{name}": f"own time in {PHASE_TITLES.get(name, name)}" for name in phases}
+    titles |= {f"own:{name}": f"own time in {phase_title(name)}" for name in phases}
     return titles | {f"exposed:{axis}": f"waiting along {axis}" for axis in axis_names(window.columns)}
 
 
@@ -105,9 +105,9 @@ def _heat(record: RunRecord, window: StepWindow, metric: str, title: str, order:
         filled = np.where(np.isfinite(values), values, -np.inf)
         filled = np.maximum.reduceat(filled, np.arange(0, num_ranks, size), axis=0)
         values = np.where(np.isfinite(filled), filled, np.nan)
-    unit, scale = memory_scale([_largest(values)]) if metric == "memory" else time_scale([_largest(values)])
-    values = values * scale
     low, high = _bounds(values)
+    unit, scale = memory_scale([high]) if metric == "memory" else time_scale([high])
+    values, low, high = values * scale, low * scale, high * scale
     names = [str(group[0]) if len(group) == 1 else f"{group[0]}…{group[-1]}" for group in groups]
     about = [_about(facts, group, order) for group in groups]
     usual = median(values[:, -50:], axis=1)
@@ -179,7 +179,7 @@ def _one_rank(record: RunRecord, rank: int) -> Block:
     mine = median(own[:, rank], axis=0)
     theirs = median(median(own[:, others], axis=0), axis=0) if others else np.full(len(phases), np.nan)
     unit, scale = time_scale([float(np.nanmax(mine, initial=0.0))])
-    titles = [PHASE_TITLES.get(name, name) for name in phases]
+    titles = [phase_title(name) for name in phases]
     where = ", ".join(known for known in (host_of(record.facts, rank), place_of(record.facts, rank)) if known)
     device = str(record.facts.ranks[rank].get("device", "")) if rank < len(record.facts.ranks) else ""
     says = f"Rank {rank}{f' ({where})' if where else ''}{f' on {device}' if device else ''}: "
@@ -278,13 +278,13 @@ def _axes(record: RunRecord, window: StepWindow) -> Block:
     """Return what the ranks of each axis share: whether it stays inside of hosts, and what it cost against the plan."""
     facts, num_ranks = record.facts, len(record.facts.ranks)
     planned: Mapping[str, float] = facts.predicted.get("seconds", {})
-    names = [*facts.axes, "world"]
-    groups = {axis: groups_of(facts, axis, num_ranks) for axis in names}
+    names = list(axis_names(window.columns)) if record.is_recorded else [*facts.axes, "world"]
+    groups = groups_of(facts, names, num_ranks)
     crossing = {
         axis: sum(len({host_of(facts, rank) for rank in members}) > 1 for members in groups[axis]) for axis in names
     }
     waits = [float(mean(window.column(f"exposed:{axis}"))) if record.is_recorded else None for axis in names]
-    terms = [planned.get(TERM_OF_AXIS.get(axis, axis)) for axis in names]
+    terms = [_planned_wait(planned, axis, names) for axis in names]
     columns = [
         text("axis", names),
         number("ranks in a group", [len(groups[axis][0]) for axis in names]),
@@ -295,8 +295,8 @@ def _axes(record: RunRecord, window: StepWindow) -> Block:
         number("against the plan", [100 * (wait / term - 1) if wait is not None and term else None
                                     for wait, term in zip(waits, terms, strict=True)], digits=2, unit="%"),
     ]  # fmt: skip
-    far = [axis for axis in facts.axes if crossing[axis]]
-    says = "Time per step that ranks wait along each axis of the mesh, outermost first; the line in a bar is the plan. "
+    far = [axis for axis in names if crossing[axis]]
+    says = "Time per step that ranks wait along each axis of the mesh; the line in a bar is the plan. "
     says += f"Groups of {', '.join(far)} reach over several hosts." if far else "None reaches over several hosts."
     unit, scale = time_scale(waits)
     drawn = bars("Axes", says, "axis", names, {"exposed": [None if wait is None else wait * scale for wait in waits]},
@@ -305,6 +305,18 @@ def _axes(record: RunRecord, window: StepWindow) -> Block:
     return drawn | {"table": table(columns), "against": against, "is_open": True}
 
 
-TERM_OF_AXIS: Mapping[str, str] = {"replicate": "data", "shard": "data", "data": "data", "expert": "expert",
-                                   "tensor": "tensor", "context": "context", "pipeline": "pipeline"}  # fmt: skip
+def _planned_wait(planned: Mapping[str, float], axis: str, names: Sequence[str]) -> float | None:
+    """Return the seconds per step that the plan says ranks wait along an axis; None where it tells them for several."""
+    term = TERM_OF_AXIS.get(axis)
+    if term is None or term not in planned or sum(TERM_OF_AXIS.get(name) == term for name in names) > 1:
+        return None
+    # Whoever waits for another stage waits in a receive, whether for its bytes or for its work.
+    return planned[term] + (planned.get("bubble", 0.0) if axis == "pipeline" else 0.0)
+
+
+_DATA_GROUPS = ("replicate", "shard", "data", "expert_data", "expert_shard", "context_data", "context_shard")
+TERM_OF_AXIS: Mapping[str, str] = {
+    **dict.fromkeys(_DATA_GROUPS, "data"),
+    **{name: name for name in ("expert", "tensor", "context", "pipeline")},
+}
 """Term of the prediction that an axis's exposed communication belongs to."""

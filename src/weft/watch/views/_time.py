@@ -69,7 +69,7 @@ def _rows(record: RunRecord) -> list[list[int]]:
     if not stages:
         everyone = list(range(record.num_ranks))
         return [everyone[at : at + _MOST_LANES] for at in range(0, len(everyone), _MOST_LANES)]
-    return groups_of(record.facts, "pipeline", record.num_ranks)
+    return groups_of(record.facts, ["pipeline"], record.num_ranks)["pipeline"]
 
 
 def _row_name(record: RunRecord, members: Sequence[int]) -> str:
@@ -83,7 +83,7 @@ def _gantt(record: RunRecord, step: int, lanes: Sequence[int], details: Mapping[
     planned = [
         span
         for span in record.facts.predicted.get("spans", ())
-        if span[1] in PHASE_TITLES or span[1].endswith("backward")
+        if span[1] in PHASE_TITLES or span[1].endswith("_backward")
     ]
     spans = {rank: _spans(details[rank]) for rank in lanes}
     # Hosts' clocks differ: each lane begins with its rank's first span, which all begin together behind an agreement.
@@ -259,11 +259,12 @@ def traffic_rows(record: RunRecord) -> list[AxisTraffic]:
         {(axis, operation) for axes in by_rank.values() for axis, sums in axes.items() for operation in sums}
     )
     times = _transfer_times(record)
+    groups = groups_of(record.facts, {axis for axis, _ in kinds}, record.num_ranks)
     rows: list[AxisTraffic] = []
     for axis, operation in kinds:
         sums = np.mean([axes.get(axis, {}).get(operation, (0, 0)) for axes in by_rank.values()], axis=0).tolist()
         plan = planned.get(axis, {}).get(operation)
-        size = max(map(len, groups_of(record.facts, axis, record.num_ranks)))
+        size = max(map(len, groups[axis]))
         transfer, skew, moved = times.get((axis, operation), (None, None, 0.0))
         rows.append(
             AxisTraffic(
@@ -307,12 +308,13 @@ def _transfer_times(record: RunRecord) -> dict[tuple[str, str], tuple[float | No
             durations.setdefault(key, {})[detail.rank] = (mine["done_ns"] - mine["launched_ns"]) / 1e9
             sizes.setdefault(key, {})[detail.rank] = float(mine["num_bytes"].sum())
     found: dict[tuple[str, str], tuple[float | None, float | None, float]] = {}
+    groups = groups_of(record.facts, {axis for axis, _ in durations}, record.num_ranks)
     for key, by_rank in durations.items():
         transfers, skews = [], []
-        for group in groups_of(record.facts, key[0], record.num_ranks):
+        for group in groups[key[0]]:
             mine = [by_rank[rank] for rank in group if rank in by_rank]
-            if len({len(each) for each in mine}) != 1 or len(mine) < 2:
-                continue  # sends and receives: ranks of a group do not call alike
+            if len({len(each) for each in mine}) != 1 or len(mine) < 2 or key[1] in ("send", "receive"):
+                continue  # ranks of a group do not send alike
             shortest = np.min(np.stack(mine), axis=0)
             transfers.append(float(shortest.sum()))
             skews.append(float((np.stack(mine) - shortest).sum(axis=1).mean()))

@@ -114,7 +114,7 @@ class Supervisors:
     def _memory(self) -> list[Path]:
         """Folders in the host's memory that belong to supervisors of this campaign."""
         mine: list[Path] = []
-        for path in _SHARED_MEMORY.glob(f"weft-saves-{os.getuid()}-*"):
+        for path in _SHARED_MEMORY.glob(f"weft-*-{os.getuid()}-*"):
             with suppress(OSError, ValueError, KeyError):
                 owner = json.loads((path / "owner.json").read_text())
                 pid = int(owner["pid"])

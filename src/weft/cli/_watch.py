@@ -18,8 +18,9 @@ def watch(
     port: Annotated[int, Parameter(show_default=False)] = 0,
     host: str = "127.0.0.1",
     no_token: Annotated[bool, FLAG] = False,
+    terminal: Annotated[bool, FLAG] = False,
 ) -> None:
-    """Show where the time of a run goes, in a browser: while it runs, or afterwards.
+    """Show where the time of a run goes, in a browser or a terminal: while it runs, or afterwards.
 
     It only reads the run's folder, and prints a link. Ctrl-C ends it; the run goes on.
 
@@ -33,14 +34,25 @@ def watch(
         Address to listen on; by default nobody but this machine can look.
     no_token
         Answer without the token that is part of the link; on this machine alone.
+    terminal
+        Show the same pages here, without a server: digits and arrows change the page, q ends it. Where the output is no
+        terminal, the overview is printed once.
     """
     from weft.errors import LaunchError
     from weft.watch.run_record import RunRecord
-    from weft.watch.server import WatchServer
 
     if not runs:
         raise LaunchError("Say which run: weft watch runs/NAME. Several stand side by side.")
+    if terminal and (port or no_token or host != "127.0.0.1"):
+        raise LaunchError("--terminal starts no server: leave --port, --host and --no-token out.")
     records = [RunRecord(run) for run in runs]
+    if terminal:
+        from weft.watch.terminal import TerminalView
+
+        TerminalView(records).serve()
+        return
+    from weft.watch.server import WatchServer
+
     server = WatchServer(records, host=host, port=port, has_token=not no_token)
     for record in records:
         print(f"watching  {record.name}   {_state(record)}")

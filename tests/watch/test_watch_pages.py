@@ -202,6 +202,17 @@ def test_names_are_text_whatever_they_are(browser: Browser, tmp_path: Path) -> N
         expect(opened.page).to_have_title("Plan and measurement · <b>other · weft")
 
 
+def test_a_page_says_that_its_server_has_ended(browser: Browser, tmp_path: Path) -> None:
+    run = MadeUpRun(folder=tmp_path / "run", data=2, began=5.0)
+    run.add(20)
+    with browser.new_context() as context:
+        page = context.new_page()
+        with served([RunRecord(run.folder)]) as server:
+            page.goto(server.url)
+            expect(page.locator("#now")).to_contain_text("step 20")
+        expect(page.locator("#now")).to_contain_text("weft watch does not answer", timeout=10_000)
+
+
 def test_seven_tabs_go_on_at_once(browser: Browser, tmp_path: Path) -> None:
     run = MadeUpRun(folder=tmp_path / "run", data=2, began=5.0)
     run.add(20)

@@ -3,6 +3,7 @@ import { makeBlock } from "./blocks.js";
 import { el } from "./dom.js";
 
 const SAY_EVERY_MS = 5_000;
+const SILENT_MS = 4_000;
 const STATES = { running: "running", ended: "has ended", lost: "its process is gone", unknown: "not running" };
 const byId = (id) => document.getElementById(id);
 const kept = byId("kept") ? JSON.parse(byId("kept").textContent) : null; // a report has its pages inside of it
@@ -49,9 +50,18 @@ function open() {
     show(JSON.parse(event.data));
     document.documentElement.dataset.drawMs = (performance.now() - began).toFixed(1);
   });
+  let heardAt = performance.now();
+  stream.addEventListener("open", () => { heardAt = performance.now(); });
   stream.addEventListener("error", () => {
-    if (stream && stream.readyState === EventSource.CLOSED) say("The server does not answer any more: weft watch has ended.", true);
+    // A stream beyond those that the server holds ends at once, and is asked for again: that is no error.
+    if (stream?.readyState === EventSource.CLOSED || performance.now() - heardAt > SILENT_MS) showLost();
   });
+}
+
+function showLost() {
+  const told = "weft watch does not answer: it has ended, or the connection is lost";
+  byId("now").replaceChildren(el("span", { class: "dot lost", "aria-hidden": "true" }), told);
+  say(told, true);
 }
 
 function show(page) {

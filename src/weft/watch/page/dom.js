@@ -24,7 +24,7 @@ const PLACES = {
   communication: 2, exposed: 2, "reducing gradients": 2, "gradients and parameters": 2, reduce: 2,
   "pipeline bubble": 3, filling: 3, waiting: 3, hidden: 3,
   "waiting for data": 4, optimizer: 5, "checkpoint, evaluation": 6, checkpoint: 6, evaluation: 6,
-  "outside of phases": 7, "everything else": 7, "activations and the rest": 2, activations: 2,
+  "outside of phases": 7, "everything else": 7, "activations, process and the rest": 2, activations: 2,
   draining: 4, "unequal stages": 5,
 };
 const NUM_COLOURS = 10;

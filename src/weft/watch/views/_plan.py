@@ -215,7 +215,7 @@ def memory_page(record: RunRecord, options: Mapping[str, str]) -> list[Block]:
     held = [sum(values[at] for values in known.values()) for at in range(len(fullest))]
     rest = [max(float(now[rank]) - of_kinds, 0.0) for rank, of_kinds in zip(fullest, held, strict=True)]
     parts = {kind: [value * scale for value in values] for kind, values in known.items()}
-    parts["activations and the rest"] = [value * scale for value in rest]
+    parts["activations, process and the rest"] = [value * scale for value in rest]
     names = [f"stage {at}, rank {rank}" if len(stages) > 1 else f"rank {rank}" for at, rank in enumerate(fullest)]
     planned = facts.predicted.get("memory", ())
     limits = [
@@ -232,7 +232,7 @@ def memory_page(record: RunRecord, options: Mapping[str, str]) -> list[Block]:
         [
             text("where", names),
             *(memory(kind, values) for kind, values in known.items()),
-            memory("activations and the rest", rest),
+            memory("activations, process and the rest", rest),
             memory("all", [float(now[rank]) for rank in fullest]),
             memory("plan", limits),
             number("against the plan", [_error(limit, float(now[rank]))

@@ -11,7 +11,7 @@ from recorded_runs import MadeUpRun
 from weft.errors import LaunchError
 from weft.watch.accounting import STATES, frontier, phase_names
 from weft.watch.store import Gap, TelemetryReader, TelemetryWriter
-from weft.watch.verdicts import judge
+from weft.watch.verdicts import judge, judge_stall
 
 
 def test_steps_are_read_while_they_are_written(tmp_path: Path) -> None:
@@ -104,3 +104,35 @@ def test_what_is_no_telemetry_is_refused_in_a_sentence(tmp_path: Path) -> None:
     writer._database.execute("UPDATE run SET value = '2'")
     with pytest.raises(LaunchError, match="version 2"):
         TelemetryReader(tmp_path)
+
+
+def test_a_stopped_rank_is_named_with_what_the_others_wait_in(tmp_path: Path) -> None:
+    run = MadeUpRun(folder=tmp_path)
+    run.add(10)
+    waits = {"axis": "data", "operation": "all_reduce", "num_bytes": 8, "seconds": 9.0, "number": 4}
+    state = {
+        "step": 9,
+        "phase": "reduce_wait",
+        "has_begun": True,
+        "has_ended": False,
+        "is_stopped": False,
+        "open": waits,
+    }
+    facts = TelemetryReader(tmp_path).generations()[0]
+    usual = {"stalled_seconds": 9.0, "step_seconds": [0.08] * 20}
+    live = {rank: {**state, "completed": {}} for rank in range(4)}
+    assert judge_stall(live, facts, stalled_seconds=2.0, step_seconds=[0.08] * 20) is None
+    assert judge_stall(live, facts, stalled_seconds=9.0, step_seconds=[4.0] * 20) is None, "its steps take as long"
+    unknown = judge_stall(live, facts, **usual)
+    assert unknown is not None
+    assert (unknown.ranks, unknown.confidence) == ((), "low")
+    live[2] |= {"open": None, "phase": "forward"}
+    outside = judge_stall(live, facts, **usual)
+    assert outside is not None
+    assert (outside.ranks, outside.phase, outside.axis) == ((2,), "forward", "data")
+    live[1] |= {"is_stopped": True}
+    stopped = judge_stall(live, facts, **usual)
+    assert stopped is not None
+    assert "Rank 1 on host host-0 is stopped (SIGSTOP); the others wait in all_reduce of the data axis" in stopped.title
+    live[3] |= {"has_ended": True}
+    assert judge_stall({3: live[3]}, facts, **usual) is None

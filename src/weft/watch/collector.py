@@ -413,8 +413,11 @@ class Collecting:
     """Lets a supervisor's ranks record what they do, and a thread of its process collect it: `with Collecting(run) as
     collecting: … rings=collecting.begin(number)`."""
 
-    def __init__(self, run: Callable[[], Path | None], predict: Predict = no_prediction) -> None:
-        self._rings = create_memory_folder(RINGS)
+    def __init__(
+        self, run: Callable[[], Path | None], predict: Predict = no_prediction, *, rings: Path | None = None
+    ) -> None:
+        """`run` and `predict`: see `Collector`.  `rings` is a folder that ranks know; by default one is made."""
+        self._rings = create_memory_folder(RINGS) if rings is None else rings
         self._collector = None if self._rings is None else Collector(run, self._rings, predict)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._collect, name="weft-collector", daemon=True)

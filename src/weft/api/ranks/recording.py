@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import weft.errors
 from weft.api.ranks.agreement import gather_texts
+from weft.api.ranks.own_rings import open_rank_ring
 from weft.api.ranks.supervision import SupervisedSession
 from weft.comm.mesh import Mesh
 from weft.config.plan import Plan, dump_plan
@@ -182,7 +183,7 @@ class SessionRuns:
                 self._called(run, number),
                 lock,
                 self._rank_info.progress_row() if given is None else given.progress(),
-                self._rank_info.open_ring(logger.warning) if self._record else None,
+                self._ring(),
                 given if self._record else None,
                 self.keeps_ledger,
             )
@@ -196,6 +197,13 @@ class SessionRuns:
             self._lock = FolderLock(folder.path, silent_seconds=2 * plan.compute.timeout_seconds)
             self._stack.callback(self._lock.release)
         return self._lock
+
+    def _ring(self) -> RankRing | None:
+        """The ring of this rank, for the session's first model; None where nothing is recorded."""
+        assert self._folder is not None
+        if not self._record:
+            return None
+        return open_rank_ring(self._rank_info, self._folder.path, self._stack)
 
     def _called(self, run: Run, number: int) -> Run:
         """A run whose events the user's function hears, where there is one."""

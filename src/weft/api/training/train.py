@@ -23,6 +23,7 @@ from weft.api.planning.requested import requested_plan
 from weft.api.preflight.conditional_blocks import conditional_blocks_note
 from weft.api.preflight.proof import check_prove
 from weft.api.ranks.agreement import check_same_on_all_ranks
+from weft.api.ranks.own_rings import open_rank_ring
 from weft.api.ranks.recording import create_folder, folder_of_rank_0, run_name
 from weft.api.saving.export import processor_files
 from weft.api.training.memory_fit import MeasurePeak, fit_microbatch, measure_peak_in_job, measure_peak_in_processes
@@ -314,6 +315,7 @@ class TrainingJob:
                     resume=None if resume is None else "latest",
                     prove=self.prove,
                     quiet=self.quiet,
+                    ring=open_rank_ring(distributed.rank_info, run.path, stack) if self.recipe.run.telemetry else None,
                 )
                 result = self._finalise(run, outcome, export=first)
                 if dist.is_initialized():

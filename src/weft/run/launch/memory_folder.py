@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from weft.files import write_whole
 from weft.process import machine_name, start_of
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -26,8 +27,27 @@ def create_memory_folder(kind: str = SAVES) -> Path | None:
     _remove_orphans(prefix)
     try:
         folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{secrets.token_hex(4)}-", dir=_SHARED_MEMORY))
-        owner = {"machine": machine_name(), "pid": os.getpid(), "started": start_of(os.getpid())}
-        (folder / _OWNER).write_text(json.dumps(owner))
+        _write_owner(folder)
+    except OSError:
+        return None
+    return folder
+
+
+def named_memory_folder(kind: str, name: str, *, owns: bool) -> Path | None:
+    """Return the folder in memory that several processes of this user know by name, made by whoever comes first; None
+    where the system has none.  The process that `owns` it removes it."""
+    if not _SHARED_MEMORY.is_dir():
+        return None
+    prefix = f"weft-{kind}-{os.getuid()}-"
+    folder = _SHARED_MEMORY / f"{prefix}{name}"
+    try:
+        if owns:
+            _remove_orphans(prefix)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid() or folder.is_symlink():
+            return None  # somebody else has made it
+        if owns:
+            _write_owner(folder)
     except OSError:
         return None
     return folder
@@ -36,6 +56,11 @@ def create_memory_folder(kind: str = SAVES) -> Path | None:
 def remove_memory_folder(folder: Path) -> None:
     """Remove the folder with all that is in it."""
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_owner(folder: Path) -> None:
+    owner = {"machine": machine_name(), "pid": os.getpid(), "started": start_of(os.getpid())}
+    write_whole(folder / _OWNER, json.dumps(owner))
 
 
 def _remove_orphans(prefix: str) -> None:

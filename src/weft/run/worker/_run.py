@@ -30,6 +30,7 @@ from weft.events import (
     sinks_of,
 )
 from weft.events.loss_board import LossSink
+from weft.events.ring import RankRing
 from weft.run.checkpoint import Checkpointer, Peers
 from weft.run.checkpoint.tiers import TieredCheckpointer
 from weft.run.data import PreparedData, data_shape, open_data
@@ -134,6 +135,7 @@ def train_rank(
     memory: Path | None = None,
     injector: FaultInjector | None = None,
     failure_seconds: float = FAILURE_SECONDS,
+    ring: RankRing | None = None,
 ) -> TrainingResult:
     """Train on this rank.  Call on every rank of the plan's world; rank 0 has the token of the folder's owner.
 
@@ -143,6 +145,7 @@ def train_rank(
         memory: folder in memory for saves, whose owner copies them to the disk; by default training waits for the disk.
         injector: of `weft chaos`, which lets this rank fail.
         failure_seconds: mean time between failures, for the interval of snapshots.
+        ring: where this rank records what it does; by default where its launcher, if it has one, collects it.
     """
     torch.set_num_threads(plan.compute.num_threads)
     with ExitStack() as stack:
@@ -175,6 +178,7 @@ def train_rank(
             failure_seconds=failure_seconds,
             keeps_ledger=recipe.run.ledger,
             injector=injector,
+            ring=ring,
         )
         with training as trainer, _own_groups():
             if resume is not None:
@@ -197,6 +201,7 @@ def training_of(
     keeps_ledger: bool = False,
     injector: FaultInjector | None = None,
     failure_seconds: float = FAILURE_SECONDS,
+    ring: RankRing | None = None,
 ) -> Generator[Trainer]:
     """Build this rank's share of a training under a plan; at the end leave its groups and let go of the model.
 
@@ -211,7 +216,8 @@ def training_of(
     if prove != "never":
         _prove(recipe, plan, mesh, folder, prepared, events, prove)
     progress = distributed.rank_info.progress_row()
-    ring = distributed.rank_info.open_ring(lambda text: events.emit(WarningEvent(text=text, source=__name__)))
+    if ring is None:
+        ring = distributed.rank_info.open_ring(lambda text: events.emit(WarningEvent(text=text, source=__name__)))
     recorder = Recorder(progress=progress if injector is None else injector.progress(progress), ring=ring)
     training = create_training(recipe, plan, blueprint, mesh, recorder, folder.path)
     data = open_data(

@@ -1,0 +1,147 @@
+"""A run is recorded while it goes on: who holds it back, and for whom it waits, is named within seconds."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from weft.errors import LaunchError
+from weft.watch.accounting import STATES, frontier
+from weft.watch.store import TelemetryReader
+from weft.watch.verdicts import judge
+
+T = TypeVar("T")
+WEFT = str(Path(sys.executable).with_name("weft"))
+SCRIPT = str(Path(__file__).with_name("slow_script.py"))
+PHASES = ("forward", "backward", "optimizer")
+
+
+@contextmanager
+def launched(folder: Path, rank: int, phase: str, seconds: float, steps: int) -> Iterator[subprocess.Popen[str]]:
+    """A session on four ranks, of which `rank` sleeps `seconds` in a phase of each step."""
+    words = [str(rank), phase, str(seconds), str(steps)]
+    command = [WEFT, "launch", "-n", "4", "--on-failure", "hang_seconds=60", SCRIPT, *words]
+    process = subprocess.Popen(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+
+
+def reader_of(folder: Path) -> TelemetryReader | None:
+    for run in folder.glob("runs/*"):
+        try:
+            return TelemetryReader(run)
+        except LaunchError:
+            return None
+    return None
+
+
+def wait_for(look: Callable[[], T | None], seconds: float, process: subprocess.Popen[str]) -> T:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        found = look()
+        if found is not None:
+            return found
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+    raise AssertionError(f"not seen in {seconds} s")
+
+
+def first_steps(folder: Path, process: subprocess.Popen[str]) -> TelemetryReader:
+    def look() -> TelemetryReader | None:
+        reader = reader_of(folder)
+        return reader if reader is not None and reader.newest_step()[1] > 0 else None
+
+    return wait_for(look, 90, process)
+
+
+def named(folder: Path, rank: int, phase: str) -> float:
+    """Seconds from the first recorded step until the rank and its phase are the first verdict."""
+    with launched(folder, rank, phase, 0.03, 4_000) as process:
+        reader = first_steps(folder, process)
+        began = time.monotonic()
+
+        def look() -> bool | None:
+            generation, step = reader.newest_step()
+            facts = reader.generations()
+            if not facts:
+                return None
+            first = judge(reader.window(generation, step - 60), facts[-1])[0]
+            return True if (first.kind, first.ranks, first.phase) == ("slow_rank", (rank,), phase) else None
+
+        wait_for(look, 30, process)
+        seconds = time.monotonic() - began
+        window = reader.window(1, 2)
+    sums = sum(window.column(name) for name in STATES)
+    np.testing.assert_allclose(sums, window.column("wall"), rtol=0.02)
+    pace = frontier(window).seconds.sum(axis=1)
+    np.testing.assert_allclose(pace, np.nanmax(window.column("wall"), axis=1), rtol=0.01)
+    return seconds
+
+
+def test_a_slow_rank_is_named_while_it_runs(tmp_path: Path) -> None:
+    assert named(tmp_path, 2, "forward") < 10
+
+
+def test_twenty_slow_ranks_are_named(tmp_path: Path) -> None:
+    draw = random.Random(40)
+    took: list[float] = []
+    for case in range(20):
+        folder = tmp_path / str(case)
+        folder.mkdir()
+        took.append(named(folder, draw.randrange(4), draw.choice(PHASES)))
+    print("seconds to the name:", *(f"{seconds:.1f}" for seconds in took))
+    assert max(took) < 5
+
+
+def test_a_stopped_rank_is_named_with_the_collective_of_the_others(tmp_path: Path) -> None:
+    with launched(tmp_path, 0, "none", 0.0, 4_000) as process:
+        reader = first_steps(tmp_path, process)
+        pid = wait_for(lambda: reader.live().get(3, {}).get("pid"), 10, process)
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        try:
+
+            def look() -> dict[str, Any] | None:
+                return next((one for one in reader.verdicts() if one["kind"] == "hang"), None)
+
+            verdict = wait_for(look, 25, process)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert time.monotonic() - began < 20
+    assert verdict["ranks"] == [3]
+    assert "stopped (SIGSTOP)" in verdict["title"]
+    assert verdict["axis"] == "data"
+
+
+@pytest.mark.parametrize("steps", [20])
+def test_a_run_of_seconds_is_recorded_to_its_last_step(tmp_path: Path, steps: int) -> None:
+    command = [WEFT, "launch", "-n", "2", SCRIPT, "0", "none", "0", str(steps)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    reader = reader_of(tmp_path)
+    assert reader is not None
+    assert reader.newest_step() == (1, steps)
+    (facts,) = reader.generations()
+    assert facts.axes == {"replicate": 2}
+    assert [rank["coordinates"] for rank in facts.ranks] == [{"replicate": 0}, {"replicate": 1}]
+    assert reader.live() == {}
+    assert reader.gaps() == []
+    assert not list(Path("/dev/shm").glob(f"weft-rings-{os.getuid()}-*"))

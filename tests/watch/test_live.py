@@ -131,17 +131,27 @@ def test_a_stopped_rank_is_named_with_the_collective_of_the_others(tmp_path: Pat
     assert verdict["axis"] == "data"
 
 
-@pytest.mark.parametrize("steps", [20])
-def test_a_run_of_seconds_is_recorded_to_its_last_step(tmp_path: Path, steps: int) -> None:
-    command = [WEFT, "launch", "-n", "2", SCRIPT, "0", "none", "0", str(steps)]
+LAUNCHERS = {
+    "launch": [WEFT, "launch", "-n", "2"],
+    "python": [sys.executable],
+    "torchrun": [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_run_of_seconds_is_recorded_to_its_last_step(launcher: str, tmp_path: Path) -> None:
+    command = [*LAUNCHERS[launcher], SCRIPT, "0", "none", "0", "20"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     reader = reader_of(tmp_path)
     assert reader is not None
-    assert reader.newest_step() == (1, steps)
+    assert reader.newest_step() == (1, 20)
     (facts,) = reader.generations()
-    assert facts.axes == {"replicate": 2}
-    assert [rank["coordinates"] for rank in facts.ranks] == [{"replicate": 0}, {"replicate": 1}]
+    number = 1 if launcher == "python" else 2
+    assert facts.axes == ({} if number == 1 else {"replicate": 2})
+    assert [rank["coordinates"] for rank in facts.ranks] == (
+        [{}] if number == 1 else [{"replicate": 0}, {"replicate": 1}]
+    )
     assert reader.live() == {}
     assert reader.gaps() == []
     assert not list(Path("/dev/shm").glob(f"weft-rings-{os.getuid()}-*"))

@@ -29,7 +29,7 @@ def open_rank_ring(rank_info: RankInfo, run: Path, stack: ExitStack) -> RankRing
         return None
     # Ranks of one host have one parent and one folder of their run: so all of them find one name, and no others do.
     parent = os.getppid()
-    where = xxhash.xxh3_64_hexdigest(f"{parent} {start_of(parent)} {run.resolve()}")
+    where = xxhash.xxh3_64_hexdigest(f"{parent} {start_of(parent)} {run.resolve()}".encode())
     rings = named_memory_folder(RINGS, where, owns=rank_info.local_rank == 0)
     if rings is None:
         return None

@@ -289,9 +289,8 @@ class TrainingJob:
                 " then last in the run's folder), or let weft train start the ranks."
             )
         compute = self.plan.compute
-        timeout_seconds = compute.timeout_seconds
         with initialise_distributed(
-            compute.device, backend=self.plan.compute.backend, timeout_seconds=timeout_seconds
+            compute.device, backend=compute.backend, timeout_seconds=compute.timeout_seconds
         ) as distributed:
             check_same_on_all_ranks(self.recipe, self.plan)
             self._fit_memory(measure_peak_in_job(distributed.rank_info))
@@ -319,8 +318,7 @@ class TrainingJob:
                 )
                 result = self._finalise(run, outcome, export=first)
                 if dist.is_initialized():
-                    # No rank returns a result before its export is there.
-                    dist.barrier()
+                    dist.barrier()  # no rank returns a result before its export is there
                 return result
 
     def _note_unused_policies(self) -> None:

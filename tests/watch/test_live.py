@@ -154,4 +154,3 @@ def test_a_run_of_seconds_is_recorded_to_its_last_step(launcher: str, tmp_path: 
     )
     assert reader.live() == {}
     assert reader.gaps() == []
-    assert not list(Path("/dev/shm").glob(f"weft-rings-{os.getuid()}-*"))

@@ -163,8 +163,8 @@ class MadeUpRun:
     def live(self, *, stopped: Mapping[int, str] | None = None) -> None:
         """Say where ranks are; `stopped` ones stand in a phase, the others wait for them."""
         for rank in range(self.num_ranks):
-            state: dict[str, Any] = {"step": self.step, "phase": "forward", "pid": 1000 + rank, "open": None,
-                                     "has_begun": True, "has_ended": False, "completed": {"data": 2 * self.step}}  # fmt: skip
+            state: dict[str, Any] = {"step": self.step, "phase": "forward", "pid": 1000 + rank, "open": None}
+            state |= {"has_begun": True, "has_ended": False, "completed": {"data": 2 * self.step}}
             if stopped:
                 waits = {"axis": "data", "operation": "all_reduce", "num_bytes": 8_000_000, "seconds": 12.0,
                          "number": 2 * self.step + 1}  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,16 @@ def test_of_a_run_that_stands_still_the_missing_rank_is_named(tmp_path: Path) ->
     where = blocks(record, "hang")["Where ranks are"]["table"]["rows"]
     assert where[0][:1] + where[0][3:5] == ["2", "others wait for it", "forward"]
     assert page_of(record, "memory")["blocks"][0]["kind"] == "banner"
+
+
+def test_a_recorder_that_lags_is_no_hang_and_is_told(tmp_path: Path) -> None:
+    run = MadeUpRun(folder=tmp_path, began=40.0)
+    run.add(30)
+    ahead = {"step": 31, "phase": "forward", "open": None, "has_begun": True, "has_ended": False, "completed": {}}
+    for rank in range(4):  # ranks are a step farther than what is written
+        run.writer.live(1, rank, time.time(), ahead)
+    assert RunRecord(tmp_path).stall is None
+    for rank in range(4):
+        run.writer.live(1, rank, time.time() - 15, {**ahead, "step": 30})
+    record = RunRecord(tmp_path)
+    assert "The recorder has said nothing for 15s" in blocks(record, "overview")["Recording"]["says"]

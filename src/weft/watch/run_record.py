@@ -112,8 +112,12 @@ class RunRecord:
             if self.owner.is_here or self.silent_seconds < self.owner.silent_seconds:
                 return "running"
             return "lost"
-        seen = max((float(state["unix_time"]) for state in self.live.values()), default=0.0)
-        return "running" if time.time() - seen < _LIVE_SECONDS else "unknown"
+        return "running" if time.time() - self.seen_at < _LIVE_SECONDS else "unknown"
+
+    @property
+    def seen_at(self) -> float:
+        """Time (seconds since 1970) at which the recorder last looked at the ranks; 0: it never did, or has ended."""
+        return max((float(state["unix_time"]) for state in self.live.values()), default=0.0)
 
     @property
     def silent_seconds(self) -> float:
@@ -133,8 +137,13 @@ class RunRecord:
         """What is said of a living run that makes no step, and of the rank that others wait for; None if it goes on."""
         if self.state != "running" or not self.live or not self.steps:
             return None
+        newest = self.steps[-1]
+        # Judged as of when ranks were last looked at: a recorder that lags behind is no run that stands still.
+        stalled = self.seen_at - newest.unix_time - newest.seconds * newest.num_steps
+        if min(int(state["step"]) for state in self.live.values()) > newest.step:
+            return None
         seconds = [row.seconds for row in self.steps[-_JUDGED_STEPS:]]
-        return judge_stall(self.live, self.facts, stalled_seconds=self.silent_seconds, step_seconds=seconds)
+        return judge_stall(self.live, self.facts, stalled_seconds=stalled, step_seconds=seconds)
 
     @property
     def is_recorded(self) -> bool:
@@ -194,9 +203,8 @@ class RunRecord:
 
     def _mark(self) -> tuple[object, ...]:
         newest = (self.steps[-1].generation, self.steps[-1].step) if self.steps else None
-        seen = max((float(state["unix_time"]) for state in self.live.values()), default=0.0)
         return (newest, len(self.steps), self._offset, len(self.gaps), len(self._stored), len(self.generations),
-                seen, self.recipe, self.plan, self.problem, self.state)  # fmt: skip
+                self.seen_at, self.recipe, self.plan, self.problem, self.state)  # fmt: skip
 
     def _first_time(self) -> float:
         return float(self.reports[0].get("unix_time_seconds") or 0.0) if self.reports else 0.0

@@ -38,8 +38,9 @@ MOST_STREAMS = 4
 """Streams that are held open at once.  Browsers open six connections to a server, of all tabs together: a seventh tab
 would wait for ever.  What comes beyond is answered once and asks again."""
 _PAUSE_SECONDS = 0.5
-_REFRESH_SHARE = 0.1
-"""Share of the time that may go into reading a run."""
+_MOST_PAUSE_SECONDS = 2.0
+_WORK_SHARE = 0.1
+"""Share of a processor that each stream may take, with reading its run: the run needs the others."""
 _ASK_AGAIN_MS = 1_500
 _BEAT_SECONDS = 15.0
 _HEADERS: Mapping[str, str] = {
@@ -158,7 +159,7 @@ class WatchServer:
                     yield ": still here\n\n"
                 if not is_held:
                     return
-                await asyncio.sleep(_PAUSE_SECONDS)
+                await asyncio.sleep(self._views.pause_seconds)
         finally:
             self._open_streams -= is_held
 
@@ -171,9 +172,17 @@ class _Views:
         self._records = records
         self._next_refresh = [0.0] * len(records)
         self._nonce = secrets.token_hex(4)
+        self.pause_seconds = _PAUSE_SECONDS
+        """Time to wait before the next page, by the processor time that the last one took."""
 
     def page(self, query: QueryParams, seen: str) -> tuple[str, Page] | None:
         """Return the mark of a page and the page; None where a browser has `seen` this mark."""
+        began = time.thread_time()
+        made = self._made(query, seen)
+        self.pause_seconds = _pause(time.thread_time() - began)
+        return made
+
+    def _made(self, query: QueryParams, seen: str) -> tuple[str, Page] | None:
         options = {name: value for name, value in query.items() if name not in ("run", "page", "token")}
         name = query.get("page", "overview")
         name = name if name in PAGES else "overview"
@@ -194,9 +203,9 @@ class _Views:
         now = time.monotonic()
         if now < self._next_refresh[at]:
             return
+        began = time.thread_time()
         self._records[at].refresh()
-        took = time.monotonic() - now
-        self._next_refresh[at] = now + max(0.8 * _PAUSE_SECONDS, took / _REFRESH_SHARE)
+        self._next_refresh[at] = now + 0.8 * _pause(time.thread_time() - began)
 
 
 @final
@@ -300,6 +309,11 @@ def _read_files() -> dict[str, tuple[bytes, str, str]]:
 
 def _to_json(page: Page) -> str:
     return json.dumps(page, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _pause(work_seconds: float) -> float:
+    """Return how long to wait after so much work."""
+    return min(max(_PAUSE_SECONDS, work_seconds / _WORK_SHARE), _MOST_PAUSE_SECONDS)
 
 
 def _number(text: str, limit: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import numpy as np
@@ -160,6 +161,9 @@ def _step_time(record: RunRecord) -> Block:
 
 
 RECENT = 50
+"""Newest steps whose median is the usual step."""
+_SILENT_SECONDS = 10.0
+"""Silence of the recorder above which the page says so; it writes twice a second."""
 
 
 def _frontier(record: RunRecord) -> Block | None:
@@ -247,8 +251,11 @@ def _health(record: RunRecord) -> Block | None:
     window, gaps = record.window, record.gaps
     missing = int(np.isnan(window.column("wall")).any(axis=0).sum()) if record.is_recorded else 0
     spans, steps = sum(gap.spans + gap.collectives for gap in gaps), sum(gap.steps for gap in gaps)
+    silent = time.time() - record.seen_at if record.seen_at and record.state == "running" else 0.0
     if record.problem:
         says = record.problem
+    elif silent > _SILENT_SECONDS:
+        says = f"The recorder has said nothing for {format_duration(silent)}: what is shown is as old as that."
     elif gaps or missing:
         says = f"Something is missing: {plural(steps, 'step')} and {plural(spans, 'span')} were not recorded"
         says += f", and {plural(missing, 'rank')} left out steps of the newest {len(window.steps)}." if missing else "."

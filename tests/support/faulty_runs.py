@@ -48,6 +48,7 @@ PLAN = """
 pipeline = {pipeline}
 replicate = {data}
 
+{cuts}
 [microbatch]
 size = {size}
 per_step = {per_step}
@@ -86,6 +87,8 @@ class FaultyRun(MadeUpRun):
     leak: float = 0.0
     """Bytes by which the memory of rank `leaks` grows per step."""
     leaks: int = 0
+    cuts: str = ""
+    """Lines of the plan that say how stages are cut."""
     share: float = 0.4
     """Share of the peak that a step of 80 ms reaches."""
 

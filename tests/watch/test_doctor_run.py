@@ -29,9 +29,18 @@ def test_ranks_that_recorded_nothing_are_no_fault(tmp_path: Path) -> None:
     assert run.findings() == []
 
 
+def test_stages_that_cannot_be_more_equal_are_no_fault(tmp_path: Path) -> None:
+    slow = {(rank, "forward"): 0.016 for rank in (0, 1)}
+    run = FaultyRun(folder=tmp_path, data=2, pipeline=2, slow=slow)
+    run.add(60)
+    run.end()
+    assert [verdict.kind for verdict in run.case().record.verdicts] == ["unequal_stages"]
+    assert run.findings() == []
+
+
 def _two_threads_per_core(folder: Path, draw: np.random.Generator) -> tuple[FaultyRun, str, int | None]:
     return FaultyRun(folder=folder, threads=2, lost=float(draw.uniform(0.02, 0.05)),
-                     without_core=(0, 1, 2, 3), cluster=cpu_cluster(4)), "busy_cores", None  # fmt: skip
+                     without_core=(0, 1, 2, 3), cluster=cpu_cluster(2)), "busy_cores", None  # fmt: skip
 
 
 def _throttled(folder: Path, draw: np.random.Generator) -> tuple[FaultyRun, str, int | None]:
@@ -49,9 +58,10 @@ def _slow_phase(folder: Path, draw: np.random.Generator) -> tuple[FaultyRun, str
 
 
 def _unequal_cut(folder: Path, draw: np.random.Generator) -> tuple[FaultyRun, str, int | None]:
-    stage, more = int(draw.integers(2)), float(draw.uniform(0.02, 0.06))
-    slow = {(rank, phase): more / 2 for rank in (2 * stage, 2 * stage + 1) for phase in ("forward", "backward")}
-    return FaultyRun(folder=folder, data=2, pipeline=2, slow=slow), "unequal_stages", 2 * stage
+    more = float(draw.uniform(0.01, 0.06))  # of the second stage, which has three of four blocks
+    slow = {(rank, phase): more / 2 for rank in (2, 3) for phase in ("forward", "backward")}
+    cuts = "[pipeline_parallel]\ncuts = [1]"
+    return FaultyRun(folder=folder, data=2, pipeline=2, slow=slow, cuts=cuts), "unequal_stages", 2
 
 
 def _slow_input(folder: Path, draw: np.random.Generator) -> tuple[FaultyRun, str, int | None]:
@@ -101,6 +111,11 @@ def test_a_planted_fault_is_found(tmp_path: Path, fault: Fault, seed: int) -> No
     first = run.findings()[0]
     assert first.kind == kind, run.findings()
     assert rank is None or rank in first.ranks
+    if kind == "unequal_stages":
+        assert "out of the plan" in first.next
+        assert first.promise
+    if kind == "busy_cores":
+        assert "compute.threads_per_rank = 1" in first.next
     assert first.next
     assert first.evidence
 

@@ -118,7 +118,7 @@ def _heading(case: RunCase) -> str:
     record = case.record
     if not record.steps:
         return f"{record.name}: no step is recorded"
-    ranks = f" on {record.num_ranks} ranks" if record.num_ranks else ""
+    ranks = f" on {record.num_ranks} rank{'s' if record.num_ranks != 1 else ''}" if record.num_ranks else ""
     judged = f"; times are judged by the newest {len(case.window.steps)}" if case.is_timed else ""
     plain = "" if record.is_recorded else "; ranks recorded nothing, so that little can be said of its speed"
     share = "" if case.peak_share is None else f", {format_percent(100 * case.peak_share)} of the measured peak"

@@ -22,6 +22,12 @@ _LEAST_SHARE = 0.05
 _FAR_SLOWER = 3.0
 """Times that communication takes longer than predicted from which the link is at fault, and not the prediction."""
 _MOST_OF_PEAK = 1.02
+_WORTH_CUTTING = 0.02
+"""Share of a step that other cuts of a pipeline must save."""
+_FAR_FROM_EQUAL = 0.15
+"""Share of a step that unequal stages cost from which the planner's own cuts are doubted."""
+_BUSY = 0.2
+"""Share of a step without a processor from which cores are busy with something else."""
 _SUITABLE = ("communication", "bubble", "slow_input", "unequal_stages", "busy_cores", "slow_rank")
 
 
@@ -40,7 +46,9 @@ def live_verdicts(case: RunCase) -> Iterator[RunVerdict]:
             continue  # the same, by phase
         if verdict.kind == "communication" and list(_links_of(case, verdict.axis)):
             continue  # `slow_link` says it, with the link's speed
-        yield _with_settings(case, verdict)
+        settled = _with_settings(case, verdict)
+        if settled is not None:
+            yield settled
 
 
 def _throttled(case: RunCase, found: Sequence[RunVerdict]) -> Iterator[RunVerdict]:
@@ -82,28 +90,45 @@ def _place(case: RunCase, rank: int) -> str:
     return f"host {about['host']}" if about.get("host") else f"the place of rank {rank}"
 
 
-def _with_settings(case: RunCase, verdict: RunVerdict) -> RunVerdict:
-    """Add to a live verdict what the plan says of it."""
+def _with_settings(case: RunCase, verdict: RunVerdict) -> RunVerdict | None:
+    """Add to a live verdict what the plan says of it; None where no plan does better."""
     plan = case.plan
     if plan is None:
         return verdict
     if verdict.kind == "busy_cores":
-        threads = plan.compute.num_threads
-        most = max((len(ranks) for ranks in hosts_of(case.facts).values()), default=0)
-        cores = "" if case.cluster is None else f" on {case.cluster.nodes[0].cores} cores"
-        told = f"{most} ranks of {threads} threads each on one host: {most * threads} threads{cores}"
-        fewer = "compute.threads_per_rank = 1" if threads > 1 else "fewer ranks (weft replan RUN --devices N)"
-        return replace(verdict, evidence=(*verdict.evidence, told), next=f"Give the plan {fewer}. {verdict.next}")
-    if verdict.kind == "unequal_stages" and plan.pipeline_parallel.cuts is not None:
-        balanced = replace(plan, pipeline_parallel=replace(plan.pipeline_parallel, cuts=None))
-        cuts = list(plan.pipeline_parallel.cuts)
-        gain = case.gain_of(balanced) or 0.0
-        return replace(
-            verdict,
-            next=f"Take pipeline_parallel.cuts = {cuts} out of the plan: stages are then cut by their cost.",
-            promise=case.promise_of("cuts by cost", gain) if gain > 0 else "",
+        return _with_threads(case, verdict, plan.compute.num_threads)
+    if verdict.kind != "unequal_stages":
+        return verdict
+    cuts = plan.pipeline_parallel.cuts
+    balanced = replace(plan, pipeline_parallel=replace(plan.pipeline_parallel, cuts=None))
+    gain = 0.0 if cuts is None else case.gain_of(balanced)
+    if (gain is not None and gain < _WORTH_CUTTING) and verdict.share < _FAR_FROM_EQUAL:
+        return None  # blocks are whole: stages that are cut by cost are seldom equal
+    if cuts is None or gain is None or gain < _WORTH_CUTTING:
+        return verdict
+    return replace(
+        verdict,
+        next=f"Take pipeline_parallel.cuts = {list(cuts)} out of the plan: stages are then cut by their cost.",
+        promise=case.promise_of("cuts by cost", gain),
+    )
+
+
+def _with_threads(case: RunCase, verdict: RunVerdict, threads: int) -> RunVerdict:
+    """Say whether the job itself has more threads than there are cores, or something else takes them."""
+    most = max((len(ranks) for ranks in hosts_of(case.facts).values()), default=0)
+    cores = None if case.cluster is None else case.cluster.nodes[0].cores
+    told = f"{most} rank{'s' if most != 1 else ''} of {threads} thread{'s' if threads != 1 else ''} on one host"
+    told += "" if cores is None else f" of {cores} cores"
+    if threads > 1 and (cores is None or most * threads > cores):
+        change = f"Set compute.threads_per_rank = {1 if cores is None else max(1, cores // max(1, most))} in the plan."
+    elif cores is not None and most > cores:
+        change = f"Run at most {cores} ranks on this host: weft replan RUN --devices {cores}."
+    else:
+        change = (
+            "The job has a core for each of its threads, so something else computes there: look with top, stop it, or"
         )
-    return verdict
+        change += " give the job fewer ranks (weft replan RUN --devices N)."
+    return replace(verdict, evidence=(*verdict.evidence, told), next=change)
 
 
 def tiny_microbatches(case: RunCase) -> Iterator[RunVerdict]:
@@ -175,7 +200,8 @@ def wrong_peak(case: RunCase) -> Iterator[RunVerdict]:
             seconds=0.0, share=0.0, confidence="high", num_steps=len(case.window.steps),
             evidence=(f"{_tera(facts.peak_flops)} was measured for {facts.world_size} ranks together",
                       f"{format_number(facts.model_flops / 1e12)} TFLOP in {format_seconds(case.step_seconds)}"),
-            next="Measure again while nothing else runs: weft probe.",
+            next="It is measured as a run begins"
+            + (", and the cores are busy: stop what else runs there." if _is_busy(case) else ": begin it again."),
         )  # fmt: skip
         return
     if case.cluster is None or case.plan is None or not facts.peak_flops or not facts.world_size:
@@ -189,7 +215,7 @@ def wrong_peak(case: RunCase) -> Iterator[RunVerdict]:
     measured = facts.peak_flops / facts.world_size
     # Ranks that share a core measure a part of its peak; more than its peak nothing measures.
     crowd = max(1.0, facts.world_size / case.cluster.num_devices) if devices.kind == "cpu" else 1.0
-    if 1 / 4 <= measured * crowd / stated <= 1.3:
+    if 1 / 4 <= measured * crowd / stated <= 1.3 or (measured < stated and _is_busy(case)):
         return
     word = "more" if measured > stated else "less"
     yield RunVerdict(
@@ -200,6 +226,12 @@ def wrong_peak(case: RunCase) -> Iterator[RunVerdict]:
         evidence=("predictions and the share of the peak stand on this figure",),
         next=f"Measure it (weft probe), or correct peak_flops.{precision} of the cluster file.",
     )  # fmt: skip
+
+
+def _is_busy(case: RunCase) -> bool:
+    """Whether ranks often get no processor, so that what they measure of it is too little."""
+    lost = case.window.column("descheduled")
+    return lost.size > 0 and float(np.nanmedian(lost)) > _BUSY * case.step_seconds
 
 
 def slow_links(case: RunCase) -> Iterator[RunVerdict]:

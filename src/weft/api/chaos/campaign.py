@@ -98,7 +98,7 @@ class CampaignResult:
             "plans": list(self.plans),
             "num_faults": len(self.cases),
             "num_failed": self.num_failed,
-            "num_false_alarms": sum(verdict.num_false_alarms for _, verdict, _ in self.cases),
+            "num_false_alarms": sum(len(verdict.false_alarms) for _, verdict, _ in self.cases),
             "detected_seconds_median": detected[len(detected) // 2] if detected else None,
             "detected_seconds_max": detected[-1] if detected else None,
             "left_out": self.left_out,
@@ -112,7 +112,7 @@ class CampaignResult:
                     "step": case.step,
                     "problems": list(verdict.problems),
                     "detected_seconds": verdict.detected_seconds,
-                    "num_false_alarms": verdict.num_false_alarms,
+                    "false_alarms": list(verdict.false_alarms),
                     "seconds": round(seconds, 3),
                 }
                 for case, verdict, seconds in self.cases
@@ -288,7 +288,7 @@ class Campaign:
         mark = "ok" if not verdict.problems else "WRONG"
         found = f", reported after {verdict.detected_seconds:.1f} s" if verdict.detected_seconds is not None else ""
         self._log(f"{index:>4}  {mark:<5}  {name:<14}  {case}{found}  ({seconds:.1f} s)")
-        for problem in verdict.problems:
+        for problem in (*verdict.problems, *(f"for no reason: {alarm}" for alarm in verdict.false_alarms)):
             self._log(f"          {problem}")
         if verdict.problems:
             self._log(f"          replay: {self._replay_words} --replay {self._seed}:{index}")

@@ -24,6 +24,8 @@ POLICIES = OnFailure(hang_seconds=HANG_SECONDS, max_restarts=2)
 _CRASH_BOUND_SECONDS = 1.0
 _LOOKS_SECONDS = 6.0
 """Time that the launcher takes from the end of a limit to the report, on a busy machine."""
+_NO_FAILURE = ("hold", "nan", "slow", "fill the disk")
+"""Deeds after which no rank has to start again."""
 _TOLERANCES = {"fp32": 2e-5, "fp64": 1e-10}
 _OTHER_TOLERANCE = 2e-2
 _STOPPED_STATUSES = (0, 75, 130)
@@ -57,8 +59,8 @@ class FaultVerdict:
     """What was not as it should be; empty: all was."""
     detected_seconds: float | None
     """Time from the fault to the report of it; None where nothing was to be reported."""
-    num_false_alarms: int
-    """Restarts that no fault explains."""
+    false_alarms: tuple[str, ...]
+    """Causes of restarts that no fault explains."""
 
 
 def losses_of(run: Path) -> dict[int, float]:
@@ -111,10 +113,9 @@ def judge(record: CaseRecord, recipe: Recipe | None, whole: WholeRun) -> FaultVe
         problems.append(str(problem))
     problems += [f"left behind: {what}" for what in record.left_behind]
     restarts = [event for event in events_of(record.run, "generation") if event["failure"] != "replan"]
-    explained = len(record.strikes)
-    return FaultVerdict(
-        problems=tuple(problems), detected_seconds=detected, num_false_alarms=max(0, len(restarts) - explained)
-    )
+    explained = sum(record.case.faults[strike.fault].deed not in _NO_FAILURE for strike in record.strikes)
+    alarms = tuple(f"{event['failure']}: {event['cause']}" for event in restarts[explained:])
+    return FaultVerdict(problems=tuple(problems), detected_seconds=detected, false_alarms=alarms)
 
 
 def expected_end(case: ChaosCase) -> str:

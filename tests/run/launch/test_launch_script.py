@@ -215,8 +215,16 @@ def test_no_environment_is_no_place() -> None:
     assert RankInfo.from_environment({"LOCAL_RANK": "0"}) is None
 
 
-def test_echoes_are_never_the_cause() -> None:
-    echo = RankExit(rank=0, host="a", when=1.0, error="RuntimeError", message="Connection closed by peer", status=1)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Connection closed by peer",
+        "The group of ranks 0, 1 cannot be formed: the process of rank 1 has died.",
+        "An all_reduce cannot be finished: the process of rank 1 has died.",
+    ],
+)
+def test_echoes_are_never_the_cause(text: str) -> None:
+    echo = RankExit(rank=0, host="a", when=1.0, error="RuntimeError", message=text, status=1)
     cause = RankExit(rank=1, host="a", when=2.0, error="ValueError", message="bad", status=1)
     assert first_cause({0: 1, 1: 1, 2: 0}, {0: 1.0, 1: 2.0, 2: 3.0}, {0: echo, 1: cause, 2: None}) == cause
 

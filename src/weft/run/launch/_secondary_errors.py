@@ -11,7 +11,7 @@ _SECONDARY_TEXTS = (
     "Application timeout caused pair closure",
     "NCCL communicator was aborted",
     "remote process exited",
-    "cannot be finished: the process of rank",
+    "the process of rank",
     "has left the group",
     "aborted the group",
     "so this one could not go on",

@@ -13,6 +13,7 @@ from browser import chromium, served
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect
 from recorded_runs import MadeUpRun
 
+from weft.watch.report import report_of
 from weft.watch.run_record import RunRecord
 from weft.watch.server import WatchServer
 from weft.watch.views import PAGES
@@ -200,6 +201,29 @@ def test_names_are_text_whatever_they_are(browser: Browser, tmp_path: Path) -> N
         expect(opened.page.get_by_role("heading", name="Runs side by side")).to_be_visible()
         opened.page.get_by_label("run", exact=True).select_option("<b>other")
         expect(opened.page).to_have_title("Plan and measurement · <b>other · weft")
+
+
+def test_a_report_needs_no_server_and_no_network(browser: Browser, tmp_path: Path) -> None:
+    run = slow_run(tmp_path / NAME)
+    run.event("warning", text="</script><script>alert(3)</script>", source="weft")
+    run.end()
+    record = RunRecord(run.folder)
+    file = tmp_path / "report.html"
+    file.write_text(report_of(record))
+    record.close()
+    assert file.stat().st_size < 5_000_000
+    with browser.new_context(offline=True) as context:
+        opened = Tab(context.new_page())
+        opened.page.goto(file.as_uri())
+        for page, title in PAGES.items():
+            opened.page.get_by_role("link", name=title, exact=True).click()
+            expect(opened.page.get_by_role("heading", level=1)).to_have_text(title)
+            expect(opened.page.locator("#blocks")).to_contain_text(re.compile(re.escape(SAYS[page]), re.IGNORECASE))
+        expect(opened.page.locator("#runs")).to_have_text(run.folder.name)
+        opened.page.get_by_role("link", name="All pages").click()
+        expect(opened.page.locator("#blocks > .heading")).to_have_count(len(PAGES))
+        assert opened.complaints == []
+        assert {url for url in opened.requests if not url.startswith("data:")} == {file.as_uri()}
 
 
 def test_a_page_says_that_its_server_has_ended(browser: Browser, tmp_path: Path) -> None:

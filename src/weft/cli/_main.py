@@ -29,6 +29,7 @@ from weft.cli import (
     _plan,
     _probe,
     _replan,
+    _report,
     _trace,
     _train,
     _watch,
@@ -66,6 +67,7 @@ def build_app() -> App:
     app.command(_export.export)
     app.command(_replan.replan)
     app.command(_watch.watch)
+    app.command(_report.report)
     app.command(_migrate.migrate)
     app.command(_launch.launch)
     checkpoint = App(name="checkpoint", help="List, verify, compare and keep saved states.", help_format="plaintext")

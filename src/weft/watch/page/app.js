@@ -6,10 +6,18 @@ const SAY_EVERY_MS = 5_000;
 const SILENT_MS = 4_000;
 const STATES = { running: "running", ended: "has ended", lost: "its process is gone", unknown: "not running" };
 const byId = (id) => document.getElementById(id);
-const kept = byId("kept") ? JSON.parse(byId("kept").textContent) : null; // a report has its pages inside of it
+const kept = byId("kept") ? withAll(JSON.parse(byId("kept").textContent)) : null; // a report has its pages inside
 
 const context = { link, navigate: kept ? null : navigate, page: "", options: {} };
 let stream = null, isPaused = false, drawn = new Map(), newest = null;
+
+// A report has one page more, with the blocks of all others: for printing.
+function withAll(pages) {
+  const blocks = Object.values(pages).flatMap((page) => [
+    { kind: "heading", title: page.title, key: page.id }, ...page.blocks.map((block, at) => ({ ...block, key: `${page.id}:${at}` })),
+  ]);
+  return { ...pages, all: { ...pages.overview, id: "all", title: "All pages", blocks } };
+}
 
 function place() {
   const [page, query] = location.hash.replace(/^#\/?/, "").split("?");
@@ -109,10 +117,9 @@ function showBlocks(page, options) {
   const holder = byId("blocks");
   if (page.id !== context.page || options.run !== context.options.run) clear();
   Object.assign(context, { page: page.id, options });
-  const blocks = kept ? page.blocks.filter((block) => block.kind !== "controls") : page.blocks;
   const now = new Map();
-  for (const block of blocks) {
-    const key = `${block.kind}:${block.title}`, known = drawn.get(key);
+  for (const block of page.blocks) {
+    const key = block.key || `${block.kind}:${block.title}`, known = drawn.get(key);
     if (known) known.update(block);
     now.set(key, known || makeBlock(block, context));
   }
@@ -121,7 +128,7 @@ function showBlocks(page, options) {
   // Only where something came or went: moving an element takes the focus from it.
   if (nodes.length !== holder.children.length || nodes.some((node, at) => node !== holder.children[at])) holder.replaceChildren(...nodes);
   drawn = now;
-  pair(blocks, nodes);
+  pair(page.blocks, nodes);
 }
 
 // Charts stand in pairs; one that is left over is as wide as the page.
@@ -173,6 +180,7 @@ byId("theme").addEventListener("click", () => {
   try { localStorage.setItem("weft-theme", theme); } catch { /* it is chosen again in the next tab */ }
   setTheme(theme);
 });
+byId("pause").hidden = Boolean(kept);
 byId("pause").addEventListener("click", (event) => {
   isPaused = !isPaused;
   event.target.setAttribute("aria-pressed", String(isPaused));

@@ -141,6 +141,7 @@ const HAS_NO_TWIN = new Set(["table", "verdicts", "figures"]); // they are words
 let count = 0;
 
 export function makeBlock(block, context) {
+  if (block.kind === "heading") return { node: el("h2", { class: "heading" }, block.title), update() {}, end() {} };
   const body = MAKERS[block.kind](block, context);
   if (block.kind === "controls") {
     return { node: el("div", { class: "block controls" }, body.node), update: body.update, end: body.end };

@@ -24,6 +24,7 @@ POLICIES = OnFailure(hang_seconds=HANG_SECONDS, max_restarts=2)
 _CRASH_BOUND_SECONDS = 1.0
 _LOOKS_SECONDS = 6.0
 """Time that the launcher takes from the end of a limit to the report, on a busy machine."""
+_DAMAGED = "damaged"
 _NO_FAILURE = ("hold", "nan", "slow", "fill the disk")
 """Deeds after which no rank has to start again."""
 _TOLERANCES = {"fp32": 2e-5, "fp64": 1e-10}
@@ -72,9 +73,14 @@ def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
     """The lines of one kind in a run's metrics."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    return [
-        event for event in map(json.loads, (line for line in lines if line.endswith("\n"))) if event["kind"] == kind
-    ]
+    return [event for event in (_event(line) for line in lines if line.endswith("\n")) if event["kind"] == kind]
+
+
+def _event(line: str) -> dict[str, Any]:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return {"kind": _DAMAGED, "line": line.rstrip()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,7 @@ def judge(record: CaseRecord, recipe: Recipe | None, whole: WholeRun) -> FaultVe
         detected, reports = _report_problems(record, whole.seconds)
         problems += reports + _damage_problems(record)
     problems += _loss_problems(record, whole)
+    problems += [f"a line of the metrics is damaged: {event['line']}" for event in events_of(record.run, _DAMAGED)]
     try:
         if recipe is not None:
             check_ledger(record.run, seed=recipe.run.seed, global_batch_size=recipe.batch.global_batch_size)

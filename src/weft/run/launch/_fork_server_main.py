@@ -226,8 +226,14 @@ def _end_stopped_orphans() -> None:
 
 
 def _signal_all(living: dict[int, int], number: signal.Signals) -> None:
+    from weft.process import is_stopped
+    from weft.run.launch._rank import STACKS_SIGNAL
+
     for pid in living:
-        os.kill(pid, number)  # not reaped yet, so the number is still theirs
+        # A stopped process answers when it goes on, and maybe in another thread than the main one, whose frames are
+        # then read while they change.
+        if number != STACKS_SIGNAL or not is_stopped(pid):
+            os.kill(pid, number)  # not reaped yet, so the number is still theirs
 
 
 def _receive_setup(control: socket.socket) -> dict[str, list[str]]:

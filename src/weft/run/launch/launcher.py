@@ -24,6 +24,7 @@ from weft.events.progress import ProgressBoard
 from weft.events.sinks.log import LogSink
 from weft.events.sinks.metrics import MetricsSink
 from weft.events.sinks.warnings import WarningSink
+from weft.process import is_ending, state_of
 from weft.run.launch._cells import check_arguments, collect_sources
 from weft.run.launch._fork_server import ForkServer as ForkServer
 from weft.run.launch._fork_server import open_fork_server as open_fork_server
@@ -42,6 +43,8 @@ from weft.run.launch.job_end import RankError as RankError
 
 _POLL_SECONDS_OF_HOSTS = 0.1
 """Interval of looks at other hosts' ends: a part of the time without training after one was lost."""
+_ENDING_SECONDS, _POLL_ENDS_SECONDS = 5.0, 0.002
+"""Longest wait for ranks that are killed with their parent, and the pause between two looks."""
 
 
 def launch_function(
@@ -414,7 +417,15 @@ def _run(
     running.positions.update((rank, board.position(place)) for place, rank in enumerate(job.ranks))
     if len(running.codes) < job.num_processes:
         running.parent_status = status
+        _await_ends(list(running.stopped.ranks.values()))
     return running
+
+
+def _await_ends(pids: Sequence[int]) -> None:
+    """Wait until ranks have ended that are killed with their parent: they must not write beside what comes next."""
+    until = time.monotonic() + _ENDING_SECONDS
+    while any(state_of(pid) and not is_ending(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(_POLL_ENDS_SECONDS)
 
 
 def _end_of(running: RunningJob, folder: Path) -> JobEnd:

@@ -29,6 +29,9 @@ BENCHMARKS = (
         "recovery",
         "hosts",
         "saves",
+        "reloading",
+        "protection",
+        "goodput",
     ),
 )
 

@@ -1,105 +1,88 @@
-"""From a killed rank to the next step: `weft train` on two ranks of one host.
+"""From a fault, or another plan, to the next step: trainings of two ranks on one host.
 
 A run of a small model saves every 20 steps, and a rank is killed between two saves.  What is measured is the time from
-the kill to the end of the first step after it.
+the kill to the end of the first step after it: of `weft train`, and of DDP under torchrun, which loads what
+`torch.save` has written.  They take turns.  Then a living run is asked to go on under other plans (`weft replan`).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+from benchmarks._job import TorchrunJob, WatchedJob, WeftTrainJob
 from benchmarks._options import options_parser
-from benchmarks._results import ROOT, Goal, log, machine, versions, write_result
+from benchmarks._results import Goal, log, machine, versions, write_result
 from benchmarks._statistics import spread
+from weft.config.plan import Plan
+from weft.events import RunFolder
+from weft.run.supervise.replan import ask_for_plan
 
 SAVE_EVERY, KILL_AFTER, STEPS = 20, 50, 100_000
-_DEADLINE_SECONDS = 120.0
-_RECIPE = f"""
+_RECIPE = """
 [model]
-reference = "mlp"
-num_layers = 2
-input_size = 128
-hidden_size = 128
-num_classes = 8
+{model}
 [data]
 train = [{{ source = "synthetic" }}]
 validation_fraction = 0.0
 [batch]
 global_batch_size = 32
 [run]
-steps = {STEPS}
-save_every = {SAVE_EVERY}
+steps = {steps}
+save_every = {save_every}
 [run.on_failure]
 max_restarts = 100
 """
+_PERCEPTRON = 'reference = "mlp"\nnum_layers = 2\ninput_size = 128\nhidden_size = 128\nnum_classes = 8\n'
+_DECODER = (
+    'reference = "decoder"\nnum_layers = 4\nhidden_size = 48\nnum_heads = 4\nnum_kv_heads = 2\n'
+    "vocabulary_size = 300\nsequence_length = 48\n"
+)
 _PLAN = "[mesh]\nreplicate = 2\n[data_parallel]\nzero = 0\n[microbatch]\nsize = 16\n"
+_PLANS = {"tensor 2": Plan.tensor(2), "pipeline 2": Plan.pipeline(2), "data 2": Plan.ddp(replicate=2)}
 
 
-StepTimes = list[tuple[int, float]]
-"""Steps in the order in which they were finished, each with its time in seconds."""
+def weft_job(folder: Path, model: str = _PERCEPTRON) -> WeftTrainJob:
+    return WeftTrainJob(folder, _RECIPE.format(model=model, steps=STEPS, save_every=SAVE_EVERY), _PLAN)
 
 
-def recover(command: list[str], steps_of: Callable[[], StepTimes], ranks: Callable[[], list[int]]) -> float:
-    """Seconds from a kill to the first step after it."""
-    quiet = subprocess.DEVNULL
-    job = subprocess.Popen(command, cwd=ROOT, stdout=quiet, stderr=quiet, start_new_session=True)
-    try:
-        _wait(lambda: any(step >= KILL_AFTER for step, _ in steps_of()))
-        victim = random.choice(ranks())
-        killed, before = time.time(), len(steps_of())
+def recover(job: WatchedJob) -> float:
+    """Seconds from the kill of a rank to the first step after it."""
+    with job:
+        job.wait_for_step(KILL_AFTER)
+        victim = random.choice(job.ranks())
+        killed, before = time.time(), len(job.steps())
         os.kill(victim, signal.SIGKILL)
         time.sleep(0.02)  # a step that was under way may still be written down
-        before = max(before, len([1 for _, at in steps_of() if at <= killed + 0.02]))
+        before = max(before, len([1 for _, at in job.steps() if at <= killed + 0.02]))
+        last = job.steps()[before - 1][0]
         # The first step of the new ranks has a number that was there before.
-        _wait(lambda: any(step <= steps_of()[before - 1][0] for step, _ in steps_of()[before:]))
-        return next(at for step, at in steps_of()[before:] if step <= steps_of()[before - 1][0]) - killed
-    finally:
-        os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
+        job.wait_for(lambda: any(step <= last for step, _ in job.steps()[before:]))
+        return next(at for step, at in job.steps()[before:] if step <= last) - killed
 
 
-def weft_seconds(folder: Path) -> float:
-    """Time of `weft train`."""
-    (folder / "recipe.toml").write_text(_RECIPE)
-    (folder / "plan.toml").write_text(_PLAN)
-    metrics = folder / "run" / "metrics.jsonl"
-    command = [str(Path(sys.executable).with_name("weft")), "train", str(folder / "recipe.toml"), "--plan"]
-    command += [str(folder / "plan.toml"), "--run-folder", str(folder / "run"), "--prove", "never"]
-
-    def steps() -> StepTimes:
-        lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
-        events = [json.loads(line) for line in lines if line.endswith("\n")]
-        return [(event["step"], event["unix_time_seconds"]) for event in events if event["kind"] == "step"]
-
-    def ranks() -> list[int]:
-        owner = json.loads((folder / "run" / "owner.json").read_text())["pid"]
-        parents = [child for server in _children(owner) for child in _children(server)]
-        return [rank for parent in parents for rank in _children(parent)]
-
-    return recover(command, steps, ranks)
-
-
-def _children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
-
-
-def _wait(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + _DEADLINE_SECONDS
-    while not condition():
-        if time.monotonic() > until:
-            raise TimeoutError("the job has not come so far")
-        time.sleep(0.01)
+def change_plans(folder: Path) -> dict[str, list[float]]:
+    """Seconds from asking for a plan to the first step under it, and those in which no step was done."""
+    found: dict[str, list[float]] = {"asked": [], "without a step": []}
+    with weft_job(folder, _DECODER) as job:
+        job.wait_for_step(10)
+        for plan in _PLANS.values():
+            done, asked = len(job.events("generation")), time.time()
+            ask_for_plan(RunFolder(job.run), plan)
+            job.wait_for(lambda done=done: len(job.events("generation")) > done)
+            begun = job.events("generation")[-1]["unix_time_seconds"]
+            job.wait_for(lambda begun=begun: job.steps()[-1][1] > begun)
+            times = [at for _, at in job.steps()]
+            first = next(at for at in times if at > begun)
+            found["asked"].append(first - asked)
+            found["without a step"].append(first - max(at for at in times if at <= begun))
+            job.wait_for_step(job.steps()[-1][0] + 10)
+    return found
 
 
 def main() -> None:
@@ -107,23 +90,37 @@ def main() -> None:
     options = parser.parse_args()
     before = machine()
     random.seed(0)
-    samples: dict[str, list[float]] = {"weft train": []}
+    samples: dict[str, list[float]] = {}
     for number in range(options.rounds):
-        with tempfile.TemporaryDirectory() as folder:
-            samples["weft train"].append(weft_seconds(Path(folder)))
-        log(f"round {number + 1}: {samples['weft train'][-1]:.2f} s")
+        for name in ("weft train", "torchrun"):
+            with tempfile.TemporaryDirectory() as folder:
+                arguments = (Path(folder), "benchmarks._recovery_peer", str(SAVE_EVERY))
+                seconds = recover(weft_job(Path(folder)) if name == "weft train" else TorchrunJob(*arguments))
+            samples.setdefault(name, []).append(seconds)
+            log(f"round {number + 1}: {name} goes on after {seconds:.2f} s")
+        if number % 2 == 0:  # three changes of plan each
+            with tempfile.TemporaryDirectory() as folder:
+                for what, times in change_plans(Path(folder)).items():
+                    samples.setdefault(f"replan: {what}", []).extend(times)
+                    log(f"round {number + 1}: replan, {what}: {' '.join(f'{each:.2f}' for each in times)} s")
     goals = [
+        _goal("killed rank to the end of the next step, weft train", samples["weft train"], 1.0),
+        _goal("another plan asked for to the end of the first step under it", samples["replan: asked"], 2.0),
+        _goal("time without a step while the plan changes", samples["replan: without a step"], 2.0),
         Goal(
-            what="killed rank to the end of the next step, weft train",
-            measured=median(samples["weft train"]),
+            what="killed rank to the end of the next step, relative to torchrun",
+            measured=median(samples["weft train"]) / median(samples["torchrun"]),
             goal=1.0,
             better="lower",
-            spread=spread(samples["weft train"]),
-            unit=" s",
         ),
     ]
-    about = {"machine": before, "versions": versions(), "settings": {"save_every": SAVE_EVERY}, "note": options.note}
+    settings = {"save_every": SAVE_EVERY, "plans": list(_PLANS)}
+    about = {"machine": before, "versions": versions(), "settings": settings, "note": options.note}
     write_result("recovery", goals=goals, samples=samples, about=about, folder=options.folder)
+
+
+def _goal(what: str, seconds: list[float], limit: float) -> Goal:
+    return Goal(what=what, measured=median(seconds), goal=limit, better="lower", spread=spread(seconds), unit=" s")
 
 
 if __name__ == "__main__":

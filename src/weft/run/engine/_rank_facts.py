@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weft.config.plan import dump_plan
+from weft.config.document import dump
 from weft.files import write_whole
 from weft.run.engine._setup import TrainingState
 from weft.version import VERSION
@@ -57,7 +57,7 @@ class RankFacts:
         sizes = {axis: int(getattr(mesh, axis)) for axis in mesh.order}
         return {
             "world_size": mesh.world_size,
-            "plan": dump_plan(model.plan),
+            "plan": dump(model.plan, descriptions=False),  # these are read from sources, in 0.1 s
             "plan_digest": model.plan.digest,
             "axes": {axis: size for axis, size in sizes.items() if size > 1},
             "model_flops": blueprint.flops_per_sample * self.samples_per_step,

@@ -18,7 +18,10 @@ from weft.run.launch._rank_info import RankInfo
 
 _CLOSED_ERRORS = (BrokenPipeError, ConnectionResetError)
 """Errors of a socket whose other end has died."""
-_TRAINING = ("weft.run.worker", "torch._dynamo")
+_TRAINING = (
+    *("weft.run.worker", "torch._dynamo"),
+    *("weft.comm.shared_memory.engine", "weft.events.sinks.terminal", "tokenizers"),
+)
 """Modules that the ranks of every training need.  Importing them takes nearly as long as torch.  torch itself imports
 the second one with the first operator that it decomposes: 0.5 s in every rank (Xeon 2.5 GHz, 2026-11-28)."""
 _SCRIPT = Path(__file__).with_name("_fork_server_main.py")

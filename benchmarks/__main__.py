@@ -30,7 +30,6 @@ BENCHMARKS = (
         "hosts",
         "saves",
         "reloading",
-        "protection",
         "goodput",
     ),
 )

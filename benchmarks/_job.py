@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -39,9 +40,13 @@ class WatchedJob:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        if self.process is None:
+            return
+        # torchrun gives each rank a session of its own, in which it would outlive its parent.
+        for pid in [*_descendants(self.process.pid), self.process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """What has happened so far, in order."""
@@ -103,6 +108,14 @@ class TorchrunJob(WatchedJob):
 
     def ranks(self) -> list[int]:
         return [int(path.read_text().split()[-1]) for path in sorted(self._folder.glob("rank-*"))]
+
+
+def _descendants(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(FileNotFoundError):  # it has just ended
+        for child in _children(pid):
+            found += [child, *_descendants(child)]
+    return found
 
 
 def _children(pid: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""A model whose training steps last a given time, as where a device computes: `goodput` and `protection` train it."""
+"""A model whose training steps last a given time, as where a device computes: `goodput` trains it."""
 
 from __future__ import annotations
 

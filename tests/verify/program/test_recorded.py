@@ -3,9 +3,13 @@ that look at whole parameters, sparse tables, compression between replicas, and 
 
 from __future__ import annotations
 
+import tempfile
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ from weft.comm.mesh import Mesh
 from weft.comm.telemetry import Recorder, StepTraffic
 from weft.config.plan import DataParallelPlan, MeshPlan, MicrobatchPlan, Plan
 from weft.config.recipe import BatchRecipe, DecoderShape, ModelRecipe, OptimizerRecipe, PermitRecipe, Recipe, RunRecipe
+from weft.events.ring import RankRing, ring_path
 from weft.model.blueprint import Batch, Blueprint
 from weft.model.build import build_model
 from weft.model.losses import count_labels
@@ -23,6 +28,7 @@ from weft.run.engine import create_training
 from weft.techniques.data.sparse import SparseReducer
 from weft.verify.dry_run import trace_sends, unlike_plan
 from weft.verify.numerics import TrialData
+from weft.watch.rings import RingReader
 
 STEPS = 5
 SHAPE = DecoderShape(
@@ -119,7 +125,11 @@ def recorded(cases: dict[str, Case]) -> dict[str, list[list[str]]]:
     results: dict[str, list[list[str]]] = {}
     for name, one in cases.items():
         recipe, plan = one.recipe, one.plan
-        mesh, recorder = Mesh(plan.mesh, torch.device("cpu")), Recorder()
+        mesh = Mesh(plan.mesh, torch.device("cpu"))
+        stack = ExitStack()
+        where = ring_path(Path(stack.enter_context(tempfile.TemporaryDirectory())), mesh.rank)
+        recorder = Recorder(ring=RankRing.create(where, mesh.rank))
+        reader = RingReader(where)
         blueprint = one.build(recipe)
         outline = trace_sends(blueprint)
         training = create_training(recipe, plan, blueprint, mesh, recorder)
@@ -129,17 +139,23 @@ def recorded(cases: dict[str, Case]) -> dict[str, list[list[str]]]:
         for step in range(STEPS):
             batches, fingerprint = data.microbatches(step), 7.0 if one.is_fingerprinted else None
             recorder.collectives.take_launched()
+            first = recorder.ring.num_collectives
             result = training.stepper(batches, step=step, learning_rate=1e-3, fingerprint=fingerprint)
+            launched = recorder.collectives.take_launched()
             traffic = StepTraffic(
                 step=step,
                 is_first=step == 0,
                 some_unused=result.some_unused,
                 labels=[count_labels(batch) for batch in batches],
                 rows=[(*key, most) for store in tables for key, most in store.most_rows.items()],
-                sent=[(*kind, count) for kind, count in recorder.collectives.take_launched().items()],
+                sent=[(*kind, count) for kind, count in launched.items()],
             )
             fingerprinted = one.is_fingerprinted
             results[name].append(unlike_plan(recipe, plan, outline, mesh.rank, traffic, is_fingerprinted=fingerprinted))
+            rows, names = reader.launched(), reader.names
+            seen = Counter((names[r["axis"]], names[r["operation"]], int(r["num_bytes"])) for r in rows[first:])
+            results[name][-1] += [] if seen == launched else [f"the ring has {seen}, and {launched} was launched"]
+        stack.close()
         training.close()
         mesh.leave()
     return results

@@ -22,6 +22,7 @@ from typing import Any, Self, final
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.config.plan import axis_coordinates, parse_plan
 from weft.process import is_stopped
 from weft.run.launch.memory_folder import RINGS, create_memory_folder, remove_memory_folder
 from weft.watch.accounting import RankRecords, account
@@ -285,7 +286,12 @@ class Collector:
         head = next((about["generation"] for about in documents.values() if "generation" in about), None)
         if head is None or not all(documents.values()):
             return
-        ranks: list[dict[str, Any]] = [{} for _ in range(int(head["world_size"]))]
+        mesh = parse_plan(head["plan"]).mesh
+        sizes = head["axes"]
+        ranks: list[dict[str, Any]] = [
+            {"coordinates": {axis: index for axis, index in axis_coordinates(mesh, rank).items() if axis in sizes}}
+            for rank in range(int(head["world_size"]))  # of other hosts nothing else is known
+        ]
         for rank, about in documents.items():
             ranks[rank] = {**about["rank"], "pid": self._ranks[rank].ring.pid}
         said: dict[str, Any] = {**head, "number": self._generation, "ranks": ranks, "unix_time": time.time()}

@@ -69,7 +69,9 @@ def refused(folder: str, world: int) -> str:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """The files of a run, but those in which its own process notes where its time goes."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("telemetry.sqlite"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @contextmanager

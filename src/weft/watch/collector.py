@@ -74,10 +74,12 @@ class _Rank:
 class Collector:
     """Writes the telemetry of one run from the rings of this host.  Call `poll` about once a second from one thread."""
 
-    def __init__(self, run: Callable[[], Path | None], rings: Path, predict: Predict = no_prediction) -> None:
+    def __init__(
+        self, run: Callable[[], Path | None], rings: Path, predict: Predict = no_prediction, *, removes_after: int = 0
+    ) -> None:
         """`run` returns the run's folder once it is known.  `rings` has a folder for each generation, named by its
-        number (`generation_folder`)."""
-        self._run, self._rings, self._predict = run, rings, predict
+        number (`generation_folder`); with `removes_after`, it is removed once so many ranks have been found in it."""
+        self._run, self._rings, self._predict, self._removes_after = run, rings, predict, removes_after
         self._writer: TelemetryWriter | None = None
         self._number = 0
         self._earlier = 0
@@ -105,6 +107,10 @@ class Collector:
         self._find_ranks()
         self._take()
         self._flush(is_over=False)
+        if self._facts is not None and len(self._ranks) == self._removes_after:
+            # Rings that are mapped live on without their names, and end with the last process that has them: so
+            # nothing stays behind where this process is killed, too.
+            remove_memory_folder(self._rings)
 
     def close(self) -> None:
         """Take what is left: all ranks have ended."""
@@ -420,11 +426,20 @@ class Collecting:
     collecting: … rings=collecting.begin(number)`."""
 
     def __init__(
-        self, run: Callable[[], Path | None], predict: Predict = no_prediction, *, rings: Path | None = None
+        self,
+        run: Callable[[], Path | None],
+        predict: Predict = no_prediction,
+        *,
+        rings: Path | None = None,
+        removes_after: int = 0,
     ) -> None:
-        """`run` and `predict`: see `Collector`.  `rings` is a folder that ranks know; by default one is made."""
+        """`run`, `predict` and `removes_after`: see `Collector`.  `rings` is a folder that ranks know; by default one
+        is made."""
         self._rings = create_memory_folder(RINGS) if rings is None else rings
-        self._collector = None if self._rings is None else Collector(run, self._rings, predict)
+        if self._rings is None:
+            self._collector = None
+        else:
+            self._collector = Collector(run, self._rings, predict, removes_after=removes_after)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._collect, name="weft-collector", daemon=True)
 

@@ -36,7 +36,7 @@ def open_rank_ring(rank_info: RankInfo, run: Path, stack: ExitStack) -> RankRing
     if rank_info.local_rank == 0:
         from weft.watch.collector import Collecting  # other ranks have no use for it
 
-        stack.enter_context(Collecting(lambda: run, rings=rings))
+        stack.enter_context(Collecting(lambda: run, rings=rings, removes_after=rank_info.local_world_size))
     generation = rings / "1"
     try:
         generation.mkdir(mode=0o700, exist_ok=True)

@@ -17,6 +17,10 @@ SURE_STEPS = 20
 """Recorded steps before a verdict can be sure."""
 _LEAST_SHARE = 0.05
 """Share of the step below which nothing holds it back."""
+_UNEVEN = ("data_wait", "checkpoint", "evaluation", "")
+"""Phases whose time says nothing about that of the next; the empty one is a loop between its steps."""
+_UNEVEN_SECONDS = 60.0
+"""Time without a step after which a run counts as stalled that is in such a phase, or has no steps to compare with."""
 _HIDDEN = ("checkpoint", "evaluation")
 """Phases that are no part of every step."""
 
@@ -270,7 +274,10 @@ def judge_stall(
     collective is not to blame, unless its process is stopped.
     """
     states = {rank: state for rank, state in live.items() if state["has_begun"] and not state["has_ended"]}
-    limit = max(5.0, 3.0 * float(np.quantile(step_seconds, 0.99))) if len(step_seconds) else 30.0
+    limit = max(5.0, 3.0 * float(np.quantile(step_seconds, 0.99))) if len(step_seconds) else _UNEVEN_SECONDS
+    is_stopped = any(state.get("is_stopped") for state in states.values())
+    if not is_stopped and any(state["phase"] in _UNEVEN for state in states.values()):
+        limit = max(limit, _UNEVEN_SECONDS)
     if not states or len(states) < len(live) or stalled_seconds < limit:
         return None
     missing = _missing(states)

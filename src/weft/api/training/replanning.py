@@ -20,6 +20,11 @@ from weft.run.data import PreparedData
 from weft.run.launch import threads_of_user
 from weft.techniques.check import check_plan, check_runnable
 from weft.techniques.cost_terms import Layout
+from weft.verify.dry_run import trace_sends_or_reason
+from weft.verify.program import program_of
+
+_TRACED_RANKS = 16
+"""Most ranks whose traffic is predicted; those of a larger world are drawn evenly from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +93,33 @@ class Replanner:
     def predicted(self, plan: str) -> dict[str, Any]:
         """Return what is predicted for a plan (TOML), as a run's telemetry has it
         (`weft.watch.store.GenerationFacts.predicted`)."""
+        read = parse_plan(plan)
         cost_model = CostModel(self._profile, self.cluster)
-        prediction = cost_model.predict(Layout.of(parse_plan(plan)), exact=True, spans=True)
+        prediction = cost_model.predict(Layout.of(read), exact=True, spans=True)
         return {
             "seconds": asdict(prediction.time),
             "spread": prediction.spread,
             "memory": [{**stage.kinds._asdict(), "device": stage.device} for stage in prediction.stages],
             "usable_bytes": prediction.usable_bytes,
+            "traffic": self._traffic(read),
             "spans": [[s.rank, s.kind, s.chunk, s.microbatch, s.start, s.stop] for s in prediction.spans],
         }
+
+    def _traffic(self, plan: Plan) -> dict[str, dict[str, list[float]]]:
+        """Axis → operation → [count, bytes] of one rank in a step, the mean over ranks; empty where nothing tells."""
+        outline = trace_sends_or_reason(self.blueprint)
+        if isinstance(outline, str):
+            return {}
+        world = plan.mesh.world_size
+        ranks = range(0, world, -(-world // _TRACED_RANKS))
+        sums: dict[str, dict[str, list[float]]] = {}
+        for rank in ranks:
+            sent = program_of(self.recipe, plan, outline, rank).traffic("reported")
+            for (axis, operation, size_bytes), count in sent.items():
+                pair = sums.setdefault(axis, {}).setdefault(operation, [0.0, 0.0])
+                pair[0] += count / len(ranks)
+                pair[1] += count * size_bytes / len(ranks)
+        return sums
 
     @property
     def _profile(self) -> Profile:

@@ -123,6 +123,14 @@ def test_a_stopped_rank_is_named_with_the_collective_of_the_others(tmp_path: Pat
                 return next((one for one in reader.verdicts() if one["kind"] == "hang"), None)
 
             verdict = wait_for(look, 25, process)
+
+            def stacks() -> list[str] | None:
+                """What the others do, once their launcher has asked them."""
+                texts = [reader.live()[rank].get("stack", "") for rank in (0, 1, 2)]
+                return texts if all(texts) else None
+
+            waiting = ("/torch/distributed/", "/weft/comm/")
+            assert all(any(part in text for part in waiting) for text in wait_for(stacks, 15, process))
         finally:
             os.kill(pid, signal.SIGCONT)
     assert time.monotonic() - began < 20

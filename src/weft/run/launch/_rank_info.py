@@ -113,6 +113,12 @@ def rings_note(folder: Path) -> Path:
     return folder / "rings"
 
 
+def job_note(rings: Path) -> Path:
+    """Return the file beside a generation's rings that names the job's private folder, where its ranks write their
+    stacks."""
+    return rings / "job"
+
+
 def stacks_path(folder: Path, rank: int) -> Path:
     """Return the file in a job's private folder into which a rank writes its stacks when it is asked for them."""
     return folder / f"stacks{rank}"

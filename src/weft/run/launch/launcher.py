@@ -33,7 +33,7 @@ from weft.run.launch._hang import HangWatch
 from weft.run.launch._job import HostPart as HostPart
 from weft.run.launch._job import LaunchJob, RankExit
 from weft.run.launch._rank import STACKS_SIGNAL
-from weft.run.launch._rank_info import progress_path, rings_note, run_folder_note
+from weft.run.launch._rank_info import job_note, progress_path, rings_note, run_folder_note
 from weft.run.launch._report import first_cause, is_secondary_or_timeout, missing_rank
 from weft.run.launch._stopped import StoppedProcesses
 from weft.run.launch._straggler import StragglerWatch
@@ -384,6 +384,7 @@ def _run(
             supervision.prepare(folder)
             if supervision.rings is not None:
                 rings_note(folder).write_text(str(supervision.rings))
+                job_note(supervision.rings).write_text(str(folder))
             running.kills_survivors = supervision.starts_again
             running.is_over_elsewhere = supervision.is_over_elsewhere
             if job.part is not None:

@@ -73,7 +73,7 @@ def test_the_folder_holds_everything(home: Path, trained: Done) -> None:
     names = {path.name for path in run.iterdir()}
     assert names == {
         *("recipe.toml", "plan.toml", "tokenizer.json", "metrics.jsonl", "checkpoints", "export"),
-        *("rank-0.log", "rank-1.log", "owner.json"),
+        *("rank-0.log", "rank-1.log", "owner.json", "telemetry.sqlite"),
     }
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"latest", "step-000040", "step-000060"}
     assert list(metrics(run)) == list(range(1, 61))

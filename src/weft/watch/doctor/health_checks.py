@@ -325,7 +325,7 @@ def _siblings(case: RunCase, recipe: Recipe) -> Iterator[tuple[Path, Recipe]]:
     for folder in folders:
         try:
             other = parse_recipe((folder / "recipe.toml").read_text())
-        except (OSError, WeftError):
+        except (OSError, ValueError, WeftError):  # a folder beside the run's may hold anything
             continue
         same = other.model == recipe.model and other.data == recipe.data
         rates = other.optimizer.learning_rate, recipe.optimizer.learning_rate

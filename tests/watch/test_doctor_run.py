@@ -22,6 +22,14 @@ def test_nothing_is_said_of_a_healthy_run(tmp_path: Path, seed: int) -> None:
     assert healthy(tmp_path / "run", seed).findings() == []
 
 
+def test_what_lies_beside_a_run_is_no_fault(tmp_path: Path) -> None:
+    for name, content in (("bytes", b"\xff\xfe"), ("toml", b"[model]\n"), ("none", None)):
+        (tmp_path / name).mkdir()
+        if content is not None:
+            (tmp_path / name / "recipe.toml").write_bytes(content)
+    assert healthy(tmp_path / "run", 1).findings() == []
+
+
 def test_ranks_that_recorded_nothing_are_no_fault(tmp_path: Path) -> None:
     run = FaultyRun(folder=tmp_path)
     run.add(60, missing=frozenset({1, 2}))

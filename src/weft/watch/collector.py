@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import sqlite3
 import threading
 import time
@@ -25,10 +24,9 @@ from numpy.typing import NDArray
 
 from weft.config.plan import axis_coordinates, parse_plan
 from weft.process import is_stopped
-from weft.run.launch._rank_info import job_note, stacks_path
 from weft.run.launch.memory_folder import RINGS, create_memory_folder, remove_memory_folder
 from weft.watch.accounting import RankRecords, account
-from weft.watch.rings import NewRecords, RingReader, steps_of
+from weft.watch.rings import NewRecords, RingReader, ask_for_stacks, read_stack, steps_of
 from weft.watch.store import COLLECTIVE, SPAN, Gap, GenerationFacts, StepDetail, StepRow, StepWindow, TelemetryWriter
 from weft.watch.verdicts import RunVerdict, judge, judge_stall
 
@@ -36,7 +34,6 @@ POLL_SECONDS = 1.0
 _JUDGED_STEPS = 60
 _JUDGE_SECONDS = 2.0
 _THIN_OUT_SECONDS = 20.0
-_MOST_CALLS = 24
 _KEPT_WAITING = 4_096
 """Steps of a rank that wait for those of its peers, before they are written without them."""
 _CLOSE_SECONDS = 5.0
@@ -320,7 +317,7 @@ class Collector:
     def _write_live(self, writer: TelemetryWriter) -> None:
         unix = time.time()
         for rank, state in self._ranks.items():
-            stack = {"stack": _stack(self._folder, rank)} if self._is_stalled else {}
+            stack = {"stack": read_stack(self._folder, rank)} if self._is_stalled else {}
             writer.live(self._generation, rank, unix, _live(state) | stack)
 
     def _judge(self, writer: TelemetryWriter) -> None:
@@ -340,6 +337,8 @@ class Collector:
         usual = [max(values["wall"] for values in there.values()) for _, _, there in self._recent]
         states = {rank: _live(state) for rank, state in self._ranks.items()}
         stall = judge_stall(states, facts, stalled_seconds=now - self._advanced[1], step_seconds=usual)
+        if stall is not None and not self._is_stalled:
+            ask_for_stacks(self._folder, [state.ring.pid for state in self._ranks.values()])
         self._is_stalled = stall is not None
         return [stall] if stall is not None else judge(self._window(), facts)
 
@@ -394,18 +393,6 @@ def _delay_share(state: _Rank) -> float | None:
         state.delay_share = min((delay - state.delay[0]) / 1e9 / (now - state.delay[1]), 1.0)
     state.delay = (delay, now)
     return state.delay_share
-
-
-def _stack(rings: Path, rank: int) -> str:
-    """Return the calls of a rank's main thread, innermost first, as it wrote them when its launcher asked for them;
-    empty where it did not, or could not."""
-    try:
-        text = stacks_path(Path(job_note(rings).read_text()), rank).read_text(errors="replace")
-    except OSError:
-        return ""
-    # faulthandler writes the main thread last, under a line with the number of the thread.
-    calls = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[-1].strip("\n")
-    return "\n".join(calls.splitlines()[:_MOST_CALLS])
 
 
 def _document(path: Path) -> dict[str, Any]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -11,9 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.events import ring as layout
+from weft.process import is_stopped
+from weft.run.launch._rank import STACKS_SIGNAL
+from weft.run.launch._rank_info import job_note, stacks_path
 from weft.watch.accounting import STEP
 from weft.watch.store import COLLECTIVE
 
+_MOST_CALLS = 24
+"""Innermost calls of a stack that are kept."""
 _RING_SPAN = np.dtype(
     [
         ("name", "<i8"),
@@ -192,6 +200,29 @@ class RingReader:
         # What the rank has overwritten meanwhile, or is writing now, has another number.
         whole = (rows["number"] == numbers + 1) & (ring["number"][numbers % size] == numbers + 1)
         return rows[whole], oldest - first + int((~whole).sum())
+
+
+def ask_for_stacks(rings: Path, pids: Sequence[int]) -> None:
+    """Let ranks write their stacks, where a launcher of Weft's has taught them to; from C, whatever Python does.  One
+    that is stopped is not asked: it would answer when it goes on, and then perhaps in a bad moment."""
+    if not job_note(rings).is_file():
+        return
+    for pid in pids:
+        if not is_stopped(pid):
+            with suppress(OSError):  # it has ended
+                os.kill(pid, STACKS_SIGNAL)
+
+
+def read_stack(rings: Path, rank: int) -> str:
+    """Return the calls of a rank's main thread, innermost first, as it wrote them when it was asked; empty where it was
+    not, or could not."""
+    try:
+        text = stacks_path(Path(job_note(rings).read_text()), rank).read_text(errors="replace")
+    except OSError:
+        return ""
+    # faulthandler writes the main thread last, under a line with the number of the thread.
+    calls = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[-1].strip("\n")
+    return "\n".join(calls.splitlines()[:_MOST_CALLS])
 
 
 def _as_stored(rows: NDArray[Any]) -> NDArray[Any]:

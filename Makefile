@@ -11,7 +11,7 @@ TORCH_INDEX := command -v nvidia-smi >/dev/null || $(BIN)/python -c \
   'import urllib.request as u; u.urlopen("$(CPU_WHEELS)/torch/", timeout=5); print("--index-url $(CPU_WHEELS)")' 2>/dev/null
 SEES_GPU := import numpy, rich, safetensors, sys, tokenizers, torch, xxhash; sys.exit(not torch.cuda.is_available())
 # What is built is built again when it changes: the C++ engine, too.
-BUILT_FROM := pyproject.toml setup.py $(wildcard src/weft/comm/shared_memory/*.[ch]pp) \
+BUILT_FROM := pyproject.toml constraints.txt setup.py $(wildcard src/weft/comm/shared_memory/*.[ch]pp) \
   src/weft/comm/shared_memory/_sources.py
 STAMP := $(VENV)/.weft-$(firstword $(shell cat $(BUILT_FROM) | cksum))
 
@@ -47,7 +47,7 @@ $(STAMP):
 	@echo "setup     installing Weft and its tools"
 	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
 	  > $(VENV)/torch-constraint.txt
-	@$(PIP) --constraint $(VENV)/torch-constraint.txt --editable '.[dev]'
+	@$(PIP) --constraint $(VENV)/torch-constraint.txt --constraint constraints.txt --editable '.[dev]'
 	@$(BIN)/python -m compileall -q src
 	@rm -f $(VENV)/.weft-* && touch $@
 	@echo "setup     done"

@@ -20,7 +20,7 @@ from weft.watch.verdicts import RunVerdict
 _SAVES_SHARE = 0.03
 """Share of a run's time that may be spent in saves."""
 _GOOD_SAVES_SHARE = 0.01
-_GROWTH_SHARE = 0.03
+_GROWTH_SHARE = 0.05
 _GROWTH_BYTES = 4 << 20
 _LEAST_LOSSES = 40
 _MOST_SIBLINGS = 8

@@ -32,10 +32,10 @@ from weft.run.engine import create_training
 from weft.watch.collector import Collector
 
 SIZES: dict[str, dict[str, int]] = {
-    "steps of 10 ms": {
+    "short steps": {
         "batch": 2, "num_layers": 2, "hidden_size": 128, "ffn_size": 256, "num_heads": 4, "sequence_length": 64,
     },
-    "steps of 100 ms": {"batch": 1, "sequence_length": 128},
+    "longer steps": {"batch": 1, "sequence_length": 128},
 }  # fmt: skip
 _SCALARS = StepScalars(1.0, 1.0, LEARNING_RATE, 1.0, 64.0, skipped=False)
 

@@ -18,12 +18,28 @@ import pytest
 
 from weft.errors import LaunchError
 from weft.watch.accounting import STATES, frontier
-from weft.watch.store import TelemetryReader
+from weft.watch.store import TelemetryReader, has_telemetry
 from weft.watch.verdicts import judge
 
 T = TypeVar("T")
 WEFT = str(Path(sys.executable).with_name("weft"))
 SCRIPT = str(Path(__file__).with_name("slow_script.py"))
+RECIPE = """
+[model]
+reference = "mlp"
+num_layers = 2
+input_size = 16
+hidden_size = 16
+num_classes = 4
+[data]
+train = [{{ source = "synthetic" }}]
+validation_fraction = 0.0
+[batch]
+global_batch_size = 8
+[run]
+steps = 3
+telemetry = {telemetry}
+"""
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -162,3 +178,12 @@ def test_a_run_of_seconds_is_recorded_to_its_last_step(launcher: str, tmp_path: 
     )
     assert reader.live() == {}
     assert reader.gaps() == []
+
+
+@pytest.mark.parametrize("telemetry", [True, False])
+def test_a_recipe_may_leave_the_record_out(telemetry: bool, tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(telemetry=str(telemetry).lower()))
+    command = [WEFT, "train", "recipe.toml", "--processes", "1", "--prove", "never", "--run-folder", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert has_telemetry(tmp_path / "run") == telemetry

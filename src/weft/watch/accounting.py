@@ -122,7 +122,7 @@ def account(
     starts, ends = steps["start_ns"], steps["end_ns"]
     spans, span_steps = _in_steps(records.spans, records.spans["start_ns"], starts, ends)
     waits, wait_steps = _in_steps(records.collectives, records.collectives["waited_ns"], starts, ends)
-    used = [index for index in np.unique(spans["name"]).tolist() if names[index] not in _TITLES_APART]
+    used = np.unique(spans["name"]).tolist()
     wall = (ends - starts) / 1e9
     own = _sums(len(steps), len(names), span_steps, spans["name"], spans["own_ns"])
     actions = [index for index in used if names[index] in ACTIONS]
@@ -150,9 +150,6 @@ def account(
         values["descheduled"] = np.minimum(delay_share * wall, values["compute"])
     values["memory"] = steps["memory_bytes"].astype(np.float64)
     return values
-
-
-_TITLES_APART = ("…",)
 
 
 def _in_steps(
@@ -268,7 +265,6 @@ def _descheduled(
     num_steps = len(values["wall"])
     asked = spans["cpu_ns"] >= 0
     off = np.bincount(span_steps[asked], weights=(spans["duration_ns"] - spans["cpu_ns"])[asked], minlength=num_steps)
-    held = inside >= 0
-    held[held] = spans["own_ns"][inside[held]] >= 0  # waits outside of spans are none of computing
+    held = inside >= 0  # waits outside of spans are none of computing
     waited = np.bincount(wait_steps[held], weights=waits["exposed_ns"][held], minlength=num_steps)
     values["descheduled"] = np.minimum(np.maximum(off - waited, 0.0) / 1e9, values["compute"])

@@ -338,7 +338,7 @@ class TelemetryReader:
         if not path.is_file():
             raise LaunchError(
                 f"{folder} has no {FILE_NAME}: the run was not recorded, or has not begun."
-                " Runs are recorded unless run.telemetry = false."
+                " Runs are recorded unless run.telemetry = false, and sessions unless record=False."
             )
         self._database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0,
                                          isolation_level=None, check_same_thread=False)  # fmt: skip

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,7 +44,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 @contextmanager
-def launched(folder: Path, rank: int, phase: str, seconds: float, steps: int) -> Iterator[subprocess.Popen[str]]:
+def launched(folder: Path, rank: int, phase: str, seconds: float, steps: int) -> Generator[subprocess.Popen[str]]:
     """A session on four ranks, of which `rank` sleeps `seconds` in a phase of each step."""
     words = [str(rank), phase, str(seconds), str(steps)]
     command = [WEFT, "launch", "-n", "4", "--on-failure", "hang_seconds=60", SCRIPT, *words]

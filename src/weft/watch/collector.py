@@ -7,6 +7,7 @@ and stands in the telemetry as a gap.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sqlite3
@@ -40,6 +41,9 @@ _CLOSE_SECONDS = 5.0
 _PREDICT_SECONDS = 5.0
 """Age of a generation at which its plan is predicted, for the page that shows both."""
 _NICENESS = 10
+
+_NOT_RECORDED = "The run is not recorded: no folder could be made in /dev/shm (%s). Give the host, or container, one."
+logger = logging.getLogger(__name__)
 
 Predict = Callable[[str], Mapping[str, Any]]
 """Returns the prediction for a plan (TOML), as `GenerationFacts.predicted` has it."""
@@ -449,13 +453,14 @@ class Collecting:
         self._thread = threading.Thread(target=self._collect, name="weft-collector", daemon=True)
 
     def begin(self, number: int) -> Path | None:
-        """Return a new folder for the rings of a generation; None where the host has no memory for it."""
-        if self._rings is None:
-            return None
-        folder = generation_folder(self._rings, number)
+        """Return a new folder for the rings of a generation; None, with a warning, where the host has no memory."""
         try:
+            if self._rings is None:
+                raise OSError("it does not exist or cannot be written")
+            folder = generation_folder(self._rings, number)
             folder.mkdir(mode=0o700)
-        except OSError:
+        except OSError as problem:
+            logger.warning(_NOT_RECORDED, problem.strerror or problem)
             return None
         return folder
 

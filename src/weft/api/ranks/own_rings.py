@@ -32,6 +32,8 @@ def open_rank_ring(rank_info: RankInfo, run: Path, stack: ExitStack) -> RankRing
     where = xxhash.xxh3_64_hexdigest(f"{parent} {start_of(parent)} {run.resolve()}".encode())
     rings = named_memory_folder(RINGS, where, owns=rank_info.local_rank == 0)
     if rings is None:
+        if rank_info.local_rank == 0:
+            logger.warning("The run is not recorded: no folder could be made in /dev/shm. Give the host one.")
         return None
     if rank_info.local_rank == 0:
         from weft.watch.collector import Collecting  # other ranks have no use for it

@@ -87,6 +87,10 @@ TESTS: dict[str, str | tuple[str, ...]] = {
         "tests/run/launch/test_launch_function.py::test_ranks_listen_on_loopback_only",
     ),
     "a store between machines (torchrun's, `MASTER_ADDR`)": TRUSTED,
+    "what hosts report of their ranks (`weft train --nodes`)": (
+        "tests/watch/test_hosts_record.py::test_who_does_not_know_the_key_is_not_heard",
+        "tests/watch/test_hosts_record.py::test_what_is_no_report_is_refused",
+    ),
     "what hosts of a job tell one another (`--rendezvous`)": (
         "tests/run/hosts/test_signed.py::test_garbage_is_not_believed",
         "tests/run/hosts/test_signed.py::test_neither_is_what_was_altered_or_moved",

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.watch.store import COLLECTIVE, SPAN, GenerationFacts, StepDetail, StepRow, TelemetryWriter
+from weft.watch.store import COLLECTIVE, SPAN, GenerationFacts, StepDetail, StepRow
+from weft.watch.store_writer import TelemetryWriter
 
 _NAMES = ("data_wait", "forward", "backward", "forward_backward", "reduce_wait", "optimizer")
 _OPERATIONS = ("all_reduce", "receive", "send")
@@ -38,11 +39,13 @@ class MadeUpRun:
     generation: int = 1
     began: float = 3_600.0
     """Seconds ago."""
+    file: int = 1
+    """Number of its file: hosts that come to lead write further ones."""
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._draw = np.random.default_rng(self.seed)
-        self.writer = TelemetryWriter(self.folder)
+        self.writer = TelemetryWriter(self.folder, self.file, is_shared=self.file > 1)
         self._time = time.time() - self.began
         self.step = 0
         self.begin(self.generation)

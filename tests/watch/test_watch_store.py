@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,9 @@ from recorded_runs import MadeUpRun
 
 from weft.errors import LaunchError
 from weft.watch.accounting import STATES, frontier, phase_names
-from weft.watch.store import Gap, TelemetryReader, TelemetryWriter
+from weft.watch.run_record import RunRecord
+from weft.watch.store import Gap, TelemetryReader
+from weft.watch.store_writer import TelemetryWriter
 from weft.watch.verdicts import judge, judge_stall
 
 
@@ -36,6 +41,50 @@ def test_steps_are_read_while_they_are_written(tmp_path: Path) -> None:
     run.end()
     assert reader.live() == {}
     assert reader.generations()[0].axes == {"data": 4}
+
+
+def test_files_of_several_leaders_are_read_as_one(tmp_path: Path) -> None:
+    first = MadeUpRun(folder=tmp_path, data=3)
+    first.add(10)  # and its host is lost
+    record = RunRecord(tmp_path)
+    first.writer.gap(Gap(1, 2, 10, 1.0, 10, 0, 0, "the ring was full"))
+    second = MadeUpRun(folder=tmp_path, data=2, file=2, generation=2, began=3_500.0, seed=1)
+    second.step = 6
+    second.add(20)
+    second.writer.gap(Gap(2, -1, 10, 2.0, 0, 0, 0, "the record goes on"))
+    with closing(TelemetryReader(tmp_path)) as reader:
+        assert reader.newest_generation() == 2
+        assert reader.newest_step() == (2, 26)
+        assert [gap.reason for gap in reader.gaps()] == ["the ring was full", "the record goes on"]
+        assert set(reader.live()) == {0, 1}, "the first leader's ranks are gone"
+        assert [window.values.shape[:2] for window in (reader.window(1), reader.window(2))] == [(10, 3), (20, 2)]
+        assert not np.isnan(reader.window(2).column("wall")).any()
+    assert record.refresh()
+    assert [row.step for row in record.steps] == list(range(1, 27))
+    assert (record.num_ranks, len(record.generations), len(record.gaps)) == (2, 2, 2)
+    record.close()
+    # One that cannot be read is left out.
+    (tmp_path / "telemetry-3.sqlite").write_bytes(b"not of SQLite" * 100)
+    with closing(TelemetryReader(tmp_path)) as reader:
+        assert [path.name for path in reader.paths] == ["telemetry.sqlite", "telemetry-2.sqlite"]
+
+
+def test_what_a_full_disk_took_back_is_written_anew(tmp_path: Path) -> None:
+    """The names of columns are written once: with a transaction that failed they are gone."""
+    run = MadeUpRun(folder=tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, before[1]))
+    try:
+        with pytest.raises(sqlite3.Error):
+            run.add(2_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    run.step = 0
+    run.add(20)
+    with closing(TelemetryReader(tmp_path)) as reader:
+        assert reader.newest_step() == (1, 20)
+        assert not np.isnan(reader.window(1).column("wall")).any()
+        assert reader.traffic(1, 20)[3]["data"]["all_reduce"] == (2, 8_000_000)
 
 
 def test_missing_ranks_are_not_zero(tmp_path: Path) -> None:
@@ -80,7 +129,7 @@ def test_of_a_healthy_run_nothing_is_said(tmp_path: Path) -> None:
 
 
 def test_old_steps_are_rolled_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.watch.store.RAW_STEPS", 30)
+    monkeypatch.setattr("weft.watch.store_writer.RAW_STEPS", 30)
     run = MadeUpRun(folder=tmp_path)
     run.add(100)
     before = TelemetryReader(tmp_path).window(1)

@@ -1,16 +1,14 @@
-"""Reads the rings of this host's ranks about once a second and writes the run's telemetry, beside the training.
+"""Takes what the ranks of all hosts have recorded, about once a second, and writes the run's telemetry.
 
+It reads the rings of this host itself, and the agents of others (`weft.watch.host_recorder`) report theirs.
 It never asks a rank for anything, and nothing waits for it.  What it cannot read in time or cannot write is counted,
 and stands in the telemetry as a gap.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import os
-import sqlite3
 import threading
 import time
 from collections import deque
@@ -21,17 +19,22 @@ from pathlib import Path
 from typing import Any, Self, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weft.config.plan import axis_coordinates, parse_plan
-from weft.process import is_stopped
 from weft.run.launch.memory_folder import RINGS, create_memory_folder, remove_memory_folder
-from weft.watch.accounting import RankRecords, account
-from weft.watch.rings import NewRecords, RingReader, ask_for_stacks, read_stack, steps_of
-from weft.watch.store import COLLECTIVE, SPAN, Gap, GenerationFacts, StepDetail, StepRow, StepWindow, TelemetryWriter
+from weft.watch.channel import CollectorServer
+from weft.watch.host_reader import AGREED, HostReader, RankRecording
+from weft.watch.host_recorder import NOT_RECORDED, POLL_SECONDS, be_nice
+from weft.watch.store import (
+    Gap,
+    GenerationFacts,
+    StepDetail,
+    StepRow,
+    StepWindow,
+)
+from weft.watch.store_writer import TelemetryFile, TelemetryWriter
 from weft.watch.verdicts import RunVerdict, judge, judge_stall
 
-POLL_SECONDS = 1.0
 _JUDGED_STEPS = 60
 _JUDGE_SECONDS = 2.0
 _THIN_OUT_SECONDS = 20.0
@@ -40,9 +43,10 @@ _KEPT_WAITING = 4_096
 _CLOSE_SECONDS = 5.0
 _PREDICT_SECONDS = 5.0
 """Age of a generation at which its plan is predicted, for the page that shows both."""
-_NICENESS = 10
-
-_NOT_RECORDED = "The run is not recorded: no folder could be made in /dev/shm (%s). Give the host, or container, one."
+_LATE_SECONDS = 5.0
+"""Time that steps wait for ranks of which nothing is heard: those of other hosts."""
+_CLOCK_SECONDS = 30.0
+"""Interval at which what is known of the hosts' clocks is written anew."""
 logger = logging.getLogger(__name__)
 
 Predict = Callable[[str], Mapping[str, Any]]
@@ -58,50 +62,61 @@ def no_prediction(plan: str) -> Mapping[str, Any]:
 class _Rank:
     """One rank of the generation that is recorded."""
 
-    ring: RingReader
+    live: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Where it was when it was heard of last."""
+    unix_time: float = 0.0
+    heard_at: float = 0.0
+    """Both when that was: since 1970, and on this host's monotonic clock."""
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    clock: dict[str, float] | None = None
+    """How its host's clock differs from this host's: `offset_seconds`, `error_seconds`; None for this host."""
     values: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
     """Columns of steps that are not written yet."""
-    agreed: dict[int, StepRow] = field(default_factory=dict[int, StepRow])
-    launched: dict[str, int] = field(default_factory=dict[str, int])
-    """Collectives launched so far, by axis."""
-    counted: int = 0
-    """Number of the newest collective that is counted."""
-    delay_share: float | None = None
-    """Share of time of late in which its main thread was ready to run and had no processor; None: not known."""
-    delay: tuple[int, float] | None = None
-    """Nanoseconds that it has waited for a processor since its start, and when that was read."""
+    agreed: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
     detail: StepDetail | None = None
     traffic: dict[str, dict[str, list[int]]] = field(default_factory=dict[str, dict[str, list[int]]])
 
 
 @final
 class Collector:
-    """Writes the telemetry of one run from the rings of this host.  Call `poll` about once a second from one thread."""
+    """Writes the telemetry of one run from the rings of this host, and from what other hosts report.  Call `poll` about
+    once a second from one thread."""
 
     def __init__(
-        self, run: Callable[[], Path | None], rings: Path, predict: Predict = no_prediction, *, removes_after: int = 0
+        self,
+        run: Callable[[], Path | None],
+        rings: Path,
+        predict: Predict = no_prediction,
+        *,
+        removes_after: int = 0,
+        server: CollectorServer | None = None,
     ) -> None:
         """`run` returns the run's folder once it is known.  `rings` has a folder for each generation, named by its
-        number (`generation_folder`); with `removes_after`, it is removed once so many ranks have been found in it."""
+        number (`generation_folder`); with `removes_after`, it is removed once so many ranks have been found in it.
+        `server` takes the reports of other hosts, who see the run's folder, too."""
         self._run, self._rings, self._predict, self._removes_after = run, rings, predict, removes_after
-        self._writer: TelemetryWriter | None = None
+        self._server = server
+        self._file = TelemetryFile(is_shared=server is not None)
         self._number = 0
-        self._earlier = 0
-        """Generations of earlier starts of the run, which the telemetry has."""
+        self._reader: HostReader | None = None
         self._ranks: dict[int, _Rank] = {}
         self._facts: GenerationFacts | None = None
         self._written_facts: GenerationFacts | None = None
-        self._is_predicted = False
+        self._facts_of: tuple[int, int] = (0, 0)
+        self._predicted: Mapping[str, Any] | None = None
         self._recent: deque[tuple[int, float, dict[int, dict[str, float]]]] = deque(maxlen=_JUDGED_STEPS)
         self._said: tuple[Any, ...] = ()
         self._advanced = (0, time.monotonic())
         """Finished steps of the rank that is behind, and when it finished the last of them."""
-        self._judged_at = self._thinned_at = self._retry_at = 0.0
-        self._unwritten, self._reason = 0, ""
+        self._first_step_at: float | None = None
+        """When the first step of this generation came."""
+        self._newest = 0
+        """Newest step of this generation that is written."""
+        self._judged_at = self._thinned_at = 0.0
         self._is_stalled = False
 
     def poll(self) -> None:
-        """Take what has come.  Raises nothing for the sake of a ring or a disk."""
+        """Take what has come.  Raises nothing for the sake of a ring, another host or a disk."""
         if self._run() is None:
             return
         for number in self._generations():
@@ -109,10 +124,9 @@ class Collector:
                 self._take()  # what the generation before left
                 self._flush(is_over=True)
                 self._begin(number)
-        self._find_ranks()
         self._take()
         self._flush(is_over=False)
-        if self._facts is not None and len(self._ranks) == self._removes_after:
+        if self._facts is not None and self._reader is not None and self._reader.num_ranks == self._removes_after:
             # Rings that are mapped live on without their names, and end with the last process that has them: so
             # nothing stays behind where this process is killed, too.
             remove_memory_folder(self._rings)
@@ -121,12 +135,7 @@ class Collector:
         """Take what is left: all ranks have ended."""
         self.poll()
         self._flush(is_over=True)
-        if self._writer is not None:
-            with suppress(sqlite3.Error):
-                with self._writer:
-                    self._writer.end_live()
-                self._writer.close()
-            self._writer = None
+        self._file.close()
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -138,120 +147,96 @@ class Collector:
     @property
     def _generation(self) -> int:
         """Number of the generation in the telemetry: it counts on where a run was started again."""
-        return self._earlier + self._number
+        return self._file.earlier + self._number
 
     def _begin(self, number: int) -> None:
-        self._number, self._facts, self._is_predicted = number, None, False
+        self._number, self._reader = number, HostReader(generation_folder(self._rings, number))
+        self._facts, self._facts_of, self._predicted = None, (0, 0), None
         self._ranks.clear()
         self._recent.clear()
-        self._advanced = (0, time.monotonic())
-
-    def _find_ranks(self) -> None:
-        for path in self._folder.glob("rank-*.ring"):
-            rank = int(path.stem.partition("-")[2])
-            if rank not in self._ranks:
-                with suppress(OSError, ValueError):  # just being made
-                    self._ranks[rank] = _Rank(RingReader(path))
-                    _delay_share(self._ranks[rank])
-
-    @property
-    def _folder(self) -> Path:
-        return generation_folder(self._rings, self._number)
+        self._advanced, self._first_step_at, self._newest = (0, time.monotonic()), None, 0
 
     def _take(self) -> None:
-        for rank, state in self._ranks.items():
-            if state.ring.has_new_steps:
-                new = state.ring.read()
-                if len(new.steps):
-                    self._take_steps(rank, state, new)
-            _count_launched(state)
+        """Take what the ranks of all hosts have done."""
+        reports = [] if self._reader is None else self._reader.reports(with_stacks=self._is_stalled)
+        if self._server is not None:
+            reports += [report for number, report in self._server.take() if number == self._number]
+        for report in reports:
+            state = self._ranks.setdefault(report.rank, _Rank())
+            state.clock = report.live.pop("clock", None)
+            state.live, state.unix_time, state.heard_at = report.live, time.time(), time.monotonic()
+            state.facts = report.facts or state.facts
+            if len(report.steps):
+                self._take_steps(state, report)
+            for lost in report.dropped:
+                self._gap(report.rank, (int(report.steps[0]) - 1 if len(report.steps) else self._newest), *lost)
 
-    def _take_steps(self, rank: int, state: _Rank, new: NewRecords) -> None:
-        names, steps = state.ring.names, steps_of(new.steps)
-        axes = sorted({names[index] for index in np.unique(new.collectives["axis"]).tolist()})
-        records = RankRecords(steps, new.spans, new.collectives, names)
-        columns = account(records, axes, has_pipeline="pipeline" in axes, delay_share=_delay_share(state))
-        unix = state.ring.clock_ns
-        for index, row in enumerate(new.steps):
-            step = int(row["step"])
-            state.values[step] = {name: float(column[index]) for name, column in columns.items()}
-            state.values[step]["start"] = (int(row["start_ns"]) + unix) / 1e9
-            state.agreed[step] = StepRow(
-                generation=self._generation,
-                step=step,
-                unix_time=state.values[step]["start"],
-                seconds=state.values[step]["wall"],
-                loss=_number(row["loss"]),
-                gradient_norm=_number(row["gradient_norm"]),
-                learning_rate=_number(row["learning_rate"]),
-                loss_scale=_number(row["loss_scale"]),
-                count=_number(row["num_counted"]),
-                skipped=int(row["skipped"]),
-            )
-        self._keep_newest(rank, state, new, names)
-        if new.lost_steps or new.lost_spans or new.lost_collectives:
-            lost = (int(new.steps["step"][0]) - 1, time.time(), new.lost_spans, new.lost_collectives, new.lost_steps)
-            why = "the ring came round before it was read"
-            self._write(lambda writer: writer.gap(Gap(self._generation, rank, *lost, why)))
+    def _take_steps(self, state: _Rank, report: RankRecording) -> None:
+        self._first_step_at = self._first_step_at or time.monotonic()
+        late = int((report.steps <= self._newest).sum())
+        if late:
+            self._gap(report.rank, int(report.steps[0]) - 1, 0, 0, late, "the steps were written before it was heard")
+        for index in range(late, len(report.steps)):
+            step = int(report.steps[index])
+            state.values[step] = dict(zip(report.columns, report.values[index].tolist(), strict=True))
+            state.values[step]["start"] = float(report.starts[index])
+            if len(report.agreed):
+                state.agreed[step] = dict(zip(AGREED, report.agreed[index].tolist(), strict=True))
+        state.detail, state.traffic = report.detail, report.traffic
 
-    def _keep_newest(self, rank: int, state: _Rank, new: NewRecords, names: list[str]) -> None:
-        """Keep spans and traffic of the newest step for the next time that is written."""
-        last = new.steps[-1]
-        inside = (new.spans["start_ns"] >= last["start_ns"]) & (new.spans["start_ns"] <= last["end_ns"])
-        spans = np.zeros(int(inside.sum()), dtype=SPAN)
-        for name in SPAN.names or ():
-            spans[name] = new.spans[name][inside]
-        first = int(new.steps["num_collectives"][-2]) if len(new.steps) > 1 else None
-        numbers = new.collectives["number"]
-        began = new.collectives["launched_ns"] >= last["start_ns"] if first is None else numbers > first
-        launched = new.collectives[began & (numbers <= last["num_collectives"])]
-        collectives = launched[list(COLLECTIVE.names or ())].astype(COLLECTIVE)
-        state.detail = StepDetail(rank, tuple(names), spans, collectives)
-        state.traffic = _traffic(launched, names)
+    def _gap(self, rank: int, step: int, spans: int, collectives: int, steps: int, reason: str) -> None:
+        gap = Gap(self._generation, rank, step, time.time(), spans, collectives, steps, reason)
+        self._write(lambda writer: writer.gap(gap))
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _flush(self, *, is_over: bool) -> None:
         """Write the steps that all ranks have finished, and where ranks are now."""
-        if not self._ranks or (self._writer is None and not any(state.agreed for state in self._ranks.values())):
+        if not self._ranks or (not self._file.is_open and self._first_step_at is None):
             return
-        self._read_facts()
-        self._predict_plan()
-        whole = [set(state.values) for state in self._ranks.values()]
-        ready = set.union(*whole) if is_over else set.intersection(*whole)
-        if not is_over and max(map(len, whole)) > _KEPT_WAITING:
-            ready = set.union(*whole)
-        done = self._write(lambda writer: self._write_steps(writer, sorted(ready), is_over=is_over))
-        if not done:
-            self._unwritten += len(ready)
+        ready = self._ready(is_over=is_over)
+        if not self._write(lambda writer: self._write_steps(writer, ready, is_over=is_over)):
+            self._file.unwritten += len(ready)
+        self._newest = max(self._newest, *ready) if ready else self._newest
         for state in self._ranks.values():
             for step in ready:
                 state.values.pop(step, None)
                 state.agreed.pop(step, None)
 
+    def _ready(self, *, is_over: bool) -> list[int]:
+        """Return the steps that are written now: those that every rank of which anything is heard has finished."""
+        whole = [set(state.values) for state in self._ranks.values()]
+        if is_over or max(map(len, whole)) > _KEPT_WAITING:
+            return sorted(set.union(*whole))
+        if not self._are_all_there:
+            return []
+        now = time.monotonic()
+        heard = [state for state in self._ranks.values() if now - state.heard_at < _LATE_SECONDS]
+        return sorted(set.intersection(*(set(state.values) for state in heard))) if heard else []
+
+    @property
+    def _are_all_there(self) -> bool:
+        """Whether all ranks have been heard of, or those that have not are not waited for any more."""
+        return self._is_late or len(self._ranks) >= int((self._head or {}).get("world_size", 0))
+
+    @property
+    def _head(self) -> dict[str, Any] | None:
+        """What a rank says of the generation; None: nothing yet."""
+        return next((state.facts["generation"] for state in self._ranks.values() if "generation" in state.facts), None)
+
     def _write(self, write: Callable[[TelemetryWriter], object]) -> bool:
         """Write, or count what is lost: a full disk costs telemetry and nothing else."""
-        if time.monotonic() < self._retry_at:
-            return False
-        try:
-            if self._writer is None:
-                folder = self._run()
-                assert folder is not None, "asked before anything was taken"
-                self._writer = TelemetryWriter(folder)
-                self._earlier = self._writer.newest_generation()
-            with self._writer as writer:
-                if self._unwritten:
-                    newest = self._recent[-1][0] if self._recent else 0
-                    writer.gap(Gap(self._generation, -1, newest, time.time(), 0, 0, self._unwritten, self._reason))
-                write(writer)
-            self._unwritten = 0
-        except (sqlite3.Error, OSError) as problem:
-            self._reason = f"the telemetry could not be written: {problem}"
-            self._retry_at = time.monotonic() + POLL_SECONDS
-            return False
-        return True
+        folder = self._run()
+        assert folder is not None, "asked before anything was taken"
+        newest = self._recent[-1][0] if self._recent else 0
+        if self._file.write(folder, self._number, newest, write):
+            return True
+        self._written_facts, self._said = None, ()  # what was taken back with the rest
+        return False
 
     def _write_steps(self, writer: TelemetryWriter, ready: list[int], *, is_over: bool) -> None:
+        self._read_facts()
+        self._predict_plan()
         if self._facts is not self._written_facts and self._facts is not None:
             writer.generation(self._facts)
             self._written_facts = self._facts
@@ -265,7 +250,8 @@ class Collector:
                     state.detail = None
         now = time.monotonic()
         if not is_over:
-            self._write_live(writer)
+            for rank, state in self._ranks.items():
+                writer.live(self._generation, rank, state.unix_time, state.live)
         if now - self._judged_at >= _JUDGE_SECONDS or is_over:
             self._judged_at = now
             self._judge(writer)
@@ -275,54 +261,69 @@ class Collector:
 
     def _write_step(self, writer: TelemetryWriter, step: int) -> None:
         there = {rank: state.values[step] for rank, state in self._ranks.items() if step in state.values}
-        agreed = next(state.agreed[step] for state in self._ranks.values() if step in state.agreed)
+        agreed = next((state.agreed[step] for state in self._ranks.values() if step in state.agreed), {})
         begin = min(values["start"] for values in there.values())
-        seconds = max(values["wall"] for values in there.values())
-        writer.step(replace(agreed, generation=self._generation, unix_time=begin, seconds=seconds))
+        row = StepRow(
+            generation=self._generation,
+            step=step,
+            unix_time=begin,
+            seconds=max(values["wall"] for values in there.values()),
+            loss=_number(agreed, "loss"),
+            gradient_norm=_number(agreed, "gradient_norm"),
+            learning_rate=_number(agreed, "learning_rate"),
+            loss_scale=_number(agreed, "loss_scale"),
+            count=_number(agreed, "num_counted"),
+            skipped=int(agreed.get("skipped", 0)),
+        )
+        writer.step(row)
         columns = tuple(dict.fromkeys(name for values in there.values() for name in values))
         first = min(self._ranks)
         matrix = np.full((max(self._ranks) - first + 1, len(columns)), np.nan, dtype=np.float32)
         for rank, values in there.items():
-            shifted = {**values, "start": values["start"] - begin}
-            matrix[rank - first] = [shifted.get(name, 0.0) for name in columns]
-            values["start"] = shifted["start"]
+            values["start"] -= begin
+            matrix[rank - first] = [values.get(name, 0.0) for name in columns]
         writer.part(self._generation, step, first, columns, matrix)
         self._recent.append((step, begin, there))
 
     def _read_facts(self) -> None:
-        """Read what the ranks say of this generation, once all have."""
-        if self._facts is not None:
+        """Take what ranks say of themselves: once all have, again where one has come later, and now and then for the
+        clocks of hosts."""
+        head = self._head
+        known = {rank: state for rank, state in self._ranks.items() if "rank" in state.facts}
+        clocks = any(state.clock is not None for state in known.values())
+        mark = (len(known), 1 + int(time.monotonic() // _CLOCK_SECONDS) if clocks else 0)
+        if head is None or mark == self._facts_of:
             return
-        documents = {rank: _document(self._folder / f"rank-{rank}.json") for rank in sorted(self._ranks)}
-        head = next((about["generation"] for about in documents.values() if "generation" in about), None)
-        if head is None or not all(documents.values()):
+        if self._facts is None and len(known) < max(len(self._ranks), int(head["world_size"])) and not self._is_late:
             return
-        mesh = parse_plan(head["plan"]).mesh
-        sizes = head["axes"]
+        self._facts_of = mark
+        mesh, sizes = parse_plan(head["plan"]).mesh, head["axes"]
         ranks: list[dict[str, Any]] = [
             {"coordinates": {axis: index for axis, index in axis_coordinates(mesh, rank).items() if axis in sizes}}
-            for rank in range(int(head["world_size"]))  # of other hosts nothing else is known
+            for rank in range(int(head["world_size"]))  # of those that nothing is heard of this is all that is known
         ]
-        for rank, about in documents.items():
-            ranks[rank] = {**about["rank"], "pid": self._ranks[rank].ring.pid}
-        said: dict[str, Any] = {**head, "number": self._generation, "ranks": ranks, "unix_time": time.time()}
-        self._facts = GenerationFacts(**said)
+        for rank, state in known.items():
+            clock = {} if state.clock is None else {"clock": state.clock}
+            ranks[rank] = {**state.facts["rank"], "pid": state.live["pid"], **clock}
+        unix_time = time.time() if self._facts is None else self._facts.unix_time
+        said: dict[str, Any] = {**head, "number": self._generation, "ranks": ranks, "unix_time": unix_time}
+        self._facts = GenerationFacts(**said, predicted=self._predicted or {})
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether ranks of which nothing is heard are not waited for any more."""
+        return self._first_step_at is not None and time.monotonic() - self._first_step_at > _LATE_SECONDS
 
     def _predict_plan(self) -> None:
         """Predict the plan of a generation that has run for a while: that takes a second of a processor."""
         facts = self._facts
-        if facts is None or self._is_predicted or time.time() - facts.unix_time < _PREDICT_SECONDS:
+        if facts is None or self._predicted is not None or time.time() - facts.unix_time < _PREDICT_SECONDS:
             return
-        self._is_predicted = True
+        self._predicted = {}
         # A prediction is a figure beside the run: whatever goes wrong with it must not end the record.
         with suppress(Exception):
-            self._facts = replace(facts, predicted=self._predict(facts.plan))
-
-    def _write_live(self, writer: TelemetryWriter) -> None:
-        unix = time.time()
-        for rank, state in self._ranks.items():
-            stack = {"stack": read_stack(self._folder, rank)} if self._is_stalled else {}
-            writer.live(self._generation, rank, unix, _live(state) | stack)
+            self._predicted = self._predict(facts.plan)
+            self._facts = replace(facts, predicted=self._predicted)
 
     def _judge(self, writer: TelemetryWriter) -> None:
         facts = self._facts or GenerationFacts(number=self._generation, unix_time=0.0, world_size=len(self._ranks))
@@ -335,15 +336,17 @@ class Collector:
                 writer.verdict(self._generation, step, time.time(), verdict.document())
 
     def _verdicts(self, facts: GenerationFacts) -> list[RunVerdict]:
-        now, last = time.monotonic(), min((state.ring.step for state in self._ranks.values()), default=0)
+        now, last = time.monotonic(), min((state.live["step"] for state in self._ranks.values()), default=0)
         if last > self._advanced[0]:
             self._advanced = (last, now)
         usual = [max(values["wall"] for values in there.values()) for _, _, there in self._recent]
-        states = {rank: _live(state) for rank, state in self._ranks.items()}
+        states = {rank: state.live for rank, state in self._ranks.items()}
         stall = judge_stall(states, facts, stalled_seconds=now - self._advanced[1], step_seconds=usual)
-        if stall is not None and not self._is_stalled:
-            ask_for_stacks(self._folder, [state.ring.pid for state in self._ranks.values()])
+        if stall is not None and not self._is_stalled and self._reader is not None:
+            self._reader.ask_for_stacks()
         self._is_stalled = stall is not None
+        if self._server is not None:
+            self._server.wants_stacks = self._is_stalled
         return [stall] if stall is not None else judge(self._window(), facts)
 
     def _window(self) -> StepWindow:
@@ -367,66 +370,9 @@ def generation_folder(rings: Path, number: int) -> Path:
     return rings / str(number)
 
 
-def _live(state: _Rank) -> dict[str, Any]:
-    """Return where a rank is, as `TelemetryWriter.live` takes it."""
-    ring, now = state.ring, time.perf_counter_ns()
-    phase, since = ring.phase()
-    is_open = ring.open_collective(now)
-    return {
-        "step": ring.step,
-        "phase": phase,
-        "seconds": max(now - since, 0) / 1e9 if since else 0.0,
-        "pid": ring.pid,
-        "has_begun": ring.has_begun,
-        "has_ended": ring.has_ended,
-        "is_stopped": is_stopped(ring.pid),
-        "is_alive": Path(f"/proc/{ring.pid}").exists(),
-        "open": None if is_open is None else is_open._asdict(),
-        "completed": state.launched,
-    }
-
-
-def _delay_share(state: _Rank) -> float | None:
-    """Return the share of time since the last call in which the rank's main thread waited for a processor."""
-    pid, now = state.ring.pid, time.monotonic()
-    try:  # Linux: time on a processor, time ready to run and without one, in nanoseconds
-        delay = int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return state.delay_share  # it has ended; or the system does not say
-    if state.delay is not None and now > state.delay[1]:
-        state.delay_share = min((delay - state.delay[0]) / 1e9 / (now - state.delay[1]), 1.0)
-    state.delay = (delay, now)
-    return state.delay_share
-
-
-def _document(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        return json.loads(path.read_text())
-    return {}
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if math.isfinite(value) else None
-
-
-def _traffic(launched: NDArray[Any], names: list[str]) -> dict[str, dict[str, list[int]]]:
-    """Return axis → operation → [count, bytes] of the collectives of one step."""
-    sums: dict[str, dict[str, list[int]]] = {}
-    for row in launched:
-        pair = sums.setdefault(names[row["axis"]], {}).setdefault(names[row["operation"]], [0, 0])
-        pair[0] += 1
-        pair[1] += int(row["num_bytes"])
-    return sums
-
-
-def _count_launched(state: _Rank) -> None:
-    rows = state.ring.launched()
-    new = rows[(rows["number"] > state.counted) & ((rows["done_ns"] > 0) | (rows["waited_ns"] == 0))]
-    if len(new):
-        names = state.ring.names
-        for axis, count in zip(*np.unique(new["axis"], return_counts=True), strict=True):
-            state.launched[names[axis]] = state.launched.get(names[axis], 0) + int(count)
-        state.counted = int(new["number"][-1])
+def _number(agreed: Mapping[str, float], name: str) -> float | None:
+    value = agreed.get(name, math.nan)
+    return value if math.isfinite(value) else None
 
 
 @final
@@ -441,16 +387,21 @@ class Collecting:
         *,
         rings: Path | None = None,
         removes_after: int = 0,
+        listen: tuple[str, bytes] | None = None,
     ) -> None:
         """`run`, `predict` and `removes_after`: see `Collector`.  `rings` is a folder that ranks know; by default one
-        is made."""
+        is made.  `listen`: an address of this host on which other hosts report, and the key that they must know."""
         self._rings = create_memory_folder(RINGS) if rings is None else rings
-        if self._rings is None:
-            self._collector = None
-        else:
-            self._collector = Collector(run, self._rings, predict, removes_after=removes_after)
+        self._server = _server(listen)
+        self._collector = None
+        if self._rings is not None:
+            self._collector = Collector(run, self._rings, predict, removes_after=removes_after, server=self._server)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._collect, name="weft-collector", daemon=True)
+
+    def address_of(self, number: int) -> str:
+        """Where other hosts report of a generation that has begun (`weft.watch.host_recorder`); empty: nowhere."""
+        return "" if self._server is None else f"{self._server.address}/{number}"
 
     def begin(self, number: int) -> Path | None:
         """Return a new folder for the rings of a generation; None, with a warning, where the host has no memory."""
@@ -460,7 +411,7 @@ class Collecting:
             folder = generation_folder(self._rings, number)
             folder.mkdir(mode=0o700)
         except OSError as problem:
-            logger.warning(_NOT_RECORDED, problem.strerror or problem)
+            logger.warning(NOT_RECORDED, problem.strerror or problem)
             return None
         return folder
 
@@ -474,15 +425,25 @@ class Collecting:
         self._is_over.set()
         if self._collector is not None:
             self._thread.join(_CLOSE_SECONDS)
+        if self._server is not None:
+            self._server.close()
         if self._rings is not None:
             remove_memory_folder(self._rings)
 
     def _collect(self) -> None:
         collector = self._collector
         assert collector is not None
-        # On Linux a thread has a niceness of its own: ranks go before it.
-        with suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        be_nice()
         while not self._is_over.wait(POLL_SECONDS):
             collector.poll()
         collector.close()
+
+
+def _server(listen: tuple[str, bytes] | None) -> CollectorServer | None:
+    if listen is None:
+        return None
+    try:
+        return CollectorServer(*listen)
+    except (OSError, RuntimeError) as problem:
+        logger.warning("Only ranks of this host are recorded: %s cannot be listened on (%s).", listen[0], problem)
+        return None

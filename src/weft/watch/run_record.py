@@ -27,7 +27,7 @@ from weft.watch.store import (
     StepRow,
     StepWindow,
     TelemetryReader,
-    has_telemetry,
+    telemetry_files,
 )
 from weft.watch.verdicts import RunVerdict, judge, judge_stall
 
@@ -190,7 +190,7 @@ class RunRecord:
             self.problem = ""
         except (sqlite3.Error, LaunchError, ValueError, TypeError, KeyError) as error:
             self.problem = str(error) if isinstance(error, LaunchError) else f"{FILE_NAME} cannot be read: {error}"
-        if not has_telemetry(self.folder.path):
+        if self._reader is None and not self.problem:
             self.steps = _steps_of(self.reports)
         changed = self._mark() != before
         self.revision += changed
@@ -231,11 +231,14 @@ class RunRecord:
         self.reports, self.events = _thinned(self.reports), self.events[-_MOST_ROWS:]
 
     def _read_telemetry(self) -> None:
+        files = telemetry_files(self.folder.path)
+        if self._reader is not None and self._reader.paths[-1:] != files[-1:]:
+            self.close()  # another host leads by now, and writes a file of its own
         if self._reader is None:
-            if not has_telemetry(self.folder.path):
+            if not files:
                 return
             self._reader = TelemetryReader(self.folder.path)
-            self.steps = []
+            self.steps, self._stored = [], []
         reader = self._reader
         self.generations = reader.generations()
         self.live, self.gaps = reader.live(), reader.gaps()

@@ -1,18 +1,22 @@
-"""What the ranks of a run did, in one SQLite file of its folder (`telemetry.sqlite`).
+"""What the ranks of a run did, in an SQLite file of its folder (`telemetry.sqlite`).
 
-One process writes it, the run's collector (`weft.watch.collector`), and any number of processes read it meanwhile
-(write-ahead log).  What is large is kept as arrays: per step one float32 matrix, ranks × columns.  Losing the file, or
-a part of it, costs pictures and never the run: everything else about a run is in `metrics.jsonl`.
+One process writes it (`weft.watch.store_writer`), the run's collector, and any number of processes read it meanwhile.
+Of a run on several hosts each host that comes to lead begins a further file (`telemetry-2.sqlite`): no file has two
+hosts that write, whatever the network's file system makes of locks.  Readers join the files.  What is large is kept as
+arrays: per step one float32 matrix, ranks × columns.  Losing a file, or a part of it, costs pictures and never the run:
+everything else about a run is in `metrics.jsonl`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast, final
+from typing import Any, NamedTuple, cast, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,42 +26,9 @@ from weft.errors import LaunchError
 FILE_NAME = "telemetry.sqlite"
 VERSION = 1
 """Version of the tables.  A reader refuses a newer one; columns may be added to a version."""
-ROLL_UP_STEPS = 10
-"""Steps that one row stands for once it is old."""
-RAW_STEPS = 20_000
-"""Newest steps of which every one has a row of its own."""
-KEPT_DETAILS = 240
-"""Newest steps whose spans are kept, before they are thinned out."""
-_THINNED = 16
-"""One in so many older steps keeps its spans."""
-
-_TABLES = f"""
-CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS generation (number INTEGER PRIMARY KEY, unix_time REAL NOT NULL, facts TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS names (id INTEGER PRIMARY KEY, columns TEXT NOT NULL UNIQUE);
-CREATE TABLE IF NOT EXISTS step (
-    generation INTEGER NOT NULL, step INTEGER NOT NULL, num_steps INTEGER NOT NULL, unix_time REAL NOT NULL,
-    seconds REAL NOT NULL, loss REAL, gradient_norm REAL, learning_rate REAL, loss_scale REAL, count REAL,
-    skipped INTEGER NOT NULL, PRIMARY KEY (generation, step)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS part (
-    generation INTEGER NOT NULL, step INTEGER NOT NULL, first_rank INTEGER NOT NULL, names INTEGER NOT NULL,
-    matrix BLOB NOT NULL, PRIMARY KEY (generation, step, first_rank)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS traffic (
-    generation INTEGER NOT NULL, step INTEGER NOT NULL, rank INTEGER NOT NULL, sums TEXT NOT NULL,
-    PRIMARY KEY (generation, step, rank)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS detail (
-    generation INTEGER NOT NULL, step INTEGER NOT NULL, rank INTEGER NOT NULL, spans BLOB NOT NULL,
-    collectives BLOB NOT NULL, names TEXT NOT NULL, PRIMARY KEY (generation, step, rank)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS live (rank INTEGER PRIMARY KEY, generation INTEGER NOT NULL, unix_time REAL NOT NULL,
-    state TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS gap (
-    id INTEGER PRIMARY KEY, generation INTEGER NOT NULL, rank INTEGER NOT NULL, step INTEGER NOT NULL,
-    unix_time REAL NOT NULL, spans INTEGER NOT NULL, collectives INTEGER NOT NULL, steps INTEGER NOT NULL,
-    reason TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS verdict (id INTEGER PRIMARY KEY, generation INTEGER NOT NULL, step INTEGER NOT NULL,
-    unix_time REAL NOT NULL, facts TEXT NOT NULL);
-INSERT OR IGNORE INTO run VALUES ('version', '{VERSION}');
-"""
+_TABLES = ("generation", "names", "step", "part", "traffic", "detail", "live", "gap", "verdict")
+_MOST_FILES = 10
+"""Newest files of a run that are read; SQLite joins no more."""
 
 Matrix = NDArray[np.float32]
 
@@ -124,7 +95,8 @@ class GenerationFacts:
     axes: Mapping[str, int] = field(default_factory=dict[str, int])
     """Sizes of the mesh axes above 1, outermost first."""
     ranks: Sequence[Mapping[str, Any]] = ()
-    """Facts of each rank: `host`, `pid`, `device`, `coordinates` (axis → index), `memory` (bytes by kind)."""
+    """Facts of each rank: `host`, `pid`, `device`, `coordinates` (axis → index), `memory` (bytes by kind), and of
+    other hosts `clock`: the `offset_seconds` of their clock, and its `error_seconds`."""
     predicted: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Prediction of the planner: `seconds` by term, `memory` (by stage, bytes by kind), `traffic` (axis → operation →
     [count, bytes] of one rank and step), `spans` (rank on the pipeline axis, kind, chunk, microbatch, start, stop)."""
@@ -136,6 +108,13 @@ class GenerationFacts:
     tokens_per_sample: int = 0
     """0 for samples that have no tokens."""
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def clock_error_seconds(self) -> float | None:
+        """How far times of other hosts may be off beside those of the collector's; None where there are none, or their
+        clocks were not compared."""
+        errors = [float(about["clock"]["error_seconds"]) for about in self.ranks if "clock" in about]
+        return max(errors, default=None)
 
 
 class StepWindow(NamedTuple):
@@ -187,171 +166,62 @@ class StepDetail(NamedTuple):
 
 
 @final
-class TelemetryWriter:
-    """Writes a run's telemetry.  One per run; any thread of its process, one at a time.
-
-    Raises `sqlite3.Error` where the file cannot be written, such as on a full disk: the caller counts what is lost.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        """Open or make the file of a run's folder."""
-        self.path = folder / FILE_NAME
-        self._database = sqlite3.connect(self.path, isolation_level=None, timeout=1.0, check_same_thread=False)
-        # A crash of the machine may cost the last seconds of telemetry, and never corrupts what was written before.
-        for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "journal_size_limit = 16777216"):
-            self._database.execute(f"PRAGMA {pragma}").close()
-        self._database.executescript(_TABLES)
-        self.path.chmod(0o600)
-        self._names: dict[tuple[str, ...], int] = {}
-        self._traffic: dict[tuple[int, int], str] = {}
-        self._rolled_up = 0
-
-    def __enter__(self) -> Self:
-        self._database.execute("BEGIN IMMEDIATE")
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End the transaction that `with` began: all of it is written, or nothing."""
-        self._database.execute("COMMIT" if kind is None else "ROLLBACK")
-
-    def close(self) -> None:
-        """Write the log back into the file, and close it."""
-        self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").close()
-        self._database.close()
-
-    def newest_generation(self) -> int:
-        """Return the number of the newest generation that has steps or facts; 0: there is none."""
-        (number,) = self._database.execute(
-            "SELECT max(coalesce((SELECT max(number) FROM generation), 0), coalesce(max(generation), 0)) FROM step"
-        ).fetchone()
-        return int(number or 0)
-
-    def generation(self, facts: GenerationFacts) -> None:
-        """Add, or replace, what is known of a generation."""
-        text = json.dumps(_plain(facts), allow_nan=False)
-        self._database.execute("REPLACE INTO generation VALUES (?, ?, ?)", (facts.number, facts.unix_time, text))
-
-    def step(self, row: StepRow) -> None:
-        """Add a step; one that was repeated after a failure belongs to another generation."""
-        values = [getattr(row, name) for name in StepRow.__dataclass_fields__]
-        self._database.execute(f"REPLACE INTO step VALUES ({', '.join('?' * len(values))})", values)
-
-    def part(self, generation: int, step: int, first_rank: int, columns: Sequence[str], matrix: Matrix) -> None:
-        """Add what the ranks of one host did in a step: shape (ranks, columns)."""
-        content = np.ascontiguousarray(matrix, dtype="<f4").tobytes()
-        row = (generation, step, first_rank, self._names_id(tuple(columns)), content)
-        self._database.execute("REPLACE INTO part VALUES (?, ?, ?, ?, ?)", row)
-
-    def traffic(self, generation: int, step: int, rank: int, sums: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
-        """Say what a rank sent from this step on: axis → operation → [count, bytes].  Written where it changed."""
-        text = json.dumps(sums, sort_keys=True)
-        if self._traffic.get((generation, rank)) != text:
-            self._traffic[generation, rank] = text
-            self._database.execute("REPLACE INTO traffic VALUES (?, ?, ?, ?)", (generation, step, rank, text))
-
-    def detail(self, generation: int, step: int, detail: StepDetail) -> None:
-        """Keep the spans and collectives of a rank in one step."""
-        names, spans, collectives = json.dumps(detail.names), detail.spans.tobytes(), detail.collectives.tobytes()
-        row = (generation, step, detail.rank, spans, collectives, names)
-        self._database.execute("REPLACE INTO detail VALUES (?, ?, ?, ?, ?, ?)", row)
-
-    def live(self, generation: int, rank: int, unix_time: float, state: Mapping[str, Any]) -> None:
-        """Say where a rank is now: `step`, `phase`, `pid`, `open` (its collective), `completed` (number by axis)."""
-        self._database.execute(
-            "REPLACE INTO live VALUES (?, ?, ?, ?)", (rank, generation, unix_time, json.dumps(state))
-        )
-
-    def end_live(self) -> None:
-        """The ranks have ended."""
-        self._database.execute("DELETE FROM live")
-
-    def gap(self, gap: Gap) -> None:
-        """Say what was not recorded."""
-        self._database.execute("INSERT INTO gap VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)", gap)
-
-    def verdict(self, generation: int, step: int, unix_time: float, facts: Mapping[str, Any]) -> None:
-        """Add a verdict (`weft.watch.verdicts.RunVerdict`)."""
-        row = (generation, step, unix_time, json.dumps(facts))
-        self._database.execute("INSERT INTO verdict VALUES (NULL, ?, ?, ?, ?)", row)
-
-    def thin_out(self, generation: int, newest: int) -> None:
-        """Keep details of the newest steps and of some older ones, and let one row stand for ten old steps."""
-        database = self._database
-        (limit,) = database.execute(
-            "SELECT min(step) FROM (SELECT DISTINCT step FROM detail WHERE generation = ? ORDER BY step DESC LIMIT ?)",
-            (generation, KEPT_DETAILS),
-        ).fetchone()
-        if limit is not None:
-            database.execute(
-                "DELETE FROM detail WHERE generation = ? AND step < ? AND step % ? != 0", (generation, limit, _THINNED)
-            )
-        last = (newest - RAW_STEPS) // ROLL_UP_STEPS * ROLL_UP_STEPS
-        for step in range(max(self._rolled_up, last - 100 * ROLL_UP_STEPS), last, ROLL_UP_STEPS):
-            self._roll_up(generation, step + ROLL_UP_STEPS)
-        self._rolled_up = max(self._rolled_up, last)
-
-    def _roll_up(self, generation: int, last: int) -> None:
-        """Let one row stand for the ten steps up to `last`."""
-        first, database = last - ROLL_UP_STEPS, self._database
-        inside = "generation = ? AND step > ? AND step <= ?"
-        # Its loss and rates are those of the last step, its times the mean, and what was skipped the sum.
-        database.execute(
-            "UPDATE step SET num_steps = s.n, seconds = s.seconds, skipped = s.skipped, unix_time = s.unix_time FROM"
-            " (SELECT sum(num_steps) AS n, sum(seconds * num_steps) / sum(num_steps) AS seconds,"
-            f" sum(skipped) AS skipped, min(unix_time) AS unix_time FROM step WHERE {inside}) AS s"
-            " WHERE step.generation = ? AND step.step = ?",
-            (generation, first, last, generation, last),
-        )
-        database.execute("DELETE FROM step WHERE generation = ? AND step > ? AND step < ?", (generation, first, last))
-        rows = database.execute(
-            f"SELECT first_rank, names, matrix FROM part WHERE {inside}", (generation, first, last)
-        ).fetchall()
-        alike: dict[tuple[int, int], list[Matrix]] = {}
-        for first_rank, names, content in rows:
-            alike.setdefault((first_rank, names), []).append(np.frombuffer(content, dtype="<f4"))
-        database.execute(f"DELETE FROM part WHERE {inside}", (generation, first, last))
-        for (first_rank, names), matrices in alike.items():
-            mean = np.mean(np.stack(matrices), axis=0, dtype=np.float64).astype("<f4").tobytes()
-            database.execute("REPLACE INTO part VALUES (?, ?, ?, ?, ?)", (generation, last, first_rank, names, mean))
-
-    def _names_id(self, columns: tuple[str, ...]) -> int:
-        if columns not in self._names:
-            text = json.dumps(columns)
-            self._database.execute("INSERT OR IGNORE INTO names (columns) VALUES (?)", (text,))
-            (self._names[columns],) = self._database.execute(
-                "SELECT id FROM names WHERE columns = ?", (text,)
-            ).fetchone()
-        return self._names[columns]
-
-
-@final
 class TelemetryReader:
     """Reads a run's telemetry, while it is written or afterwards.  One thread at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the file of a run's folder.
+        """Open the files of a run's folder.  Of several, one that cannot be read is left out.
 
         Raises:
             LaunchError: there is none, it is none of Weft's, or a newer Weft wrote it.
         """
-        path = folder / FILE_NAME
-        if not path.is_file():
+        paths = telemetry_files(folder)[-_MOST_FILES:]
+        if not paths:
             raise LaunchError(
                 f"{folder} has no {FILE_NAME}: the run was not recorded, or has not begun."
                 " Runs are recorded unless run.telemetry = false, and sessions unless record=False."
             )
-        self._database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0,
-                                         isolation_level=None, check_same_thread=False)  # fmt: skip
+        self._database = sqlite3.connect(":memory:", uri=True, timeout=1.0, isolation_level=None,
+                                         check_same_thread=False)  # fmt: skip
+        self.paths: list[Path] = []
+        """The files that are read, the oldest in front."""
+        for path in paths:
+            try:
+                self._attach(path)
+            except LaunchError:
+                if len(paths) == 1:
+                    raise
+        if not self.paths:
+            raise _not_of_weft(paths[-1])
+        for table in _TABLES:
+            # Where ranks are now only the newest file says: whoever wrote the others may have been killed.
+            numbers = range(len(self.paths))[-1:] if table == "live" else range(len(self.paths))
+            parts = " UNION ALL ".join(f"SELECT * FROM part{number}.{table}" for number in numbers)
+            self._database.execute(f"CREATE TEMP VIEW {table} AS {parts}")
+        self._names: dict[int, tuple[str, ...]] = {}
+
+    def _attach(self, path: Path) -> None:
+        name, journal = f"part{len(self.paths)}", path.with_name(f"{path.name}-journal")
+        if journal.is_file() and journal.stat().st_size:
+            # Its writer may have been killed while it wrote: only who may write can take that back.
+            with suppress(sqlite3.Error), closing(sqlite3.connect(path, timeout=1.0)) as database:
+                database.execute("SELECT count(*) FROM sqlite_master").fetchone()
         try:
-            (version,) = self._database.execute("SELECT value FROM run WHERE key = 'version'").fetchone()
+            self._database.execute(f"ATTACH ? AS {name}", (f"{path.absolute().as_uri()}?mode=ro",))
+        except sqlite3.Error:
+            raise _not_of_weft(path) from None
+        try:
+            (version,) = self._database.execute(f"SELECT value FROM {name}.run WHERE key = 'version'").fetchone()
         except (sqlite3.Error, TypeError):
-            raise LaunchError(f"{path} is no telemetry of Weft's. Remove it; the run needs it for nothing.") from None
+            self._database.execute(f"DETACH {name}")
+            raise _not_of_weft(path) from None
         if int(version) > VERSION:
+            self._database.execute(f"DETACH {name}")
             raise LaunchError(
                 f"{path} has version {version} of its tables, and this Weft reads up to {VERSION}. Install the Weft"
                 " that wrote it."
             )
-        self._names: dict[int, tuple[str, ...]] = {}
+        self.paths.append(path)
 
     def close(self) -> None:
         self._database.close()
@@ -360,6 +230,20 @@ class TelemetryReader:
         """Return all generations, in order."""
         rows = self._database.execute("SELECT facts FROM generation ORDER BY number").fetchall()
         return [GenerationFacts(**json.loads(text)) for (text,) in rows]
+
+    def newest_generation(self) -> int:
+        """Return the number of the newest generation that has steps or facts; 0: there is none."""
+        (number,) = self._database.execute(
+            "SELECT max(coalesce((SELECT max(number) FROM generation), 0), coalesce(max(generation), 0)) FROM step"
+        ).fetchone()
+        return int(number or 0)
+
+    def seen_at(self) -> float:
+        """Return when the ranks were seen last, in seconds since 1970; 0: never."""
+        (when,) = self._database.execute(
+            "SELECT max(coalesce((SELECT max(unix_time) FROM live), 0), coalesce(max(unix_time), 0)) FROM step"
+        ).fetchone()
+        return float(when or 0.0)
 
     def newest_step(self) -> tuple[int, int]:
         """Return the newest (generation, step); (0, 0) before the first."""
@@ -485,8 +369,29 @@ class TelemetryReader:
 
 def has_telemetry(folder: Path) -> bool:
     """Return whether a run's folder has telemetry."""
-    return (folder / FILE_NAME).is_file()
+    return bool(telemetry_files(folder))
 
 
-def _plain(facts: GenerationFacts) -> dict[str, Any]:
-    return {name: getattr(facts, name) for name in GenerationFacts.__dataclass_fields__}
+def telemetry_files(folder: Path) -> list[Path]:
+    """Return the files of a run's telemetry, the oldest in front."""
+    return [folder / file_name(number) for number in _numbers(folder)]
+
+
+def newest_file(folder: Path) -> int:
+    """Return the number of the newest file of a run's telemetry; 0: there is none."""
+    return max(_numbers(folder), default=0)
+
+
+def file_name(number: int) -> str:
+    """Return the name of the file of this number, from 1."""
+    return FILE_NAME if number == 1 else f"telemetry-{number}.sqlite"
+
+
+def _numbers(folder: Path) -> list[int]:
+    names = [path.name for path in folder.glob("telemetry*.sqlite") if path.is_file()]
+    found = [re.fullmatch(r"telemetry(?:-([1-9]\d{0,5}))?\.sqlite", name) for name in names]
+    return sorted(int(match[1] or 1) for match in found if match is not None)
+
+
+def _not_of_weft(path: Path) -> LaunchError:
+    return LaunchError(f"{path} is no telemetry of Weft's. Remove it; the run needs it for nothing.")

@@ -105,7 +105,9 @@ def _newest(record: RunRecord, wanted: Sequence[int], most: int) -> tuple[tuple[
 def _write(file: IO[str], events: Iterable[Event], record: RunRecord) -> int:
     """Write events one by one, so that a large trace is never whole in memory."""
     facts = record.facts
-    about = {"run": record.name, "axes": dict(facts.axes), "versions": dict(facts.versions)}
+    about: dict[str, Any] = {"run": record.name, "axes": dict(facts.axes), "versions": dict(facts.versions)}
+    if facts.clock_error_seconds is not None:
+        about["clock_error_seconds"] = facts.clock_error_seconds
     file.write('{"displayTimeUnit":"ms","otherData":' + json.dumps(about) + ',"traceEvents":[\n')
     number = 0
     for number, event in enumerate(events, 1):
@@ -118,7 +120,7 @@ class _Clock:
     """One clock for all ranks, in nanoseconds from the begin of the trace.
 
     Ranks of one host share a monotonic clock.  Those of hosts differ: their steps begin where the collector says that
-    they did, by the wall clock, and the median over steps tells how far apart their clocks are.
+    they did, by its own clock, and the median over steps tells how far apart their clocks are.
     """
 
     def __init__(self, record: RunRecord, details: Mapping[int, Sequence[StepDetail]]) -> None:

@@ -32,7 +32,7 @@ dropout = 0.1
 _PATIENT = """
 [model]
 factory = "patient_model:build"
-arguments = {{ seconds = {pause} }}
+arguments = {{ seconds = {pause}, slow_host = "{slow_host}" }}
 sequence_length = 16
 loss = "tokens"
 propose_split = false
@@ -49,19 +49,24 @@ learning_rate = 1e-3
 [run]
 steps = {steps}
 save_every = 25
+telemetry = {telemetry}
 """
 
 
-def write_recipe(folder: Path, *, steps: int = STEPS, pause: float | None = None) -> Path:
-    """Write a recipe and its texts, and return its path.  With a pause: of a model that waits so long in each step."""
+def write_recipe(
+    folder: Path, *, steps: int = STEPS, pause: float | None = None, slow_host: str = "", telemetry: bool = True
+) -> Path:
+    """Write a recipe and its texts, and return its path.  With a pause: of a model that waits so long in each step, and
+    twice as long on `slow_host`."""
     corpus = folder / "corpus"
     corpus.mkdir()
     for number in range(6):
         lines = (f"text {number} says {line * number % 97}\n" for line in range(200))
         (corpus / f"{number}.txt").write_text("".join(lines))
     recipe = folder / "recipe.toml"
-    model = _DECODER if pause is None else _PATIENT.format(pause=pause)
-    recipe.write_text(model + _REST.format(corpus=corpus, cache=folder / "cache", steps=steps))
+    model = _DECODER if pause is None else _PATIENT.format(pause=pause, slow_host=slow_host)
+    values = {"corpus": corpus, "cache": folder / "cache", "steps": steps, "telemetry": str(telemetry).lower()}
+    recipe.write_text(model + _REST.format(**values))
     return recipe
 
 
@@ -177,11 +182,12 @@ def job_on_machines(
     steps: int = STEPS,
     plan: str = "[mesh]\nreplicate = 2\n",
     pause: float | None = None,
+    slow_host: str = "",
 ) -> Generator[tuple[HostJob, list[Machine]]]:
     """A job that has not begun, and the machines for it.  `rendezvous` is `folder` or `etcd`."""
     (folder / "plan.toml").write_text(plan)
     with machines.machines(number, folder / "machines") as hosts:
-        recipe = write_recipe(folder, steps=steps, pause=pause)
+        recipe = write_recipe(folder, steps=steps, pause=pause, slow_host=slow_host)
         job = HostJob(recipe, folder / "run", rendezvous, nodes, folder / "plan.toml")
         if rendezvous == "folder":
             yield job, hosts

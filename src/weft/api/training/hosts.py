@@ -40,6 +40,7 @@ from weft.run.hosts.signed import SECRET, JobSecret
 from weft.run.launch.launcher import ForkServer, open_fork_server
 from weft.run.supervise import SupervisorSignals
 from weft.version import VERSION
+from weft.watch.host_recorder import record_host
 
 _KEPT = "hosts.json"
 _SETTLE_SECONDS = 1.0
@@ -200,6 +201,7 @@ class _HostAgent:
                         lambda arguments: _own_data(arguments, prepared),
                         fork_server=self.fork_server,
                         may_lead=meeting.may_lead,
+                        record=record_host,
                     )
                     if followed.verdict is not None:
                         return self._conclude(followed.verdict)

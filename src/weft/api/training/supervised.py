@@ -112,7 +112,7 @@ class SupervisedTraining:
             SupervisorSignals() if self.hosts is None else nullcontext(self.hosts.signals) as signals,
             self._saves() as (memory, store),
             LossBoard.temporary(self.recipe.run.steps, memory) as losses,
-            Collecting(lambda: self.run.path, self.replanner.predicted) as collecting,
+            Collecting(lambda: self.run.path, self.replanner.predicted, listen=self._listen) as collecting,
         ):
             if store is not None:
                 store.begin(resumes=resumes)
@@ -147,6 +147,8 @@ class SupervisedTraining:
                 if store is not None and number > 1 and resumes:
                     store.bring_newest()
                 rings = collecting.begin(number) if self.recipe.run.telemetry else None
+                if self.hosts is not None:
+                    self.hosts.crew.collector = collecting.address_of(number)
                 return self._generation(
                     number, resumes, str(losses.path), peak_flops, memory, next_signal, failure_seconds, rings
                 )
@@ -155,6 +157,11 @@ class SupervisedTraining:
             self._look_for_spike(spikes, losses)
             signals.added_to(end).raise_cause(reason)
             return self._result(signals.added_to(end), losses, time.perf_counter() - started)
+
+    @property
+    def _listen(self) -> tuple[str, bytes] | None:
+        """Where the collector listens to other hosts; None: there are none, or nothing is recorded."""
+        return self.hosts.crew.listen if self.hosts is not None and self.recipe.run.telemetry else None
 
     @contextmanager
     def _saves(self) -> Generator[tuple[Path | None, StoreSaves | None]]:

@@ -20,7 +20,7 @@ from weft.version import VERSION
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """Facts of one rank, and on each rank those of its generation."""
+    """Facts of one rank, and on rank 0 those of its generation."""
 
     training: TrainingState
     peak_flops: float | None
@@ -29,8 +29,10 @@ class RankFacts:
 
     def write(self, folder: Path) -> None:
         """Write `rank-<rank>.json` into the folder of the generation's rings.  A full disk costs the facts alone."""
-        document = {"rank": self._rank(), "generation": self._generation()}
         rank = self.training.model.mesh.rank
+        document = {"rank": self._rank()}
+        if rank == 0:
+            document["generation"] = self._generation()
         with suppress(OSError):
             write_whole(folder / f"rank-{rank}.json", json.dumps(document))
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, final
@@ -29,6 +30,11 @@ _FUNCTION = "weft.run.worker:run_rank"
 """All that one host can make another call."""
 _REACH_SECONDS = 10.0
 _PAUSE_SECONDS = 0.1
+_TELEMETRY = "telemetry"
+
+Record = Callable[[str, bytes], AbstractContextManager[Path | None]]
+"""Gives the folder in which a host's ranks of a generation record what they do, and sends that to the collector at an
+address (`Roster.collector`), with the key of the job's telemetry; None: they do not record."""
 
 
 @final
@@ -47,6 +53,13 @@ class HostCrew:
         """The newest generation that this host has begun."""
         self._gone: dict[str, str] = {}
         """Hosts that take part in no further generation, with the reason as the end of a sentence."""
+        self.collector = ""
+        """Where this host collects what ranks of the next generation record: see `Roster.collector`."""
+
+    @property
+    def listen(self) -> tuple[str, bytes]:
+        """The address of this host on which the others may report, and the key that they know."""
+        return self._address, self._membership.key(_TELEMETRY)
 
     @property
     def hosts(self) -> Mapping[str, HostFacts]:
@@ -135,9 +148,11 @@ class HostCrew:
             stopped_timeout_seconds=stopped_timeout_seconds,
             hang_seconds=hang_limits.hang_seconds,
             collective_timeout_seconds=hang_limits.timeout_seconds,
+            collector=self.collector if rings is not None else "",
         )
         roster = self._roster = self._membership.propose(roster)
-        own = run_part(self._membership, roster, roster.seats[0], dict(arguments), fork_server, signal_to_send, rings)
+        record: Record = lambda collector, key: nullcontext(rings)  # noqa: E731 - the collector reads them itself
+        own = run_part(self._membership, roster, roster.seats[0], dict(arguments), fork_server, signal_to_send, record)
         end = self._collect(roster, own)
         del store  # ranks have ended, and with them all that met here
         return end
@@ -217,11 +232,13 @@ def follow(
     *,
     fork_server: ForkServer | None,
     may_lead: bool,
+    record: Record,
 ) -> Followed:
     """Start this host's ranks of one generation after another, as the leader says.
 
     Args:
         arguments: makes of the leader's arguments of the ranks those of this host's.
+        record: records what this host's ranks do.
         may_lead: whether this host can lead.  Where it meets the others at the leader's store it cannot: it must look
             for them again.
 
@@ -247,7 +264,7 @@ def follow(
             membership.wait_for_change(0.5)
             continue
         done = roster.number
-        end = run_part(membership, roster, seat, arguments(roster.arguments), fork_server, lambda: None)
+        end = run_part(membership, roster, seat, arguments(roster.arguments), fork_server, lambda: None, record)
         if end.signals:
             return Followed(why="stopped", signal=end.signals[0], has_saved=end.cause is None)
 
@@ -259,7 +276,7 @@ def run_part(
     arguments: dict[str, Any],
     fork_server: ForkServer | None,
     signal_to_send: Callable[[], Any],
-    rings: Path | None = None,
+    record: Record,
 ) -> JobEnd:
     """Run this host's ranks of a generation to their end, and report it to the others.
 
@@ -280,20 +297,21 @@ def run_part(
 
     part: HostPart = roster.part_of(seat)
     try:
-        end = run_function(
-            roster.function,
-            arguments,
-            seat.num_ranks,
-            threads_per_rank=roster.threads_per_rank,
-            # A fork server that was killed with its ranks is replaced: without one, the job starts its own.
-            fork_server=fork_server if fork_server is not None and fork_server.is_alive else None,
-            stopped_timeout_seconds=roster.stopped_timeout_seconds,
-            hang_limits=HangLimits(roster.hang_seconds, roster.collective_timeout_seconds),
-            signal_to_send=signal_to_send,
-            part=part,
-            is_over_elsewhere=is_over_elsewhere,
-            rings=rings,
-        )
+        with record(roster.collector, membership.key(_TELEMETRY)) as rings:
+            end = run_function(
+                roster.function,
+                arguments,
+                seat.num_ranks,
+                threads_per_rank=roster.threads_per_rank,
+                # A fork server that was killed with its ranks is replaced: without one, the job starts its own.
+                fork_server=fork_server if fork_server is not None and fork_server.is_alive else None,
+                stopped_timeout_seconds=roster.stopped_timeout_seconds,
+                hang_limits=HangLimits(roster.hang_seconds, roster.collective_timeout_seconds),
+                signal_to_send=signal_to_send,
+                part=part,
+                is_over_elsewhere=is_over_elsewhere,
+                rings=rings,
+            )
     except LaunchError as error:
         end = _not_started(seat, error)
     deadline = time.monotonic() + _REACH_SECONDS

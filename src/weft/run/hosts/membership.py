@@ -102,6 +102,10 @@ class Membership:
                 logger.debug("%s", error)
             self._registry.close()
 
+    def key(self, purpose: str) -> bytes:
+        """The key of this meeting for connections that serve one purpose."""
+        return self._secret.key(purpose)
+
     @property
     def view(self) -> JobView:
         """The job as it was seen last."""

@@ -69,6 +69,9 @@ class Roster:
     stopped_timeout_seconds: float
     hang_seconds: float | None
     collective_timeout_seconds: float
+    collector: str = ""
+    """Where the leader collects what ranks record, and the number that the generation has there, as
+    `10.0.0.1:40123/2`; empty: nowhere."""
 
     @property
     def world_size(self) -> int:

@@ -57,6 +57,10 @@ class JobSecret:
         """The secret of one meeting of the job's hosts: what was signed at an earlier one does not hold there."""
         return JobSecret(hmac.new(self._secret, f"meeting {mark}".encode(), hashlib.sha256).digest())
 
+    def key(self, purpose: str) -> bytes:
+        """A key for connections of the job's hosts that serve one purpose; it tells nothing of the secret."""
+        return hmac.new(self._secret, f"key {purpose}".encode(), hashlib.sha256).digest()
+
     @property
     def job(self) -> str:
         """A name of the job that tells nothing of the secret."""

@@ -257,10 +257,13 @@ def _health(record: RunRecord) -> Block | None:
     elif silent > _SILENT_SECONDS:
         says = f"The recorder has said nothing for {format_duration(silent)}: what is shown is as old as that."
     elif gaps or missing:
-        says = f"Something is missing: {plural(steps, 'step')} and {plural(spans, 'span')} were not recorded"
+        says = f"Something is missing: {plural(len(gaps), 'gap')}, in which {plural(steps, 'step')} and"
+        says += f" {plural(spans, 'span')} are known to be lost"
         says += f", and {plural(missing, 'rank')} left out steps of the newest {len(window.steps)}." if missing else "."
     else:
         says = f"Nothing is missing: every rank recorded each of the newest {len(window.steps)} steps."
+    if (error := record.facts.clock_error_seconds) is not None:
+        says += f" Clocks of the other hosts were compared with the collector's, to ± {format_seconds(error)}."
     newest = list(gaps[-8:])
     columns = [
         number("behind step", [gap.step for gap in newest]),

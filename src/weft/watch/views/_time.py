@@ -86,11 +86,14 @@ def _gantt(record: RunRecord, step: int, lanes: Sequence[int], details: Mapping[
         if span[1] in PHASE_TITLES or span[1].endswith("_backward")
     ]
     spans = {rank: _spans(details[rank]) for rank in lanes}
-    # Hosts' clocks differ: each lane begins with its rank's first span, which all begin together behind an agreement.
     first = {rank: min((span[1] for span in spans[rank]), default=0.0) for rank in lanes}
-    hosts = {host_of(record.facts, rank) for rank in lanes}
+    hosts, error = {host_of(record.facts, rank) for rank in lanes}, record.facts.clock_error_seconds
     if len(hosts) == 1 and lanes:
         first = dict.fromkeys(lanes, min(first.values()))
+    elif error is not None and step in record.window.steps:
+        # A rank's first span begins with its step, whose begin is known on one clock.
+        begins = record.window.column("start")[int(np.flatnonzero(record.window.steps == step)[0])]
+        first = {rank: first[rank] - float(np.nan_to_num(begins[rank])) for rank in lanes}
     kinds: dict[str, None] = {}
     drawn: list[dict[str, Any]] = []
     has_stages = bool(stages_of(record.facts))
@@ -126,7 +129,10 @@ def _gantt(record: RunRecord, step: int, lanes: Sequence[int], details: Mapping[
     says += (
         " The plan's schedule stands above, on the same axis." if planned else " No plan's schedule is known for it."
     )
-    says += " Lanes of several hosts each begin with their own first span." if len(hosts) > 1 else ""
+    if len(hosts) > 1 and error is not None:
+        says += f" Hosts have clocks of their own: a lane may be off by ± {format_seconds(error)}."
+    elif len(hosts) > 1:
+        says += " Lanes of several hosts each begin with their own first span."
     titles = [PHASE_TITLES.get(kind, kind.replace("_", " ")) for kind in order]
     return block("gantt", "One step" if not has_stages else "One step by stage", says, table(columns), lanes=drawn,
                  kinds=titles, unit=unit, end=rounded(end * scale))  # fmt: skip

@@ -106,7 +106,7 @@ def test_what_comes_later_is_taken_in(slow_run: MadeUpRun) -> None:
     record.refresh()
     assert [row.step for row in record.steps] == list(range(1, 36))
     assert {row.generation for row in record.steps} == {1, 2}
-    assert "7 spans were not recorded" in blocks(record, "overview")["Recording"]["says"]
+    assert "7 spans are known to be lost" in blocks(record, "overview")["Recording"]["says"]
 
 
 def test_a_run_without_telemetry_shows_what_rank_0_reported(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import browser
 import halves
 import hypothesis
+import own_cache
 import pool
 import pytest
 import slurm
@@ -32,6 +33,10 @@ sys.dont_write_bytecode = False
 # An example that takes 200 ms on a machine with other work says nothing of the code.
 hypothesis.settings.register_profile("weft", deadline=None)
 hypothesis.settings.load_profile("weft")
+
+LEARNED = own_cache.isolate()
+"""What runs of the suite teach predictions: in the user's cache it would change plans of later runs, and those of the
+user would change what tests find."""
 
 LEAK_GRACE_SECONDS = 3.0
 CHANGED_BY_TORCH = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
@@ -180,6 +185,12 @@ class _Traces:
             "threads": self.threads - before.threads,
         }
         return {what: left for what, left in new.items() if left}
+
+
+@pytest.fixture(autouse=True)
+def nothing_learned() -> None:
+    """Begin each test without recorded runs, which would correct what it predicts."""
+    shutil.rmtree(LEARNED, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

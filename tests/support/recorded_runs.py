@@ -41,6 +41,9 @@ class MadeUpRun:
     """Seconds ago."""
     file: int = 1
     """Number of its file: hosts that come to lead write further ones."""
+    plan: str = "[mesh]\n"
+    away: float = 0.0
+    """Share of time that other work takes from the ranks in every second step."""
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +79,7 @@ class MadeUpRun:
         }
         self.writer.generation(
             GenerationFacts(
-                number=number, unix_time=self._time, world_size=self.num_ranks, plan="[mesh]\n", plan_digest="abc123",
+                number=number, unix_time=self._time, world_size=self.num_ranks, plan=self.plan, plan_digest="abc123",
                 axes=axes, ranks=ranks, predicted=predicted, model_flops=1e9, peak_flops=6e10, samples_per_step=32,
                 tokens_per_sample=128, versions={"weft": "0.1", "torch": "2.13.0"},
             )
@@ -146,6 +149,10 @@ class MadeUpRun:
         values[:, at["input"]], values[:, at["idle"]] = own[:, 0], own[:, names.index("other")]
         values[:, at["compute"]] = wall - values[:, at["communication"]] - own[:, 0] - own[:, names.index("other")]
         values[:, at["memory"]] = 22e6 + 1e5 * self._draw.standard_normal(number)
+        if self.away and self.step % 2:
+            taken = values[:, at["compute"]] * self.away / (1 - self.away)
+            for column in ("wall", "compute", "descheduled", "phase:backward"):
+                values[:, at[column]] += taken
         return values
 
     def _detail(self, rank: int) -> StepDetail:

@@ -14,6 +14,7 @@ from weft.cli._subject import Subject, need_sizes
 from weft.errors import PlanError
 
 if TYPE_CHECKING:
+    from weft.planning.learned import Learned
     from weft.planning.price import CostModel
     from weft.planning.search import SearchResult
 
@@ -42,7 +43,7 @@ class Questions:
         return {"--why-not": self.why_not, "--next": self.next, "--emit": self.emit, "--plots": self.plots}
 
 
-def answer_lines(result: SearchResult, questions: Questions, subject: Subject) -> list[str]:
+def answer_lines(result: SearchResult, questions: Questions, subject: Subject, learned: Learned) -> list[str]:
     """Return the lines below the table: time and memory of the best plan, and an answer to every question.
 
     Raises:
@@ -52,15 +53,17 @@ def answer_lines(result: SearchResult, questions: Questions, subject: Subject) -
         if questions.are_asked:
             raise PlanError("no plan fits into memory, so there is none to explain. Use more devices.")
         return []
-    return list(_lines(result, questions, subject))
+    return list(_lines(result, questions, subject, learned))
 
 
-def _lines(result: SearchResult, questions: Questions, subject: Subject) -> Iterator[str]:
-    from weft.planning.explain import explain_choice, imbalance_line, memory_line, time_line
+def _lines(result: SearchResult, questions: Questions, subject: Subject, learned: Learned) -> Iterator[str]:
+    from weft.planning.explain import explain_choice, imbalance_line, learned_lines, memory_line, time_line
     from weft.planning.price import CostModel, accuracy
 
     best = result.best[0]
     yield f"time      {time_line(best.prediction.time)}"
+    for index, line in enumerate(learned_lines(result, learned)):
+        yield f"{'' if index else 'learned':<10}{line}"
     yield f"memory    {memory_line(best.prediction)}"
     if assumed := imbalance_line(best.layout, result.calibration, result.framework):
         yield f"assumed   {assumed}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli._explain import answer_lines
-from weft.cli._search import SearchRequest, chosen_space, search_space
+from weft.cli._search import SearchRequest, chosen_space, learned_of, search_space
 from weft.cli._subject import Subject, need_sizes
 from weft.errors import PlanError
 from weft.formatting import format_seconds
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from weft.config.cluster import Cluster
     from weft.config.plan import Plan
     from weft.planning.search import SearchResult
+    from weft.techniques.cost_terms import Calibration
 
 
 def run_for(
@@ -56,11 +57,13 @@ def run_for(
 def run_given(subject: Subject, cluster: Cluster, request: SearchRequest, plan: Plan) -> tuple[SearchResult, list[str]]:
     """Price a user's plan for a known model; return it, and its lines with the answers to what was asked of it."""
     from weft.planning.explain import search_lines
+    from weft.techniques.cost_terms import DATASHEET
 
     started = time.perf_counter()
-    result = price_plan(subject, cluster, plan)
+    learned = learned_of(cluster, request)
+    result = price_plan(subject, cluster, plan, learned.calibration(DATASHEET))
     lines = search_lines(result, top=1, seconds=time.perf_counter() - started)
-    return result, [*lines, *([] if request.json else answer_lines(result, request.questions, subject))]
+    return result, [*lines, *([] if request.json else answer_lines(result, request.questions, subject, learned))]
 
 
 def _difference(
@@ -78,8 +81,9 @@ def _difference(
     ]
 
 
-def price_plan(subject: Subject, cluster: Cluster, plan: Plan) -> SearchResult:
-    """Return a user's plan with its price, as a search that found nothing else.
+def price_plan(subject: Subject, cluster: Cluster, plan: Plan, on_cores: Calibration | None = None) -> SearchResult:
+    """Return a user's plan with its price, as a search that found nothing else.  `on_cores`: constants of prices where
+    the cluster has no accelerators; by default those of data sheets.
 
     Raises:
         PlanError: it does not fit the model, the batch, the cluster, or its memory.
@@ -99,7 +103,7 @@ def price_plan(subject: Subject, cluster: Cluster, plan: Plan) -> SearchResult:
         )
     if problems:
         raise PlanError("the plan does not fit:\n" + "\n".join(f"- {problem}" for problem in problems))
-    calibration = FITTED if cluster.has_accelerators else DATASHEET
+    calibration = FITTED if cluster.has_accelerators else on_cores or DATASHEET
     cost_model = CostModel(subject.profile, cluster, WEFT, calibration)
     objective = Objective()
     if layout.pipeline > 1 and layout.cuts is None:

@@ -215,7 +215,9 @@ def _recipe(
             _dry_run_best(result, recipe, request, dry_run_ranks)
         return
     described = None if subject is None else subject.described
-    choice = read_choice(recipe, plan, request.overrides, processes, cluster, described=described)
+    choice = read_choice(
+        recipe, plan, request.overrides, processes, cluster, described=described, learned=request.learned
+    )
     if not request.json:
         print("\n".join(describe_plan(choice.plan, choice.reasons, choice.facts, choice.cluster)))
         for reason in runnability(choice.plan):

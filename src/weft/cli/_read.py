@@ -42,12 +42,13 @@ def read_choice(
     trials: bool = False,
     fork_server: ForkServer | None = None,
     described: Description | None = None,
+    learned: bool = True,
 ) -> PlannedRun:
     """Read a recipe and its plan, choose the plan when it is `auto`, and check that both fit.
 
     With `trials`, a few steps decide between plans that predictions cannot tell apart, where that pays, and a plan that
     may not find memory is marked.  `fork_server` forks the processes that do.  `described`: the recipe's model,
-    where that is known already.
+    where that is known already.  `learned`: whether recorded runs of this machine correct predictions.
 
     Raises:
         WeftError: RecipeError, PlanError or ClusterError for what is wrong with them.
@@ -56,9 +57,11 @@ def read_choice(
     from weft.config.plan import Plan, apply_overrides, complete_plan, load_plan, over_ranks
     from weft.config.recipe import load_recipe
     from weft.model.description import facts_of
+    from weft.planning.learned import NOTHING_LEARNED, learned_here
     from weft.planning.search import choose_plan
-    from weft.run.launch import threads_of_user
+    from weft.run.launch import RankInfo, threads_of_user
     from weft.techniques.check import check_plan
+    from weft.techniques.cost_terms import DATASHEET
 
     texts = list(overrides)
     of_plan = [text for text in texts if text.startswith("plan.")]
@@ -73,12 +76,15 @@ def read_choice(
     if plan_path == "auto":
         described = described or describe_recipe(recipe)
         facts, profile = described.facts, described.profile
-        choice = choose_plan(recipe, machine, facts, processes, profile=profile, pins=pins)
+        known_runs = learned_here(machine) if learned and RankInfo.from_environment() is None else NOTHING_LEARNED
+        calibration = known_runs.calibration(DATASHEET)
+        choice = choose_plan(recipe, machine, facts, processes, profile=profile, pins=pins, calibration=calibration)
         if trials and choice.rivals:
             choice = _tried(recipe, machine, choice, of_plan, fork_server)
         tight = trials and choice.is_tight
         plan, reasons = choice.plan, choice.reasons
-        note = "; ".join([*described.notes, *([note] if note and choice.rivals else [])])
+        notes = [note, known_runs.note] if choice.rivals else []
+        note = "; ".join(text for text in (*described.notes, *notes) if text)
     else:
         plan, note = load_plan(plan_path), ""
     _, plan = apply_overrides(recipe, plan, of_plan)

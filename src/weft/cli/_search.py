@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from weft.config.cluster import Cluster
     from weft.config.plan import Plan
     from weft.config.recipe import Recipe
+    from weft.planning.learned import Learned
     from weft.planning.search import Objective, SearchResult, Space
 
 
@@ -50,6 +51,8 @@ class SearchRequest:
     price: float | None = None
     """Price of a device and hour, in any currency."""
     json: Json = False
+    learned: bool = True
+    """Whether recorded runs of this machine correct what is predicted for it."""
     system: Annotated[str | None, Parameter(name="--for", help=_FOR)] = None
     questions: Questions = Questions()
 
@@ -148,7 +151,8 @@ def run_search(subject: Subject, cluster: Cluster, request: SearchRequest) -> tu
             f"({smallest.tried} sizes searched)"
         )
     lines = [*search_lines(result, top=request.top, seconds=time.perf_counter() - started), *_unpriced(request)]
-    answers = [] if request.json else answer_lines(result, request.questions, subject)
+    learned = learned_of(result.cluster, request)
+    answers = [] if request.json else answer_lines(result, request.questions, subject, learned)
     return result, [*lines, *answers, *_totals(result), *notes]
 
 
@@ -156,7 +160,8 @@ def print_search(result: SearchResult, lines: list[str], request: SearchRequest)
     """Print a table, or JSON."""
     from weft.planning.explain import search_document
 
-    print(json.dumps(search_document(result), indent=2) if request.json else "\n".join(lines))
+    learned = learned_of(result.cluster, request)
+    print(json.dumps(search_document(result, learned), indent=2) if request.json else "\n".join(lines))
 
 
 def write_best(result: SearchResult, output: Path, name: str) -> None:
@@ -241,10 +246,20 @@ def _assumed_recipe(subject: Subject, cluster: Cluster) -> Recipe:
     )
 
 
+def learned_of(cluster: Cluster, request: SearchRequest) -> Learned:
+    """Return what recorded runs of a machine say of its prices, unless that is not wanted."""
+    from weft.planning.learned import NOTHING_LEARNED, learned_here
+
+    return learned_here(cluster) if request.learned and request.system is None else NOTHING_LEARNED
+
+
 def search_space(subject: Subject, cluster: Cluster, request: SearchRequest, space: Space) -> SearchResult:
     """Return the best plans of a space."""
     from weft.planning.search import search
     from weft.techniques.cost_terms import DATASHEET, FITTED
+
+    # What was fitted on published runs of accelerators; cores are priced by what was measured of them.
+    calibration = FITTED if cluster.has_accelerators else learned_of(cluster, request).calibration(DATASHEET)
 
     return search(
         subject.profile,
@@ -253,8 +268,7 @@ def search_space(subject: Subject, cluster: Cluster, request: SearchRequest, spa
         objective=_objective(request),
         space=space,
         optimizer=subject.optimizer,
-        # What was fitted on published runs of accelerators; cores are priced by what was measured of them.
-        calibration=FITTED if cluster.has_accelerators else DATASHEET,
+        calibration=calibration,
         top=max(request.top, 1),
         pins=_given(request),
     )

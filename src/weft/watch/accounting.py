@@ -43,6 +43,13 @@ PHASE_TITLES: Mapping[str, str] = {
 }
 """Names of phases, as a reader is shown them."""
 
+_DATA_GROUPS = ("replicate", "shard", "data", "expert_data", "expert_shard", "context_data", "context_shard")
+TERM_OF_AXIS: Mapping[str, str] = {
+    **dict.fromkeys(_DATA_GROUPS, "data"),
+    **{name: name for name in ("expert", "tensor", "context", "pipeline")},
+}
+"""Term of the prediction that an axis's exposed communication belongs to."""
+
 
 def phase_title(name: str) -> str:
     """Return what a reader is shown of a phase; a technique's phase has its own name."""

@@ -99,7 +99,8 @@ class GenerationFacts:
     other hosts `clock`: the `offset_seconds` of their clock, and its `error_seconds`."""
     predicted: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Prediction of the planner: `seconds` by term, `memory` (by stage, bytes by kind), `traffic` (axis → operation →
-    [count, bytes] of one rank and step), `spans` (rank on the pipeline axis, kind, chunk, microbatch, start, stop)."""
+    [count, bytes] of one rank and step), `spans` (rank on the pipeline axis, kind, chunk, microbatch, start, stop),
+    `learned` (a sentence on the runs that have corrected it, or nothing)."""
     model_flops: float = 0.0
     """FLOPs of one step of all ranks; 0 where unknown."""
     peak_flops: float = 0.0
@@ -375,6 +376,14 @@ def has_telemetry(folder: Path) -> bool:
 def telemetry_files(folder: Path) -> list[Path]:
     """Return the files of a run's telemetry, the oldest in front."""
     return [folder / file_name(number) for number in _numbers(folder)]
+
+
+def remove_logs(folder: Path) -> None:
+    """Remove the write-ahead logs that readers leave beside the files of a run that has ended: SQLite does so where the
+    last one that closes may write.  Raises `sqlite3.Error`."""
+    for path in telemetry_files(folder):
+        with closing(sqlite3.connect(path, timeout=1.0)) as database:
+            database.execute("SELECT value FROM run LIMIT 1").fetchone()
 
 
 def newest_file(folder: Path) -> int:

@@ -22,7 +22,9 @@ from weft.errors import RecipeError
 from weft.model.blueprint import Blueprint
 from weft.model.description import Description, description_of, store, stored
 from weft.model.families import Tables
+from weft.planning.learned import learned_here
 from weft.run.launch import RankInfo
+from weft.techniques.cost_terms import DATASHEET, Calibration
 
 _WEIGHTS_ALONE = "a forward of the model cannot be described, so plans are compared by its weights alone"
 
@@ -115,3 +117,11 @@ def machine_for(rank_info: RankInfo | None) -> KnownMachine:
     if rank_info is not None and rank_info.local_world_size < rank_info.world_size:
         return KnownMachine(cluster=Cluster.detect(), note="")
     return known_machine()
+
+
+def calibration_for(machine: KnownMachine, rank_info: RankInfo | None) -> Calibration:
+    """Return the constants of prices on this machine, corrected by what its recorded runs took.
+
+    Ranks that another program has started choose a plan each for itself, and the runs may change between two looks at
+    them: those take the constants alone."""
+    return learned_here(machine.cluster).calibration(DATASHEET) if rank_info is None else DATASHEET

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from weft.api.planning.describe import describe_blueprint
@@ -12,16 +13,21 @@ from weft.comm.device import backend_for, device_for_rank
 from weft.config.cluster import Cluster
 from weft.config.plan import ModelFacts, Plan, complete_plan, over_ranks, parse_plan
 from weft.config.recipe import Recipe
+from weft.formatting import format_seconds
 from weft.model.blueprint import Blueprint
 from weft.model.profile import Profile
+from weft.planning.learned import keep_run, learned_here
 from weft.planning.price import CostModel
 from weft.planning.search import BetterPlan, better_plan, plan_for_devices
 from weft.run.data import PreparedData
 from weft.run.launch import threads_of_user
 from weft.techniques.check import check_plan, check_runnable
-from weft.techniques.cost_terms import Layout
+from weft.techniques.cost_terms import DATASHEET, Layout
 from weft.verify.dry_run import trace_sends_or_reason
 from weft.verify.program import program_of
+from weft.watch.learning import BUSY, run_to_learn
+from weft.watch.run_record import RunRecord
+from weft.watch.store import remove_logs
 
 _TRACED_RANKS = 16
 """Most ranks whose traffic is predicted; those of a larger world are drawn evenly from it."""
@@ -94,9 +100,13 @@ class Replanner:
         """Return what is predicted for a plan (TOML), as a run's telemetry has it
         (`weft.watch.store.GenerationFacts.predicted`)."""
         read = parse_plan(plan)
-        cost_model = CostModel(self._profile, self.cluster)
-        prediction = cost_model.predict(Layout.of(read), exact=True, spans=True)
+        learned, layout = learned_here(self.cluster), Layout.of(read)
+        cost_model = CostModel(self._profile, self.cluster, calibration=learned.calibration(DATASHEET))
+        prediction = cost_model.predict(layout, exact=True, spans=True)
+        plain = CostModel(self._profile, self.cluster).predict(layout, exact=True) if learned.num_runs else prediction
+        said = learned.line(prediction.step_seconds, plain.step_seconds)
         return {
+            "learned": f" What it said is {said}." if said else "",
             "seconds": asdict(prediction.time),
             "spread": prediction.spread,
             "memory": [{**stage.kinds._asdict(), "device": stage.device} for stage in prediction.stages],
@@ -104,6 +114,29 @@ class Replanner:
             "traffic": self._traffic(read),
             "spans": [[s.rank, s.kind, s.chunk, s.microbatch, s.start, s.stop] for s in prediction.spans],
         }
+
+    def learn(self, folder: Path) -> str:
+        """Keep what a run that ended well took beside its price, for later predictions on this machine.
+
+        Return the line to print; empty where there is nothing to say.  A run is never the worse for it: whatever goes
+        wrong is the line.
+        """
+        try:
+            record = RunRecord(folder)
+            try:
+                run = run_to_learn(record, self._profile, self.cluster)
+            finally:
+                record.close()
+                remove_logs(folder)
+            if isinstance(run, str):
+                return f"learned   nothing: {run}" if run.startswith(BUSY) else ""
+            keep_run(run, self.cluster)
+            known = learned_here(self.cluster)
+            runs = f"{known.num_runs} run{'s' * (known.num_runs != 1)}"
+            took, priced = format_seconds(run.measured.step), format_seconds(run.priced.step)
+            return f"learned   {took} a step where {priced} were priced; predictions are corrected by {runs} now"
+        except Exception as error:
+            return f"learned   nothing: {type(error).__name__}: {error}"
 
     def _traffic(self, plan: Plan) -> dict[str, dict[str, list[float]]]:
         """Axis → operation → [count, bytes] of one rank in a step, the mean over ranks; empty where nothing tells."""

@@ -156,7 +156,17 @@ class SupervisedTraining:
             end, reason = supervisor.run(start, resumes=resumes)
             self._look_for_spike(spikes, losses)
             signals.added_to(end).raise_cause(reason)
-            return self._result(signals.added_to(end), losses, time.perf_counter() - started)
+            result = self._result(signals.added_to(end), losses, time.perf_counter() - started)
+        self._learn(result)
+        return result
+
+    def _learn(self, result: TrainingResult) -> None:
+        """Let a run that ended well correct later predictions; its telemetry is complete now."""
+        if result.stopped_early or self.hosts is not None or not self.recipe.run.telemetry:
+            return
+        line = self.replanner.learn(self.run.path)
+        if line and not self.quiet:
+            print(line, flush=True)
 
     @property
     def _listen(self) -> tuple[str, bytes] | None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from weft.analysis.blueprint import build_blueprint
 from weft.analysis.facts import facts_of_blueprint
-from weft.api.planning.describe import describe_blueprint, machine_for
+from weft.api.planning.describe import calibration_for, describe_blueprint, machine_for
 from weft.api.planning.first_looks import branches_by_first_looks, refuse_by_first_looks
 from weft.api.planning.requested import requested_plan
 from weft.api.preflight.conditional_blocks import conditional_blocks_note
@@ -164,8 +164,8 @@ def check_training(
     is_auto = plan == "auto"
     is_chosen = is_auto or bool(reasons)
     if plan == "auto":
-        description = describe_blueprint(blueprint, recipe)
-        choice = choose_plan(recipe, machine.cluster, facts, world, profile=description.profile)
+        description, prices = describe_blueprint(blueprint, recipe), calibration_for(machine, rank_info)
+        choice = choose_plan(recipe, machine.cluster, facts, world, profile=description.profile, calibration=prices)
         if trials:
             log = _keep_quiet if quiet else print
             choice = decide_by_trials(recipe, choice, machine.cluster, log=log, fork_server=fork_server)

@@ -5,6 +5,7 @@ from weft.planning.explain._next import next_changes as next_changes
 from weft.planning.explain._plots import PICTURES as PICTURES
 from weft.planning.explain._plots import draw as draw
 from weft.planning.explain._reasons import search_reasons as search_reasons
+from weft.planning.explain._table import learned_lines as learned_lines
 from weft.planning.explain._table import plan_table as plan_table
 from weft.planning.explain._table import search_document as search_document
 from weft.planning.explain._table import search_lines as search_lines

@@ -8,9 +8,10 @@ from typing import Any
 
 from weft.config.document import to_table
 from weft.formatting import format_number
-from weft.planning.price import TimeTerms
+from weft.planning.learned import NOTHING_LEARNED, Learned
+from weft.planning.price import CostModel, TimeTerms
 from weft.planning.search import Candidate, SearchResult
-from weft.techniques.cost_terms import Layout
+from weft.techniques.cost_terms import Corrections, Layout
 from weft.techniques.registry import describe as describe_techniques
 
 _HEADINGS = (
@@ -60,8 +61,8 @@ def _nothing(result: SearchResult) -> list[str]:
     return [f"no plan: of those that fit {sum(refused.values()):,} are refused; the commonest reason:", *commonest]
 
 
-def search_document(result: SearchResult) -> dict[str, Any]:
-    """Return what a search found as plain numbers and text, for JSON."""
+def search_document(result: SearchResult, learned: Learned = NOTHING_LEARNED) -> dict[str, Any]:
+    """Return what a search found as plain numbers and text, for JSON; `learned` is what has corrected its prices."""
     return {
         "model": result.profile.name,
         "parameters": result.profile.num_parameters,
@@ -71,8 +72,37 @@ def search_document(result: SearchResult) -> dict[str, Any]:
         "sequence_length": result.profile.sequence_length,
         "objective": result.objective.quantity,
         "counts": dataclasses.asdict(result.counts),
+        "learned": _learned_document(result, learned),
         "plans": [_document(candidate) for candidate in result.best],
     }
+
+
+def learned_lines(result: SearchResult, learned: Learned) -> list[str]:
+    """Return what recorded runs have made of the best plan's step: the sentence, and the correction of each part."""
+    if not learned.num_runs or not result.best:
+        return []
+    best = result.best[0]
+    said = learned.line(best.prediction.step_seconds, _uncorrected(result, best.layout))
+    return [said, *learned.parts(best.layout.precision, result.cluster.num_cores / best.layout.world_size)]
+
+
+def _learned_document(result: SearchResult, learned: Learned) -> dict[str, Any] | None:
+    if not learned.num_runs:
+        return None
+    return {
+        "runs": learned.num_runs,
+        "newest_unix_time": learned.newest,
+        "source": learned.source,
+        "corrections": to_table(learned.corrections),
+        "uncorrected_seconds": [_uncorrected(result, candidate.layout) for candidate in result.best],
+    }
+
+
+def _uncorrected(result: SearchResult, layout: Layout) -> float:
+    """Seconds of a step without corrections."""
+    plain = dataclasses.replace(result.calibration, corrections=Corrections())
+    cost_model = CostModel(result.profile, result.cluster, result.framework, plain)
+    return cost_model.predict(layout, exact=True).step_seconds
 
 
 def _document(candidate: Candidate) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from weft.config.cluster import Cluster, Collective, Devices
@@ -72,6 +73,11 @@ class CostModel:
         self, profile: Profile, cluster: Cluster, framework: Framework = WEFT, calibration: Calibration = DATASHEET
     ) -> None:
         calibration = calibration if cluster.has_accelerators else calibration.on_cores()
+        corrections = calibration.corrections
+        if corrections.step_seconds is not None:
+            calibration = replace(calibration, step_seconds=corrections.step_seconds)
+        if corrections.spread is not None:
+            framework = replace(framework, spread=corrections.spread)
         self.profile, self.cluster, self.framework, self.calibration = profile, cluster, framework, calibration
         self.network = Network(cluster, slowdowns=calibration.link_slowdowns)
         self._timelines = Timelines()
@@ -94,7 +100,8 @@ class CostModel:
             return 0.0
         key = (kind, size_bytes, group, algorithm)
         if key not in self._collectives:
-            self._collectives[key] = collective_seconds(kind, size_bytes, group, algorithm)
+            known, more = self.calibration.corrections, collective_seconds(kind, size_bytes, group, algorithm)
+            self._collectives[key] = more * known.communication + known.collective_seconds
         return self._collectives[key]
 
     def device(self, layout: Layout) -> Device:

@@ -143,6 +143,8 @@ class BlockCosts:
                 (operator, self._accumulated(operator, fit.of(operator, work, inside=not share.wide), share))
                 for operator, work in works
             ]
+        correction = self._device.correction(share.precision)
+        works = [(operator, work.corrected(correction)) for operator, work in works]
         dense, expert = _parameters(block, share)
         alone = BlockCost(
             forward=self._pass([work.forward for _, work in works]),

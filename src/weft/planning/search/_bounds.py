@@ -58,6 +58,7 @@ class SplitBounds:
             if operator.split == "row"
         )
         self._tensor_sums_bytes = 0.0 if cost_model.framework.overlap_tensor else sums * profile.sequence_length
+        self._least_factor = calibration.corrections.least_factor
         self._link_bytes_per_second = max((tier.bandwidth_bytes_per_second for tier in cluster.links), default=1e30)
 
     def seconds(self, splits: Splits) -> Floats:
@@ -81,7 +82,7 @@ class SplitBounds:
         # A ring's all-reduce sends 2 (n - 1) / n of the bytes from each of n ranks.
         share = _NETWORK_HALVES * 2 * (splits.tensor - 1) / splits.tensor
         summed = share * self._tensor_sums_bytes * splits.size / splits.context / self._link_bytes_per_second
-        whole = np.maximum(compute, moved) + summed
+        whole = (np.maximum(compute, moved) + summed) * self._least_factor
         # Two bounds: the work of a rank when its stages are perfectly even, and one microbatch's way through all
         # stages.
         return np.maximum(splits.microbatches * whole / splits.pipeline, _CRITICAL_SHARE * whole)

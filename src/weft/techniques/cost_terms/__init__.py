@@ -11,6 +11,8 @@ from weft.techniques.cost_terms._compute import OperatorWork as OperatorWork
 from weft.techniques.cost_terms._compute import Share as Share
 from weft.techniques.cost_terms._compute import Work as Work
 from weft.techniques.cost_terms._compute import operator_work as operator_work
+from weft.techniques.cost_terms._corrections import ComputeCorrection as ComputeCorrection
+from weft.techniques.cost_terms._corrections import Corrections as Corrections
 from weft.techniques.cost_terms._framework import WEFT as WEFT
 from weft.techniques.cost_terms._framework import Framework as Framework
 from weft.techniques.cost_terms._framework_memory import FrameworkMemory as FrameworkMemory

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from weft.config.document import Rules, bind, read_document
 from weft.errors import DataError
+from weft.techniques.cost_terms._corrections import Corrections
 
 _RULES = Rules(DataError)
 
@@ -121,6 +122,8 @@ class Calibration:
     """Bandwidth between an accelerator and its host's memory, one way."""
     host_optimizer_bytes_per_second: float = 4e9
     """Optimizer state that a core's share of the host works through."""
+    corrections: Corrections = field(default_factory=Corrections)
+    """What recorded runs of the machine say of prices with all of the above."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)

@@ -16,6 +16,7 @@ from weft.config.cluster import Devices
 from weft.errors import ClusterError
 from weft.model.profile import Operator
 from weft.techniques.cost_terms._calibration import Calibration, part_of
+from weft.techniques.cost_terms._corrections import ComputeCorrection
 from weft.techniques.cost_terms._framework import Framework
 from weft.techniques.cost_terms._layout import ELEMENT_BYTES, PricedPrecision
 from weft.techniques.cost_terms._measured import Speeds
@@ -99,6 +100,15 @@ class Work(NamedTuple):
     def plus(self, other: Work) -> Work:
         return Work(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
+    def corrected(self, correction: ComputeCorrection) -> Work:
+        """Return the same kernels, as recorded runs say that they take."""
+        if self.seconds <= 0.0:
+            return self
+        busy = (self.ideal + self.shapes) * correction.products
+        ideal = min(self.ideal, busy)
+        memory = self.memory * correction.plain + correction.operator_seconds
+        return Work(ideal, busy - ideal, memory, self.kernels)
+
 
 class OperatorWork(NamedTuple):
     """The three passes of an operator on one rank and microbatch."""
@@ -108,6 +118,10 @@ class OperatorWork(NamedTuple):
     """Gradient of its input."""
     weight: Work
     """Gradient of its weight."""
+
+    def corrected(self, correction: ComputeCorrection | None) -> OperatorWork:
+        """Return the passes as recorded runs say that they take; None: nothing was recorded."""
+        return self if correction is None else OperatorWork(*(work.corrected(correction) for work in self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +176,7 @@ class Device:
         self.memory_bytes_per_second = bandwidth * calibration.memory_share * self._scale
         self._processors = _PROCESSORS.get(part_of(devices.kind, _PROCESSORS), _USUAL_PROCESSORS)
         self._attention = calibration.attention_share(devices.kind)
+        self._cores = threads
 
     def peak(self, precision: str) -> float:
         """Return the dense FLOP/s of a precision, or of the one that stands in for it."""
@@ -169,6 +184,10 @@ class Device:
             if stand_in in self._peaks:
                 return self._peaks[stand_in] * self._scale
         return max(self._peaks.values()) * self._scale
+
+    def correction(self, precision: str) -> ComputeCorrection | None:
+        """Return what recorded runs say of operators in a precision on such ranks; None: there were none."""
+        return self.calibration.corrections.compute_of(precision, self._cores)
 
     @property
     def launch_seconds(self) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 
 from weft.events import format_loss
 from weft.formatting import format_memory, format_percent, format_seconds
-from weft.watch.accounting import ACTIONS, axis_names, own_times, phase_names
+from weft.watch.accounting import ACTIONS, TERM_OF_AXIS, axis_names, own_times, phase_names
 from weft.watch.run_record import RunRecord
 from weft.watch.store import StepWindow
 from weft.watch.verdicts import stages_of
@@ -31,7 +31,6 @@ from weft.watch.views._blocks import (
     time_scale,
 )
 from weft.watch.views._common import mean, not_recorded, recent, span_of_steps
-from weft.watch.views._ranks import TERM_OF_AXIS
 
 _COMPUTING = ("ideal", "matrix_shapes", "memory_bound", "recompute")
 """Terms of the prediction that are time in forwards and backwards."""
@@ -134,6 +133,7 @@ def _terms(record: RunRecord) -> list[Block]:
         )
         spread = record.facts.predicted.get("spread")
         says += f" The planner's own spread is ±{format_percent(100 * float(spread))}." if spread else ""
+        says += str(record.facts.predicted.get("learned", ""))
     drawn = bars("Plan and measurement, by term", says, "term", [term.title for term in terms],
                  {"measured": [term.measured * scale for term in terms]}, unit=unit, total="")  # fmt: skip
     drawn["against"] = [None if term.planned is None else rounded(term.planned * scale) for term in terms]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.formatting import format_percent, format_seconds
-from weft.watch.accounting import STATES, axis_names, own_times, phase_names, phase_title
+from weft.watch.accounting import STATES, TERM_OF_AXIS, axis_names, own_times, phase_names, phase_title
 from weft.watch.run_record import RunRecord
 from weft.watch.store import GenerationFacts, StepWindow
 from weft.watch.verdicts import peers_of
@@ -312,11 +312,3 @@ def _planned_wait(planned: Mapping[str, float], axis: str, names: Sequence[str])
         return None
     # Whoever waits for another stage waits in a receive, whether for its bytes or for its work.
     return planned[term] + (planned.get("bubble", 0.0) if axis == "pipeline" else 0.0)
-
-
-_DATA_GROUPS = ("replicate", "shard", "data", "expert_data", "expert_shard", "context_data", "context_shard")
-TERM_OF_AXIS: Mapping[str, str] = {
-    **dict.fromkeys(_DATA_GROUPS, "data"),
-    **{name: name for name in ("expert", "tensor", "context", "pipeline")},
-}
-"""Term of the prediction that an axis's exposed communication belongs to."""

@@ -139,8 +139,7 @@ class SupervisedTraining:
                 return plans.signal_to_send(signals.number, others_are_wanted=has_grown)
 
             def start(number: int, resumes: bool) -> JobEnd:
-                same = self.plan.mesh.world_size == world_size
-                peak_flops = losses.peak_flops if same else None
+                peak_flops = losses.peak_flops if self.plan.mesh.world_size == world_size else None
                 plans.begin()
                 failure_seconds = supervisor.failure_rate.mean_seconds
                 steps.begin(self.plan)

@@ -23,6 +23,7 @@ BENCHMARKS = (
         "search",
         "peers",
         "auto",
+        "learned",
         "loading",
         "mixtures",
         "nets",

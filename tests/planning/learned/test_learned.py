@@ -34,13 +34,18 @@ from weft.planning.price import CostModel
 from weft.techniques.cost_terms import DATASHEET, ComputeCorrection, Corrections, Layout
 
 RECIPE = Path(__file__).parents[3] / "examples" / "demo" / "recipe.toml"
-PLANTED = {"products": 1.6, "plain": 2.2, "operator": 6e-6, "sent": 0.5, "collective": 8e-5, "optimizer": 1.8}
+PLANTED = {
+    "products": 1.6, "convolutions": 0.6, "plain": 2.2, "copies": 1.3, "operator": 6e-6, "sent": 0.5,
+    "collective": 8e-5, "optimizer": 1.8,
+}  # fmt: skip
 
 
 def made_up(draw: random.Random, *, model: str = "a", cores: float = 1.0, noise: float = 0.0) -> RecordedRun:
     """A run that took what the planted corrections say."""
     priced = PricedTerms(
-        products=draw.uniform(0.01, 0.2), plain=draw.uniform(0.001, 0.05), operators=float(draw.randrange(50, 900)),
+        products=draw.uniform(0.01, 0.2), plain=draw.uniform(0.001, 0.05),
+        convolutions=draw.choice((0.0, 0.05)), copies=draw.choice((0.0, 0.01)),
+        operators=float(draw.randrange(50, 900)),
         communication=draw.uniform(0, 0.05), collectives=float(draw.randrange(1, 60)), bubble=draw.uniform(0, 0.02),
         optimizer=draw.uniform(0.0005, 0.02), other=0.002,
     )  # fmt: skip
@@ -48,9 +53,9 @@ def made_up(draw: random.Random, *, model: str = "a", cores: float = 1.0, noise:
     def noisy(seconds: float) -> float:
         return seconds * math.exp(noise * draw.gauss(0, 1))
 
-    computing = noisy(
-        PLANTED["products"] * priced.products + PLANTED["plain"] * priced.plain + PLANTED["operator"] * priced.operators
-    )
+    parts = ("products", "convolutions", "plain", "copies")
+    whole = sum(PLANTED[part] * getattr(priced, part) for part in parts)
+    computing = noisy(whole + PLANTED["operator"] * priced.operators)
     sent = noisy(PLANTED["sent"] * priced.communication + PLANTED["collective"] * priced.collectives)
     optimizer, bubble = noisy(PLANTED["optimizer"] * priced.optimizer), priced.bubble * computing / priced.computing
     measured = MeasuredTerms(
@@ -75,11 +80,11 @@ def machine() -> Cluster:
 @pytest.mark.parametrize("seed", range(8))
 def test_runs_that_were_not_seen_are_predicted(seed: int) -> None:
     draw = random.Random(seed)
-    runs = [made_up(draw, model=str(number % 4), noise=0.03) for number in range(12)]
+    runs = [made_up(draw, model=str(number % 4), noise=0.03) for number in range(24)]
     corrections = corrections_of(runs)
     others = [made_up(draw) for _ in range(40)]
     errors = sorted(error(run, corrections) for run in others)
-    assert errors[20] < 0.04, corrections
+    assert errors[20] < 0.05, corrections
     assert errors[36] < 0.15, corrections
     assert corrections.spread is not None
     assert corrections.spread < 0.12
@@ -119,7 +124,9 @@ def test_prices_in_parts_are_those_of_the_cost_model(machine: Cluster) -> None:
     priced = price_step(profile, machine, layout, 1.0)
     plain = CostModel(profile, machine, calibration=DATASHEET).predict(layout, exact=True).step_seconds
     assert priced.step == pytest.approx(plain, rel=1e-3)
-    row = ComputeCorrection(precision="fp32", cores=1.0, products=1.7, plain=0.6, operator_seconds=3e-5)
+    row = ComputeCorrection(
+        precision="fp32", cores=1.0, products=1.7, convolutions=2.0, plain=0.6, copies=3.0, operator_seconds=3e-5
+    )
     corrections = Corrections(compute=(row,), optimizer=2.0, step_seconds=0.004)
     cost_model = CostModel(profile, machine, calibration=replace(DATASHEET, corrections=corrections))
     run = replace(made_up(random.Random(0)), priced=priced)

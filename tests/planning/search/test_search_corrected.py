@@ -23,15 +23,17 @@ def corrected(case: Drawn, random: Random) -> Drawn:
             precision=precision,
             cores=cores,
             products=factor(),
+            convolutions=factor(),
             plain=factor(),
-            operator_seconds=random.choice((0, 2e-5)),
+            copies=factor(),
+            operator_seconds=random.choice((0.0, 2e-5)),
         )
         for precision in ("fp32", "bf16")
         for cores in (0.5, 1.0, 2.0)
     ]
     corrections = Corrections(
         compute=tuple(rows), communication=factor(), collective_seconds=random.choice((0.0, 1e-4)), optimizer=factor(),
-        step_seconds=1e-3, spread=0.08,
+        optimizer_seconds=random.choice((0.0, 2e-3)), step_seconds=1e-3, spread=0.08,
     )  # fmt: skip
     cost_model = CostModel(case.profile, case.cluster, calibration=replace(DATASHEET, corrections=corrections))
     return replace(case, cost_model=cost_model)

@@ -27,6 +27,8 @@ _OPERATOR_PRIOR, _MOST_OPERATOR = 1e-5, 2e-4
 """Standard deviation and limit of what an operator takes more, in seconds."""
 _COLLECTIVE_PRIOR, _MOST_COLLECTIVE = 2e-4, 5e-3
 """The same of a collective."""
+_UPDATE_PRIOR, _MOST_UPDATE = 1e-3, 5e-2
+"""The same of the optimizer's step."""
 _HALF_LIFE_SECONDS = 60 * 86_400.0
 """Age at which a run weighs half."""
 _BUSY = 0.1
@@ -35,6 +37,8 @@ _ROUNDS = 4
 _FEWEST_MODELS = 3
 """Models of recorded runs from which the spread of corrected predictions can be told."""
 _LEAST_SPREAD = 0.03
+
+_COMPUTED = ("products", "convolutions", "plain", "copies", "operator_seconds")
 
 Vector = npt.NDArray[np.float64]
 
@@ -69,14 +73,15 @@ def corrections_of(runs: Sequence[RecordedRun], now: float | None = None) -> Cor
 def corrected_step(run: RecordedRun, corrections: Corrections) -> float:
     """Return the seconds of a run's step by its price in parts and corrections of each."""
     priced = run.priced
-    row = corrections.compute_of(run.precision, run.cores)
-    computing = priced.computing
-    if row is not None:
-        computing = row.products * priced.products + row.plain * priced.plain + row.operator_seconds * priced.operators
+    row = corrections.compute_of(run.precision, run.cores) or ComputeCorrection(
+        precision=run.precision, cores=run.cores
+    )
+    computing = sum(getattr(row, name) * feature for name, feature in _computed(run).items())
     sent = corrections.communication * priced.communication + corrections.collective_seconds * priced.collectives
     bubble = priced.bubble * computing / priced.computing
     other = priced.other if corrections.step_seconds is None else corrections.step_seconds
-    return computing + sent + bubble + corrections.optimizer * priced.optimizer + other
+    optimizer = corrections.optimizer * priced.optimizer + corrections.optimizer_seconds
+    return computing + sent + bubble + optimizer + other
 
 
 def _fit(runs: Sequence[RecordedRun], now: float) -> Corrections:
@@ -87,14 +92,16 @@ def _fit(runs: Sequence[RecordedRun], now: float) -> Corrections:
         runs, weights, lambda run: ((run.priced.communication, run.priced.collectives), run.measured.communication),
         (_factor(1.0), _Unknown(0.0, _COLLECTIVE_PRIOR, 0.0, _MOST_COLLECTIVE)),
     )  # fmt: skip
-    (optimizer,) = _part(
-        runs, weights, lambda run: ((run.priced.optimizer,), run.measured.optimizer), (_factor(1.0),)
+    optimizer, optimizer_seconds = _part(
+        runs, weights, lambda run: ((run.priced.optimizer, 1.0), run.measured.optimizer),
+        (_factor(1.0), _Unknown(0.0, _UPDATE_PRIOR, 0.0, _MOST_UPDATE)),
     )  # fmt: skip
     return Corrections(
         compute=tuple(_compute_rows(runs, weights)),
         communication=communication,
         collective_seconds=collective_seconds,
         optimizer=optimizer,
+        optimizer_seconds=optimizer_seconds,
         step_seconds=statistics.median(max(run.measured.other, 0.0) for run in runs),
     )
 
@@ -105,29 +112,27 @@ def _compute_rows(runs: Sequence[RecordedRun], weights: Sequence[float]) -> list
     rows: list[ComputeCorrection] = []
     for precision in sorted({run.precision for run in runs}):
         known = [(run, weight) for run, weight in zip(runs, weights, strict=True) if run.precision == precision]
-        extra = _Unknown(0.0, _OPERATOR_PRIOR, 0.0, _MOST_OPERATOR)
-        common = _computing(known, (_factor(1.0), _factor(1.0), extra))
+        factors = [_factor(1.0)] * (len(_COMPUTED) - 1)
+        common = _computing(known, [*factors, _Unknown(0.0, _OPERATOR_PRIOR, 0.0, _MOST_OPERATOR)])
         for cores in sorted({run.cores for run, _ in known}):
             mine = [(run, weight) for run, weight in known if run.cores == cores]
-            priors = (
-                _factor(common[0], _CORES_PRIOR),
-                _factor(common[1], _CORES_PRIOR),
-                extra._replace(prior=common[2]),
-            )
-            products, plain, seconds = _computing(mine, priors)
-            rows.append(
-                ComputeCorrection(
-                    precision=precision, cores=cores, products=products, plain=plain, operator_seconds=seconds
-                )
-            )
+            factors = [_factor(factor, _CORES_PRIOR) for factor in common[:-1]]
+            found = _computing(mine, [*factors, _Unknown(common[-1], _OPERATOR_PRIOR, 0.0, _MOST_OPERATOR)])
+            values = dict(zip(_COMPUTED, found, strict=True))
+            rows.append(ComputeCorrection(precision=precision, cores=cores, **values))
     return rows
 
 
 def _computing(known: Sequence[tuple[RecordedRun, float]], unknowns: Sequence[_Unknown]) -> tuple[float, ...]:
-    return _part(
-        [run for run, _ in known], [weight for _, weight in known],
-        lambda run: ((run.priced.products, run.priced.plain, run.priced.operators), run.measured.computing), unknowns,
-    )  # fmt: skip
+    runs, weights = [run for run, _ in known], [weight for _, weight in known]
+    return _part(runs, weights, lambda run: (tuple(_computed(run).values()), run.measured.computing), unknowns)
+
+
+def _computed(run: RecordedRun) -> dict[str, float]:
+    """What computing consists of, by the field of a `ComputeCorrection` that belongs to it."""
+    priced = run.priced
+    seconds = priced.products, priced.convolutions, priced.plain, priced.copies, priced.operators
+    return dict(zip(_COMPUTED, seconds, strict=True))
 
 
 def _factor(prior: float, deviation: float = _FACTOR_PRIOR) -> _Unknown:

@@ -50,12 +50,14 @@ class Learned:
         if row is not None:
             told.append(
                 f"{precision} on {format_number(row.cores)} core{'s' * (row.cores != 1)} a rank: products"
-                f" ×{row.products:.2f}, data movement ×{row.plain:.2f},"
+                f" ×{row.products:.2f}, convolutions ×{row.convolutions:.2f}, data movement ×{row.plain:.2f},"
+                f" ZeRO-3's copies ×{row.copies:.2f},"
                 f" an operator +{format_seconds(row.operator_seconds)}"
             )
+        collective, optimizer = format_seconds(known.collective_seconds), format_seconds(known.optimizer_seconds)
         told.append(
-            f"communication ×{known.communication:.2f}, a collective +{format_seconds(known.collective_seconds)};"
-            f" optimizer ×{known.optimizer:.2f}; all else {format_seconds(known.step_seconds or 0.0)}"
+            f"communication ×{known.communication:.2f}, a collective +{collective}; optimizer ×{known.optimizer:.2f}"
+            f" +{optimizer}; all else {format_seconds(known.step_seconds or 0.0)}"
         )
         return [*told, f"from {self.source}"]
 

@@ -34,13 +34,17 @@ def price_step(profile: Profile, cluster: Cluster, layout: Layout, cores: float)
     base = price(Corrections())
     computing, sent = _computing(base), _sent(base)
     plain = _computing(price(row(plain=2.0))) - computing
+    convolutions = _computing(price(row(convolutions=2.0))) - computing
+    copies = _sent(price(row(copies=2.0))) - sent
     operators = (_computing(price(row(operator_seconds=_OPERATOR_SECONDS))) - computing) / _OPERATOR_SECONDS
     collectives = (_sent(price(Corrections(collective_seconds=_COLLECTIVE_SECONDS))) - sent) / _COLLECTIVE_SECONDS
     parts = {
-        "products": computing - plain,
+        "products": computing - plain - convolutions,
+        "convolutions": convolutions,
         "plain": plain,
         "operators": operators,
-        "communication": sent,
+        "copies": copies,
+        "communication": sent - copies,
         "collectives": collectives,
         "bubble": base.bubble,
         "optimizer": base.optimizer,

@@ -36,12 +36,15 @@ class PricedTerms:
 
     products: float
     """Matrix products and attention."""
+    convolutions: float
     plain: float
     """Operators that only move data."""
     operators: float
     """Passes of operators, a number."""
+    copies: float
+    """ZeRO-3's copies between weights and what travels, where nothing hides them."""
     communication: float
-    """Exposed collectives and messages."""
+    """Exposed collectives and messages, without these copies."""
     collectives: float
     """Collectives that are exposed, a number."""
     bubble: float
@@ -50,8 +53,8 @@ class PricedTerms:
 
     @property
     def computing(self) -> float:
-        """Seconds of forward and backward."""
-        return self.products + self.plain
+        """Seconds of forward and backward.  Copies are recorded there: a rank makes them while it computes."""
+        return self.products + self.convolutions + self.plain + self.copies
 
     @property
     def step(self) -> float:

@@ -117,7 +117,11 @@ class CostModel:
     def copied(self, layout: Layout) -> float:
         """Return the seconds per byte of ZeRO-3's copies between weights and the flat tensors that travel: on cores
         they are no longer small beside the wire."""
-        return 0.0 if self.memories.on_accelerator else 2.0 / self.device(layout).memory_bytes_per_second
+        if self.memories.on_accelerator:
+            return 0.0
+        device = self.device(layout)
+        known = device.correction(layout.precision)
+        return 2.0 / device.memory_bytes_per_second * (1.0 if known is None else known.copies)
 
     def block_cost(self, block: Block, layout: Layout) -> BlockCost:
         """Return what one microbatch costs in a block on one rank."""

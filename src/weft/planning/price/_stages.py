@@ -144,7 +144,7 @@ class BlockCosts:
                 for operator, work in works
             ]
         correction = self._device.correction(share.precision)
-        works = [(operator, work.corrected(correction)) for operator, work in works]
+        works = [(operator, work.corrected(correction, operator.kind)) for operator, work in works]
         dense, expert = _parameters(block, share)
         alone = BlockCost(
             forward=self._pass([work.forward for _, work in works]),

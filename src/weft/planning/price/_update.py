@@ -63,11 +63,12 @@ def optimizer_seconds(layout: Layout, dense: Column, experts: Column, device: De
     whole = holds_whole_gradients(layout, device.framework) | (not layout.shards_gradients)
     elements = chosen(whole, dense + experts, mine)
     waits = update_seconds(layout, mine * layout.master_bytes) + reading(layout, mine, device.calibration)
-    factor = device.calibration.corrections.optimizer
+    corrections = device.calibration.corrections
+    factor, more = corrections.optimizer, corrections.optimizer_seconds
     known = device.speeds.update_seconds(mine) if device.speeds else None
     if known is not None:
-        return (known + device.moved((mine + elements) * layout.gradient_bytes).seconds) * factor, waits
+        return (known + device.moved((mine + elements) * layout.gradient_bytes).seconds) * factor + more, waits
     # Norm and clearing of the gradients; state read and written; the weight in compute precision written.
     touched = mine * (2.0 * layout.gradient_bytes + 2.0 * layout.master_bytes + layout.element_bytes)
     touched += elements * layout.gradient_bytes
-    return device.moved(touched).seconds * factor, waits
+    return device.moved(touched).seconds * factor + more, waits

@@ -75,6 +75,9 @@ which has a bias, is one kernel everywhere."""
 _CAUSAL_HALF_LENGTH = 400.0
 _FULL_HALF_LENGTH = 150.0
 """Keys at which fused attention reaches half of its best: tiles on the diagonal, waves."""
+_MASKED_KEYS = 512.0
+"""Keys of a block of torch's fused attention on cores.  Without a mask it took 1.00, 1.29, 1.33 and 1.58 times as long
+at 512, 768, 1,024 and 2,048 keys (EPYC, torch 2.13, 2026-11-29)."""
 _SCORE_PASSES = {True: (9.0, 11.0), False: (23.0, 27.0)}
 """Bytes per score beyond the two products, forward and backward, of attention that writes its scores: softmax and
 dropout in one kernel each, or scaling, masking, casting, softmax and dropout on their own."""
@@ -100,11 +103,12 @@ class Work(NamedTuple):
     def plus(self, other: Work) -> Work:
         return Work(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
-    def corrected(self, correction: ComputeCorrection) -> Work:
-        """Return the same kernels, as recorded runs say that they take."""
+    def corrected(self, correction: ComputeCorrection, kind: str) -> Work:
+        """Return the same kernels of a kind of operator, as recorded runs say that they take."""
         if self.seconds <= 0.0:
             return self
-        busy = (self.ideal + self.shapes) * correction.products
+        factor = correction.convolutions if kind == "convolution" else correction.products
+        busy = (self.ideal + self.shapes) * factor
         ideal = min(self.ideal, busy)
         memory = self.memory * correction.plain + correction.operator_seconds
         return Work(ideal, busy - ideal, memory, self.kernels)
@@ -119,9 +123,9 @@ class OperatorWork(NamedTuple):
     weight: Work
     """Gradient of its weight."""
 
-    def corrected(self, correction: ComputeCorrection | None) -> OperatorWork:
+    def corrected(self, correction: ComputeCorrection | None, kind: str) -> OperatorWork:
         """Return the passes as recorded runs say that they take; None: nothing was recorded."""
-        return self if correction is None else OperatorWork(*(work.corrected(correction) for work in self))
+        return self if correction is None else OperatorWork(*(work.corrected(correction, kind) for work in self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,10 +306,12 @@ class Device:
     def _measured_attention(
         self, operator: Operator, share: Share, heads: float, keys: float, ideal: float
     ) -> tuple[Work, Work] | None:
-        """Return fused attention from measurements, which were causal: without a mask there is twice the work."""
+        """Return fused attention from measurements, which were causal: without a mask there is more work."""
         if self.speeds is None or operator.head_size < 1:
             return None
-        samples = share.tokens / keys * (1.0 if operator.causal else 2.0)
+        # A kernel on cores leaves out blocks of keys that are masked whole: of n blocks a query needs (n + 1) / 2.
+        blocks = max(1.0, keys / _MASKED_KEYS)
+        samples = share.tokens / keys * (1.0 if operator.causal else 2.0 * blocks / (blocks + 1.0))
         passes: list[Work] = []
         for times, backward in ((1.0, False), (2.0, True)):
             busy = self.speeds.attention_seconds(

@@ -20,14 +20,18 @@ class ComputeCorrection:
     """Cores of a rank; below 1 where ranks share one."""
     products: float = 1.0
     """Factor on the seconds of matrix products and attention."""
+    convolutions: float = 1.0
+    """The same of convolutions."""
     plain: float = 1.0
     """Factor on the seconds of operators that only move data."""
+    copies: float = 1.0
+    """Factor on the seconds of ZeRO-3's copies between weights and what travels."""
     operator_seconds: float = 0.0
     """Seconds that every pass of an operator takes in addition."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)
-        _RULES.above_zero(self, "cores", "products", "plain")
+        _RULES.above_zero(self, "cores", "products", "convolutions", "plain", "copies")
         _RULES.at_least(self, 0, "operator_seconds")
 
 
@@ -42,6 +46,8 @@ class Corrections:
     """Seconds that each takes in addition."""
     optimizer: float = 1.0
     """Factor on the seconds of the optimizer's step."""
+    optimizer_seconds: float = 0.0
+    """Seconds that it takes in addition."""
     step_seconds: float | None = None
     """Time of a step outside of all that, in seconds; None: the calibration's."""
     spread: float | None = None
@@ -50,7 +56,7 @@ class Corrections:
     def __post_init__(self) -> None:
         _RULES.types(self)
         _RULES.above_zero(self, "communication", "optimizer")
-        _RULES.at_least(self, 0, "collective_seconds")
+        _RULES.at_least(self, 0, "collective_seconds", "optimizer_seconds")
 
     def compute_of(self, precision: str, cores: float) -> ComputeCorrection | None:
         """Return the correction of a precision for ranks that have nearest to `cores` cores; None where no run in this
@@ -61,5 +67,5 @@ class Corrections:
     @property
     def least_factor(self) -> float:
         """The smallest factor on any part, at most 1: what a bound of the step must be lowered by."""
-        factors = [factor for row in self.compute for factor in (row.products, row.plain)]
+        factors = [factor for row in self.compute for factor in (row.products, row.convolutions, row.plain, row.copies)]
         return min([1.0, self.communication, self.optimizer, *factors])

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError, UnknownOptionError
 
 from weft.cli import (
+    _agent,
     _chaos,
     _check,
     _checkpoint,
@@ -23,6 +24,7 @@ from weft.cli import (
     _doctor,
     _export,
     _generate,
+    _jobs,
     _launch,
     _metrics,
     _migrate,
@@ -70,6 +72,9 @@ def build_app() -> App:
     app.command(_report.report)
     app.command(_migrate.migrate)
     app.command(_launch.launch)
+    for command in (_jobs.jobs, _jobs.logs, _jobs.stop, _jobs.pools):
+        app.command(command)
+    app.command(_agent.agent, show=False)
     checkpoint = App(name="checkpoint", help="List, verify, compare and keep saved states.", help_format="plaintext")
     for command in (_checkpoint.ls, _checkpoint.show, _checkpoint.verify, _checkpoint.diff, _checkpoint.pin):
         checkpoint.command(command)

@@ -6,10 +6,11 @@ import contextlib
 import os
 import signal
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from weft.cli._options import Overrides, PlanFile, RecipeFile
+from weft.cli._options import FLAG, Overrides, PlanFile, RecipeFile
 from weft.cli._read import read_choice
+from weft.cli._submit import order_of, submit_run
 from weft.errors import RecipeError
 
 
@@ -28,10 +29,14 @@ def train(
     rendezvous: str | None = None,
     network: str | None = None,
     processes_per_node: int | None = None,
+    on: str | None = None,
+    dry_run: Annotated[bool, FLAG] = False,
+    time_limit: str | None = None,
 ) -> int:
     """Train a recipe.
 
-    On several hosts give the same command on each, with `--nodes` and a `--run-folder` that all of them see.
+    On several hosts: `--on` a place or pool that starts Weft on them; or give the same command on each. Both need
+    `--nodes` and a `--run-folder` that all of them see.
 
     Parameters
     ----------
@@ -55,12 +60,29 @@ def train(
         Network of the hosts, such as `10.0.0.0/24`, where one has several addresses.
     processes_per_node
         Processes of a host; by default one for each accelerator, or core.
+    on
+        Where to train, apart from this command: a pool (`weft pools`), a place such as slurm, or PLACE:FILE.toml. The
+        run begins there, or goes on.
+    dry_run
+        With --on: print what would be submitted, and what the place says of it, and submit nothing.
+    time_limit
+        With --on: longest time of the job, such as 12:00:00; by default the pool's.
     """
     from weft.errors import LaunchError
     from weft.run.launch import RankInfo
     from weft.run.launch.launcher import open_fork_server
     from weft.techniques.check import check_runnable
 
+    if on is not None:
+        if resume is not None or processes is not None or rendezvous is not None or network is not None:
+            raise LaunchError(
+                "--on does not go with --resume (the run goes on by itself), --processes, --rendezvous or --network,"
+                " which the pool says."
+            )
+        train_order = order_of(recipe, plan, overrides, processes_per_node, prove)
+        return submit_run(train_order, on, nodes or "1", run_folder, dry_run=dry_run, time_limit=time_limit)
+    if dry_run or time_limit is not None:
+        raise LaunchError("--dry-run and --time-limit say how a run is submitted: they need --on.")
     if nodes is not None:
         if run_folder is None or resume is not None or processes is not None:
             raise LaunchError(

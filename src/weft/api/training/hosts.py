@@ -18,7 +18,7 @@ from weft.analysis.facts import facts_of_blueprint
 from weft.api.planning.describe import describe_blueprint
 from weft.api.training.supervised import HostsOfTraining
 from weft.api.training.train import RunResult, check_training
-from weft.config.cluster import Cluster, KnownMachine, LinkTier, known_machine
+from weft.config.cluster import Cluster, KnownMachine, cluster_of_hosts, known_machine
 from weft.config.plan import Plan, load_plan
 from weft.config.recipe import Recipe
 from weft.errors import DataError, LaunchError, RecipeError, WeftError
@@ -38,6 +38,7 @@ from weft.run.hosts.registry import RegistryLostError
 from weft.run.hosts.roster import HostFacts
 from weft.run.hosts.signed import SECRET, JobSecret
 from weft.run.launch.launcher import ForkServer, open_fork_server
+from weft.run.places.contract import read_nodes
 from weft.run.supervise import SupervisorSignals
 from weft.version import VERSION
 from weft.watch.host_recorder import record_host
@@ -47,9 +48,6 @@ _SETTLE_SECONDS = 1.0
 """Time that further hosts get after the least number is there: one command starts them together."""
 _FIRST_MEETING_SECONDS = 20.0
 """Time to reach the registry at the beginning, when its address may be wrong.  Later on it is known to be right."""
-_ASSUMED_LATENCY_SECONDS = 50e-6
-_ASSUMED_BANDWIDTH = 1.25e9
-"""Bytes per second between hosts whose network nobody has described: 10 Gbit/s, for the planner alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +62,12 @@ class HostsRequest:
     """Network on which hosts reach one another, as `10.0.0.0/24`; None: each has one address only."""
     wait_seconds: float = 300.0
     """Time to wait for hosts, at the beginning and where too few are left."""
+    index: int = 0
+    """This host's number by its place; hosts that lie in the same unit take their ranks in this order."""
+    topology: tuple[str, ...] = ()
+    """Where this host lies, from the outside in, as its place names it."""
+    cluster: Cluster | None = None
+    """What the hosts are and how they are joined, for the planner; None: all are like this one, on 10 Gbit/s."""
 
     @classmethod
     def of_nodes(
@@ -74,14 +78,10 @@ class HostsRequest:
         Raises:
             LaunchError: it is neither.
         """
-        least, dots, most = str(nodes).partition("..")
-        if not least.isdecimal() or (dots and not most.isdecimal()) or not 1 <= int(least) <= int(most or least):
-            raise LaunchError(
-                f"--nodes {nodes} is no number of hosts. Give one, as 4, or the least and the most: 2..4."
-            )
+        least, most = read_nodes(nodes)
         return cls(
-            least=int(least),
-            most=int(most or least),
+            least=least,
+            most=most,
             rendezvous=rendezvous,
             network=network,
             wait_seconds=wait_seconds,
@@ -143,6 +143,8 @@ def train_on_hosts(
                 accelerator=machine.cluster.kinds[0] if machine.cluster.has_accelerators else "",
                 version=VERSION,
                 recipe=recipe.digest,
+                index=hosts.index,
+                topology=hosts.topology,
             ),
             machine=machine,
             reasons=reasons or {},
@@ -288,15 +290,20 @@ class _HostAgent:
 
     def _train(self, meeting: Meeting, crew: HostCrew, signals: SupervisorSignals, blueprint: Blueprint) -> RunResult:
         resumes = newest_saved_step(self.run.checkpoints) > 0
-        cluster = _cluster_of(self.machine.cluster, crew)
+        cluster = self._cluster(crew)
         kept = _KeptPlan.read(self.run.path) if resumes else None
         # A run goes on under the plan that it had, unless its user has given another one since.
         goes_on = kept is not None and kept.given == self._given
-        plan = self._plan_of_run(crew, kept, cluster, blueprint) if kept is not None and goes_on else self.plan
+        plan, processes = self.plan, None
+        if kept is not None and goes_on:
+            plan = self._plan_of_run(crew, kept, cluster, blueprint)
+            processes = plan.mesh.world_size  # it was spread over the hosts' devices when it was chosen
+        elif isinstance(plan, Plan) and plan.mesh.world_size == 1:
+            processes = crew.num_devices
         job = check_training(
             self.recipe,
             plan,
-            None if plan == "auto" or plan.mesh.world_size > 1 else crew.num_devices,
+            processes,
             self.reasons,
             "",
             trials=False,
@@ -312,12 +319,17 @@ class _HostAgent:
             kept.write(self.run.path)
         hosts = HostsOfTraining(
             crew=crew,
-            cluster=lambda: _cluster_of(self.machine.cluster, crew),
+            cluster=lambda: self._cluster(crew),
             ranks_per_host=kept.ranks_per_host,
             wait_seconds=self.request.wait_seconds,
             signals=signals,
         )
         return job.run_on_hosts(self.run, meeting.lock, hosts, resumes=resumes)
+
+    def _cluster(self, crew: HostCrew) -> Cluster:
+        """The hosts that take part, as the planner sees them."""
+        num_devices = max(facts.num_devices for facts in crew.hosts.values())
+        return cluster_of_hosts(self.machine.cluster, self.request.cluster, len(crew.hosts), num_devices)
 
     @property
     def _given(self) -> str:
@@ -394,22 +406,3 @@ def _own_data(arguments: dict[str, Any], prepared: PreparedData) -> dict[str, An
 def _names(hosts: Mapping[str, HostFacts]) -> str:
     names = [facts.host for facts in hosts.values()]
     return f"{len(names)} host{'s' if len(names) != 1 else ''}: {', '.join(names)}"
-
-
-def _cluster_of(own: Cluster, crew: HostCrew) -> Cluster:
-    """A cluster of so many hosts, all like this one."""
-    count = len(crew.hosts)
-    node = replace(own.nodes[0], count=count)
-    devices = replace(node.devices, count=max(facts.num_devices for facts in crew.hosts.values()))
-    node = replace(node, devices=devices)
-    links = tuple(tier for tier in own.links if tier.devices <= devices.count)
-    if count > 1:
-        between = LinkTier(
-            name="between hosts",
-            devices=count * devices.count,
-            latency_seconds=_ASSUMED_LATENCY_SECONDS,
-            bandwidth_bytes_per_second=_ASSUMED_BANDWIDTH,
-            spread=0.5,
-        )
-        links = (*links, between)
-    return replace(own, nodes=(node,), links=links)

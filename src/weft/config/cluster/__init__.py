@@ -4,6 +4,7 @@ from weft.config.cluster._cluster import Cluster as Cluster
 from weft.config.cluster._devices import find_kind as find_kind
 from weft.config.cluster._devices import sold_bytes as sold_bytes
 from weft.config.cluster._devices import table_links as table_links
+from weft.config.cluster._hosts import cluster_of_hosts as cluster_of_hosts
 from weft.config.cluster._known import KnownMachine as KnownMachine
 from weft.config.cluster._known import keep_machine as keep_machine
 from weft.config.cluster._known import known_machine as known_machine

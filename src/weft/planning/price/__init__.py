@@ -9,6 +9,8 @@ from weft.planning.price._collectives import algorithm_choices as algorithm_choi
 from weft.planning.price._collectives import choose_algorithm as choose_algorithm
 from weft.planning.price._collectives import collective_seconds as collective_seconds
 from weft.planning.price._memory import Memories as Memories
+from weft.planning.price._placement import PricedBlock as PricedBlock
+from weft.planning.price._placement import price_blocks as price_blocks
 from weft.planning.price._predict import CostModel as CostModel
 from weft.planning.price._predict import model_flops as model_flops
 from weft.planning.price._predict import predict as predict

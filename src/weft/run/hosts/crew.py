@@ -19,7 +19,7 @@ from typing import Any, Literal, final
 from weft.errors import LaunchError
 from weft.run.hosts.membership import JobVerdict, JobView, Membership
 from weft.run.hosts.registry import LEASE_SECONDS, RegistryLostError
-from weft.run.hosts.roster import HostFacts, Roster, Seat, merged, seats_of
+from weft.run.hosts.roster import HostFacts, Roster, Seat, in_order, merged, seats_of
 from weft.run.hosts.torch_store import serve_store
 from weft.run.launch.job_end import HOST_LOST, JobEnd, RankExit
 from weft.run.launch.launcher import ForkServer, HangLimits, HostPart, run_function
@@ -74,7 +74,7 @@ class HostCrew:
     def choose(self) -> None:
         """Let those take part that are there, as many as are wanted."""
         before, present = self._hosts, self.present()
-        self._hosts = dict(list(present.items())[: self._most])
+        self._hosts = in_order(dict(list(present.items())[: self._most]))
         self._new = set(self._hosts) - set(before) if before else set()
 
     def has_grown(self) -> bool:

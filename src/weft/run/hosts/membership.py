@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self, final
 
+from weft.config.document import typed
 from weft.run.hosts.registry import BEAT_SECONDS, FENCE_SECONDS, LEASE_SECONDS, Registry, RegistryLostError
 from weft.run.hosts.roster import HostFacts, Roster, end_of_json, end_to_json
 from weft.run.hosts.signed import JobSecret
@@ -237,10 +238,10 @@ class Membership:
             content = self._opened(f"{_HOST}/{name}", text)
             try:
                 if content is not None:
-                    members[name] = HostFacts(**content)
+                    members[name] = typed(HostFacts, content)
                     continue
                 problem = "that does not know this job's secret"
-            except TypeError:
+            except (KeyError, TypeError, ValueError):
                 problem = "with another version of Weft"
             if name not in self._strangers:
                 self._strangers.add(name)

@@ -29,6 +29,10 @@ class HostFacts:
     """Weft's."""
     recipe: str
     """Digest of the recipe that it was started with."""
+    index: int = 0
+    """Its number by the place that started it."""
+    topology: tuple[str, ...] = ()
+    """Where it lies, from the outside in, as its place names it; empty: nobody has said."""
 
     def difference(self, other: HostFacts) -> str:
         """Say what keeps two hosts from being in one job; empty: nothing."""
@@ -112,6 +116,27 @@ def end_of_json(content: dict[str, Any]) -> JobEnd:
         "positions": {int(rank): Position(**each) for rank, each in positions.items()},
     }
     return JobEnd(**{**content, **read})
+
+
+def in_order(members: Mapping[str, HostFacts]) -> dict[str, HostFacts]:
+    """Return hosts in the order of their ranks: those that lie together follow one another, so that the inner axes of
+    a mesh stay together.  The first stays the first: it leads, and has rank 0."""
+    if not members:
+        return {}
+    leader = next(iter(members))
+    home = members[leader].topology
+
+    def distance(item: tuple[str, HostFacts]) -> tuple[int, tuple[str, ...], int]:
+        """How far from the leader, and then by name of the unit, and by number."""
+        name, facts = item
+        shared = 0
+        for mine, its in zip(home, facts.topology, strict=False):
+            if mine != its:
+                break
+            shared += 1
+        return (-1 - len(home) if name == leader else -shared, facts.topology, facts.index)
+
+    return dict(sorted(members.items(), key=distance))
 
 
 def seats_of(members: Mapping[str, HostFacts], world_size: int) -> tuple[Seat, ...]:

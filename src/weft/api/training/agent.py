@@ -1,0 +1,141 @@
+"""`weft agent RUN`: what a place starts, once on each machine of a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from weft.config.cluster import known_machine
+from weft.errors import LaunchError, WeftError
+from weft.run.hosts.network import own_address
+from weft.run.places import place_of
+from weft.run.places.contract import AGENT_DONE, AGENT_LATER, PlaceSeat
+from weft.run.places.proposal import order_parts, pool_cluster
+from weft.run.places.submission import AgentNote, JobOrder, agent_log
+from weft.version import VERSION
+
+_OUTPUTS = (1, 2)
+"""Descriptors of the standard output and of that for errors."""
+
+
+def look(run: Path, network: str | None) -> str:
+    """Say what this machine is, for the command that is about to submit a run to it: JSON with `version`, `address`,
+    `devices`.
+
+    Raises:
+        LaunchError: the machine has no address in the network, or does not see the run's folder.
+    """
+    above = next(parent for parent in (run, *run.parents) if parent.exists())
+    if above == Path("/") and run != above:
+        raise LaunchError(f"host {socket.gethostname()} does not see {run}: it must lie on a file system of all hosts.")
+    address = own_address(network)
+    cluster = known_machine().cluster
+    count = cluster.num_accelerators
+    devices = f"{count} × {cluster.kinds[0]}" if count else f"{cluster.num_cores} cores"
+    return json.dumps({"version": VERSION, "address": address.address, "devices": devices})
+
+
+def run_agent(run: Path, given: PlaceSeat | None, *, until_eof: bool) -> int:
+    """Take this machine's part in a submitted run until that ends, and return the status that its place understands.
+
+    Args:
+        run: folder of the run.
+        given: the machine's seat, where the place says it in the command; else it is read from the environment.
+        until_eof: whether the end of the standard input is the word to save and leave.
+
+    Raises:
+        WeftError: this machine, or the job, ended with an error.  It has been noted in the run's folder.
+    """
+    order = JobOrder.read(run)
+    seat = given or place_of(order.pool.place).seat(os.environ)
+    if seat is None:
+        raise LaunchError(
+            f"nothing says which machine of the job this is. weft agent is what {order.pool.place} starts; to submit"
+            f" the run, give weft train … --on {order.pool.name} --run-folder {run}."
+        )
+    note = AgentNote(
+        index=seat.index,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        attempt=seat.attempt,
+        began=time.time(),
+        topology=seat.topology,
+        node=seat.node,
+    )
+    if until_eof:
+        threading.Thread(target=_leave_at_end_of_input, name="weft-agent-input", daemon=True).start()
+    note.write(run)
+    try:
+        with _printing_to(agent_log(run, seat.index)):
+            try:
+                status = _train(run, order, seat)
+            except WeftError as error:
+                print(error, file=sys.stderr, flush=True)
+                raise
+    except WeftError as error:
+        replace(note, status=error.status, text=str(error)).write(run)
+        raise
+    text = "done" if status == AGENT_DONE else "stopped, and saved"
+    replace(note, status=status, text=text).write(run)
+    return status
+
+
+def _train(run: Path, order: JobOrder, seat: PlaceSeat) -> int:
+    from weft.api.training.hosts import HostsRequest, train_on_hosts
+
+    # Where a host is lost, torch's sockets would print a page of C++ calls; Weft says in a line what it means.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    os.chdir(order.folder)
+    if str(order.folder) not in sys.path:
+        sys.path.insert(0, str(order.folder))  # a recipe's factory lies there, as a rule
+    recipe, plan = order_parts(order)
+    hosts = replace(
+        HostsRequest.of_nodes(order.gang.nodes, rendezvous=order.pool.rendezvous, network=order.pool.network),
+        index=seat.index,
+        topology=seat.topology,
+        cluster=pool_cluster(order),
+    )
+    result = train_on_hosts(
+        recipe,
+        plan or "auto",
+        hosts,
+        folder=run,
+        processes_per_node=order.train.processes_per_node,
+        prove=order.train.prove,
+    )
+    return AGENT_LATER if result is not None and result.stopped_early else AGENT_DONE
+
+
+def _leave_at_end_of_input() -> None:
+    """Have this process save and leave when whoever started it is gone, or closes its input."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextmanager
+def _printing_to(path: Path) -> Generator[None]:
+    """Let this process and its ranks print into a file of the run's folder: what a place keeps of a job's output may go
+    with the machine, and a connection that stalls must not hold up a rank that prints."""
+    print(f"weft agent on {socket.gethostname()} prints into {path}", flush=True)
+    before = [os.dup(number) for number in _OUTPUTS]
+    with path.open("ab") as file:
+        for number in _OUTPUTS:
+            os.dup2(file.fileno(), number)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, kept in zip(_OUTPUTS, before, strict=True):
+            os.dup2(kept, number)
+            os.close(kept)

@@ -1,0 +1,68 @@
+"""Runs that are submitted to a place, on fake machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hosts_kit import HostJob
+from machines import Machine
+
+COMMAND = ["env", f"PYTHONPATH={os.pathsep.join(sys.path)}", "CUDA_VISIBLE_DEVICES=", sys.executable, "-m", "weft.cli"]
+"""What starts Weft on a pool's machines."""
+
+
+@dataclass
+class PlacedRun:
+    """One run on one pool."""
+
+    job: HostJob
+    pool: Path
+    login: Machine
+    """The machine on which commands are given."""
+
+    def weft(self, *words: str, seconds: float = 90) -> tuple[int, str]:
+        """Give a command of Weft on the login machine; return its status and what it has said."""
+        cache = {"XDG_CACHE_HOME": str(self.pool.parent / "cache"), "XDG_CONFIG_HOME": str(self.pool.parent / "config")}
+        process = self.login.start([*COMMAND, *words], environment=cache, folder=self.pool.parent)
+        said, _ = process.communicate(timeout=seconds)
+        return process.returncode, said
+
+    def submit(self, *options: str, nodes: str | None = None) -> tuple[int, str]:
+        """Submit the run."""
+        words = ["train", str(self.job.recipe), "--run-folder", str(self.job.run), "--plan", str(self.job.plan)]
+        words += ["--on", str(self.pool), "--nodes", nodes or self.job.nodes, "--prove", "never"]
+        return self.weft(*words, *(options or ("--processes-per-node", "1")))
+
+    def wait_until_ended(self, *, seconds: float = 90) -> str:
+        """Wait until the place says that the run has ended, and return why."""
+        deadline = time.monotonic() + seconds
+        while (state := self.state()["phase"]) != "ended":
+            assert time.monotonic() < deadline, f"{state} after {seconds} s:\n{self.said()}"
+            time.sleep(0.3)
+        return self.state()["why"]
+
+    def state(self) -> dict[str, Any]:
+        """How the run stands at its place."""
+        status, said = self.weft("jobs", "--json")
+        assert status == 0, said
+        (run,) = json.loads(said)
+        return run
+
+    def said(self) -> str:
+        """What agents and the keeper have said."""
+        paths: Sequence[Path] = sorted((self.job.run / "submission").glob("*.log"))
+        return "\n".join(f"── {path.name}\n{path.read_text()[-3000:]}" for path in paths)
+
+
+def processes_of(host: Machine) -> str:
+    """The processes that run on a machine."""
+    process = host.start(["ps", "-eo", "pid,args"])
+    said, _ = process.communicate(timeout=10)
+    return said

@@ -58,7 +58,7 @@ class PlacedRun:
     def said(self) -> str:
         """What agents and the keeper have said."""
         paths: Sequence[Path] = sorted((self.job.run / "submission").glob("*.log"))
-        return "\n".join(f"── {path.name}\n{path.read_text()[-3000:]}" for path in paths)
+        return "\n".join(f"── {path.name}\n{path.read_text()}" for path in paths)
 
 
 def processes_of(host: Machine) -> str:

@@ -88,3 +88,35 @@ def test_a_machine_of_the_reserve_takes_the_place_of_one_without_power(tmp_path:
         changes = [each for each in run.job.events("generation") if each["number"] > 1]
         assert changes, run.said()
         assert "host node3 has come" in run.said()
+
+
+def test_what_is_wrong_is_said_in_a_paragraph_and_nothing_is_submitted(tmp_path: Path) -> None:
+    with run_over_ssh(tmp_path, 2, "2") as (run, workers):
+        good = SshKeys(tmp_path / "ssh" / "user", tmp_path / "ssh" / "known_hosts")
+        strange = tmp_path / "strange"
+        strange.write_text(
+            good.known_hosts.read_text()
+            .replace(workers[0].address, "x")
+            .replace(workers[1].address, workers[0].address)
+        )
+        right, changed, unknown = run.pool, write_pool(tmp_path / "changed.toml", workers, good), tmp_path / "none"
+        write_pool(changed, workers, SshKeys(good.identity, strange))
+        unknown.write_text("")
+        wrong = {
+            "another key": changed,
+            "not in known_hosts": write_pool(tmp_path / "unknown.toml", workers, SshKeys(good.identity, unknown)),
+            "no address in": write_pool(tmp_path / "network.toml", workers, good, network='"10.99.0.0/24"'),
+        }
+        for words, run.pool in wrong.items():
+            status, said = run.submit()
+            assert status == 2, said
+            assert words in said
+            assert "Traceback" not in said
+        run.pool = right
+        status, said = run.submit("--dry-run", nodes="3")
+        assert (status, "lists 2 hosts, and 3 are wanted" in said) == (2, True), said
+        workers[1].lose_power()
+        status, said = run.submit()
+        assert status == 2, said
+        assert f"{workers[1].address}: " in said
+        assert not run.job.run.exists()

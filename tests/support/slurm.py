@@ -7,15 +7,16 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from machines import Machine
+
 _CONFIGURATION = """
 ClusterName=test
-SlurmctldHost=localhost(127.0.0.1)
-SlurmctldPort={ports[0]}
+SlurmctldHost={controller}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -35,7 +36,8 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldPidFile={folder}/slurmctld.pid
-NodeName=node[0-1] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs=2
+SlurmdTimeout=10
+{nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 _MUNGE = Path("/run/munge")
@@ -61,17 +63,12 @@ class Slurm:
 @contextmanager
 def slurm(folder: Path) -> Generator[Slurm]:
     """Start Slurm, and end it with all that runs under it."""
-    folder.mkdir(exist_ok=True)
-    for name in ("state", "spool-node0", "spool-node1"):
-        (folder / name).mkdir()
-    configuration = folder / "slurm.conf"
-    configuration.write_text(_CONFIGURATION.format(folder=folder, ports=_ports()))
-    environment = {**os.environ, "SLURM_CONF": str(configuration)}
+    ports = _ports()
+    nodes = f"NodeName=node[0-1] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs=2"
+    environment = _configure(folder, f"localhost(127.0.0.1)\nSlurmctldPort={ports[0]}", nodes, ["node0", "node1"])
     commands = [["slurmctld", "-D"], ["slurmd", "-D", "-N", "node0"], ["slurmd", "-D", "-N", "node1"]]
     if not (_MUNGE / "munge.socket.2").exists():
-        _MUNGE.mkdir(exist_ok=True)
-        shutil.chown(_MUNGE, "munge", "munge")
-        commands.insert(0, ["setpriv", "--reuid=munge", "--regid=munge", "--init-groups", "munged", "--foreground"])
+        commands.insert(0, _munged())
     with ExitStack() as stack:
         output = stack.enter_context((folder / "daemons.log").open("w"))
         for command in commands:
@@ -86,6 +83,53 @@ def slurm(folder: Path) -> Generator[Slurm]:
                 raise TimeoutError((folder / "daemons.log").read_text()[-2000:])
             time.sleep(0.1)
         yield started
+
+
+@contextmanager
+def slurm_on(login: Machine, workers: Sequence[Machine], folder: Path, *, more: str = "") -> Generator[dict[str, str]]:
+    """Run Slurm on fake machines, its controller on one of them; yield what its commands need in their environment.
+    It ends with the machines.  `more`: further lines of the configuration, such as those of a topology."""
+    nodes = "\n".join(f"NodeName={each.name} NodeAddr={each.address} CPUs=2 RealMemory=1000" for each in workers)
+    environment = _configure(folder, f"{login.name}({login.address})", nodes, [each.name for each in workers])
+    with (folder / "slurm.conf").open("a") as file:
+        file.write(more)
+    with ExitStack() as stack:
+        output = stack.enter_context((folder / "daemons.log").open("w"))
+        if not (_MUNGE / "munge.socket.2").exists():
+            munge = subprocess.Popen(_munged(), stdout=output, stderr=output)
+            stack.callback(munge.wait)
+            stack.callback(munge.terminate)
+            time.sleep(0.3)
+        login.start(["slurmctld", "-D"], output=output, environment=environment)
+        for each in workers:
+            each.start(["slurmd", "-D", "-N", each.name], output=output, environment=environment)
+        deadline = time.monotonic() + 20
+        while _printed(login, ["sinfo", "-h", "-o", "%t %D"], environment) != f"idle {len(workers)}":
+            if time.monotonic() > deadline:
+                raise TimeoutError((folder / "daemons.log").read_text()[-2000:])
+            time.sleep(0.2)
+        yield environment
+
+
+def _printed(host: Machine, words: list[str], environment: dict[str, str]) -> str:
+    said, _ = host.start(words, environment=environment).communicate(timeout=30)
+    return said.strip()
+
+
+def _configure(folder: Path, controller: str, nodes: str, names: list[str]) -> dict[str, str]:
+    folder.mkdir(exist_ok=True)
+    for name in ("state", *(f"spool-{name}" for name in names)):
+        (folder / name).mkdir()
+    configuration = folder / "slurm.conf"
+    configuration.write_text(_CONFIGURATION.format(folder=folder, controller=controller, nodes=nodes))
+    return {**os.environ, "SLURM_CONF": str(configuration)}
+
+
+def _munged() -> list[str]:
+    """The command of the service that signs what Slurm's parts say."""
+    _MUNGE.mkdir(exist_ok=True)
+    shutil.chown(_MUNGE, "munge", "munge")
+    return ["setpriv", "--reuid=munge", "--regid=munge", "--init-groups", "munged", "--foreground"]
 
 
 def _ports() -> list[int]:

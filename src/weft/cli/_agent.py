@@ -20,6 +20,7 @@ def agent(
     topology: str | None = None,
     until_eof: Annotated[bool, FLAG] = False,
     check: Annotated[bool, FLAG] = False,
+    settle: Annotated[bool, FLAG] = False,
     network: str | None = None,
 ) -> int:
     """Take this machine's part in a submitted run; places start this, once on each machine.
@@ -38,9 +39,15 @@ def agent(
         Save and leave when the standard input ends.
     check
         Say what this machine is, as JSON, and start nothing.
+    settle
+        Say by the status how an attempt of the job ended whose agents have all ended; 75: start it again.
     network
         With --check: network on which the machines reach one another.
     """
+    if settle:
+        from weft.run.places.settle import settle as settle_attempt
+
+        return settle_attempt(run.absolute())
     from weft.api.training.agent import look, run_agent
 
     if check:

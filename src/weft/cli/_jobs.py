@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json as to_text
 import os
 import sys
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from weft.run.places.contract import PlaceState
 
 _PAUSE_SECONDS = 0.2
-_TAIL_BYTES = 1 << 16
 _GRACE_LOOKS = 5
 """Looks at the place, a second apart, after which a run that has ended is followed no longer."""
 
@@ -43,13 +41,13 @@ def jobs(*, json: Json = False) -> None:
 
 def _job(run: Path) -> dict[str, Any]:
     """One submitted run, as `weft jobs --json` has it."""
-    from weft.run.places.submission import JobOrder, Submission
+    from weft.run.places.submission import JobOrder, Submission, newest_step
 
     found: dict[str, Any] = {"run": str(run), "pool": "", "job": "", "phase": "unknown", "why": "", "machines": []}
     try:
         order, newest = JobOrder.read(run), Submission.newest(run)
     except LaunchError as error:
-        return {**found, "why": str(error), "step": _step(run)}
+        return {**found, "why": str(error), "step": newest_step(run)}
     number = "" if newest is None or newest.placed is None else newest.placed.number
     state = _state(run)
     return {
@@ -59,7 +57,7 @@ def _job(run: Path) -> dict[str, Any]:
         "phase": state.phase,
         "why": state.why,
         "machines": list(state.nodes),
-        "step": _step(run),
+        "step": newest_step(run),
     }
 
 
@@ -147,22 +145,6 @@ def _state(run: Path) -> PlaceState:
         return state_of(run)
     except WeftError as error:
         return PlaceState(phase="unknown", why=str(error))
-
-
-def _step(run: Path) -> int | None:
-    """The newest step that a run has finished; None before the first."""
-    try:
-        with (run / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):
-            event = to_text.loads(line)
-            if event.get("kind") == "step":
-                return int(event["step"])
-    return None
 
 
 def _print_new(opened: dict[Path, IO[str]]) -> bool:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,14 @@ class PlacedRun:
     pool: Path
     login: Machine
     """The machine on which commands are given."""
+    environment: dict[str, str] = field(default_factory=dict[str, str])
+    """What the place's commands need."""
 
     def weft(self, *words: str, seconds: float = 90) -> tuple[int, str]:
         """Give a command of Weft on the login machine; return its status and what it has said."""
-        cache = {"XDG_CACHE_HOME": str(self.pool.parent / "cache"), "XDG_CONFIG_HOME": str(self.pool.parent / "config")}
-        process = self.login.start([*COMMAND, *words], environment=cache, folder=self.pool.parent)
+        folder = self.pool.parent
+        own = {"XDG_CACHE_HOME": str(folder / "cache"), "XDG_CONFIG_HOME": str(folder / "config")}
+        process = self.login.start([*COMMAND, *words], environment={**own, **self.environment}, folder=folder)
         said, _ = process.communicate(timeout=seconds)
         return process.returncode, said
 

@@ -16,7 +16,12 @@ class PricedBlock:
     """Neighbouring ranks that should lie inside one unit of a link tier, with the step's time in three placements."""
 
     tier: str
+    level: int
+    """Tiers between that and a node."""
+    tier_devices: int
+    """Devices that one unit of the tier has."""
     num_devices: int
+    """Devices of the block."""
     axes: tuple[str, ...]
     """Axes of the mesh with more than one rank that lie inside a block as a whole, the outermost first."""
     whole_seconds: float
@@ -42,9 +47,8 @@ def price_blocks(
     node = max(node.devices.count for node in cluster.nodes)
     blocks: list[PricedBlock] = []
     whole = 0.0
-    for tier in cluster.links[:-1]:
-        if tier.devices <= node:
-            continue
+    between = [tier for tier in cluster.links[:-1] if tier.devices > node]
+    for level, tier in enumerate(between):
         size, axes = _block(layout, tier.devices)
         if size <= node or size % node or (blocks and blocks[-1].num_devices == size):
             continue
@@ -53,6 +57,8 @@ def price_blocks(
         blocks.append(
             PricedBlock(
                 tier=tier.name,
+                level=level,
+                tier_devices=tier.devices,
                 num_devices=size,
                 axes=axes,
                 whole_seconds=whole,

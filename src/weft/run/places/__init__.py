@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 def place_of(name: PlaceName) -> Place:
     """Return a place by its name."""
-    from weft.run.places import local, ssh
+    from weft.run.places import local, slurm, ssh
 
-    places: dict[str, Place] = {"local": local.LocalPlace(), "ssh": ssh.SshPlace()}
+    places: dict[str, Place] = {"local": local.LocalPlace(), "ssh": ssh.SshPlace(), "slurm": slurm.SlurmPlace()}
     return places[name]
 
 

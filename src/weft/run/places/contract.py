@@ -28,7 +28,12 @@ class Block:
 
     tier: str
     """Link tier of the cluster inside which the block should lie, such as `leaf`."""
+    level: int
+    """How many tiers lie between that and a machine: 0 for the innermost of those that join machines."""
+    tier_nodes: int
+    """Machines that one unit of the tier has."""
     num_nodes: int
+    """Machines of the block."""
     axes: tuple[str, ...]
     """Axes of the mesh whose ranks all lie inside one block, the outermost first."""
     must: bool

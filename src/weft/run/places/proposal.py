@@ -19,7 +19,7 @@ from weft.planning.search import choose_plan
 from weft.run.hosts.signed import SECRET, JobSecret
 from weft.run.places import place_of
 from weft.run.places.contract import Block, Gang, Job, PlacedJob, PlaceState, PlaceVerdict, Request, read_nodes
-from weft.run.places.submission import FOLDER, JobOrder, Submission, TrainOrder, job_name
+from weft.run.places.submission import FOLDER, JobOrder, Submission, TrainOrder, ask_to_stop, forget_attempts, job_name
 from weft.techniques.cost_terms import Layout
 
 _MUST = 0.1
@@ -141,6 +141,7 @@ def submit(proposal: Proposal) -> PlacedJob:
         raise LaunchError(f"the run folder {run} cannot be made: {error.strerror}.") from None
     JobSecret.of_folder(run)
     begun = Submission.begin(run, after=before)
+    forget_attempts(run)
     try:
         order.write(run)
         placed = place.submit(proposal.request, order.gang, proposal.job, order.pool)
@@ -173,6 +174,7 @@ def stop(run: Path) -> None:
     state = state_of(run)
     if newest is None or newest.placed is None or state.phase == "ended":
         raise LaunchError(f"{run} does not run: {state.why or 'it has ended'}.")
+    ask_to_stop(run)
     place_of(order.pool.place).stop(newest.placed, Job(name=job_name(run), run=run), order.pool)
 
 
@@ -223,6 +225,8 @@ def _block_of(priced: PricedBlock, cluster: Cluster) -> Block:
     loss = priced.split_seconds / priced.whole_seconds - 1
     return Block(
         tier=priced.tier,
+        level=priced.level,
+        tier_nodes=priced.tier_devices // cluster.nodes[0].devices.count,
         num_nodes=priced.num_devices // cluster.nodes[0].devices.count,
         axes=priced.axes,
         must=loss >= _MUST,

@@ -7,6 +7,7 @@ RUN/submission/agent-0.json, .log what the agent of each machine said, the newes
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -24,7 +25,9 @@ from weft.files import cache_folder, write_whole
 from weft.run.places.contract import Gang, PlacedJob
 
 FOLDER = "submission"
-_ORDER = "order.json"
+_ORDER, _STOP = "order.json", "stop"
+ATTEMPTS = "attempts.json"
+_TAIL_BYTES = 1 << 16
 _T = TypeVar("_T")
 
 
@@ -151,6 +154,43 @@ def agent_log(run: Path, index: int) -> Path:
 def job_name(run: Path) -> str:
     """Name by which places show a run: `weft-` and that of its folder."""
     return f"weft-{re.sub(r'[^a-z0-9]+', '-', run.name.lower()).strip('-')[:40] or 'run'}"
+
+
+def newest_step(run: Path) -> int | None:
+    """The newest step that a run has finished; None before the first."""
+    try:
+        with (run / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            event = json.loads(line)
+            if event.get("kind") == "step":
+                return int(event["step"])
+    return None
+
+
+def forget_attempts(run: Path) -> None:
+    """Forget what the agents of an earlier submission have noted.  Their logs stay."""
+    for path in (*(run / FOLDER).glob("agent-*.json"), run / FOLDER / ATTEMPTS):
+        path.unlink(missing_ok=True)
+
+
+def ask_to_stop(run: Path) -> None:
+    """Note that the user wants the run's newest submission to end: no attempt of it follows."""
+    newest = Submission.newest(run)
+    write_whole(run / FOLDER / _STOP, str(0 if newest is None else newest.number))
+
+
+def is_to_stop(run: Path) -> bool:
+    """Whether the user wants the run's newest submission to end."""
+    newest = Submission.newest(run)
+    try:
+        return newest is not None and (run / FOLDER / _STOP).read_text() == str(newest.number)
+    except OSError:
+        return False
 
 
 # ── the runs that this user has submitted ─────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,239 @@
+"""Slurm: one batch job, whose script starts an agent on each machine, and has itself requeued where the run goes on.
+
+Only Slurm's own commands are used.  Options: the manual pages of sbatch, srun, scontrol and squeue of 22.05 and 24.11.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from typing import final
+
+from weft.config.pool import Pool, SlurmSettings
+from weft.errors import LaunchError
+from weft.formatting import format_percent
+from weft.run.places import agent_command
+from weft.run.places.contract import (
+    AGENT_LATER,
+    ANSWER_SECONDS,
+    FreeNodes,
+    Gang,
+    Job,
+    PlacedJob,
+    PlaceSeat,
+    PlaceState,
+    PlaceVerdict,
+    Request,
+    RequestLine,
+)
+from weft.run.places.settle import why_ended
+from weft.run.places.submission import FOLDER
+
+_LONG_SECONDS = 30 * 86_400
+"""Wait for switches where a block must lie together: until there is room."""
+_MARGIN_SECONDS = 60
+"""Slurm may send the signal before a time limit as much earlier (sbatch(1), --signal)."""
+_PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED")
+_ENDING = ("COMPLETING", "STAGE_OUT", "SIGNALING")
+_ENDED = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE")
+
+
+@final
+class SlurmPlace:
+    """A partition under Slurm."""
+
+    name = "slurm"
+
+    def request(self, gang: Gang, job: Job, pool: Pool) -> Request:
+        lines = [RequestLine("#!/bin/sh"), *_options(gang, job, pool, pool.slurm or SlurmSettings())]
+        agent = shlex.join(agent_command(pool, job.run))
+        settled = shlex.join(agent_command(pool, job.run, ("--settle",)))
+        cores = "" if gang.num_cores is None else f" --cpus-per-task={gang.num_cores}"
+        lines += [
+            RequestLine(
+                f"srun --no-kill --kill-on-bad-exit=0 --cpu-bind=none{cores} {agent}",
+                "one agent on each machine; Weft decides what the loss of one means",
+            ),
+            RequestLine(settled, f"says by its status how the job ended: {AGENT_LATER} where the run is to go on"),
+            RequestLine("status=$?"),
+            RequestLine(f'[ "$status" -ne {AGENT_LATER} ] || exec scontrol requeue "$SLURM_JOB_ID"'),
+            RequestLine('exit "$status"'),
+        ]
+        return Request(lines=tuple(lines), command=("sbatch", "--parsable"))
+
+    def check(self, request: Request, gang: Gang, job: Job, pool: Pool) -> PlaceVerdict:
+        done = _run([*request.command, "--test-only"], text=request.text)
+        said = " ".join(re.sub(r"^sbatch: (error: )?", "", line) for line in done.stderr.strip().splitlines())
+        if done.returncode:
+            return PlaceVerdict(accepts=False, text=f"Slurm says: {said}")
+        return PlaceVerdict(accepts=True, text=re.sub(r"^Job \d+ ", "Slurm would have it ", said))
+
+    def submit(self, request: Request, gang: Gang, job: Job, pool: Pool) -> PlacedJob:
+        number = _asked(request.command, text=request.text).partition(";")[0]
+        return PlacedJob(place=self.name, number=number)
+
+    def state(self, placed: PlacedJob, job: Job, pool: Pool) -> PlaceState:
+        done = _run(["squeue", "-h", "-j", placed.number, "-o", "%T|%r|%N"])
+        if done.returncode and "Invalid job id" not in done.stderr:
+            raise _down(done.stderr)
+        if not done.stdout.strip():
+            return PlaceState(phase="ended", why=why_ended(job.run))
+        state, why, nodes = done.stdout.strip().splitlines()[0].split("|")
+        if state in _ENDED:
+            return PlaceState(phase="ended", why=f"{state.lower().replace('_', ' ')}; {why_ended(job.run)}")
+        if state in _PENDING:
+            return PlaceState(phase="pending", why=why)
+        phase = "stopping" if state in _ENDING else "running"
+        return PlaceState(phase=phase, nodes=tuple(expand_nodes(nodes)))
+
+    def stop(self, placed: PlacedJob, job: Job, pool: Pool) -> None:
+        if self.state(placed, job, pool).phase == "pending":
+            _asked(["scancel", placed.number])
+        else:
+            # The batch shell is spared: it sees that the run was told to stop, and does not requeue it.
+            _asked(["scancel", "--signal=TERM", placed.number])
+
+    def free(self, pool: Pool) -> list[FreeNodes]:
+        settings = pool.slurm or SlurmSettings()
+        words = ["sinfo", "-h", "-o", "%R|%c|%G|%t|%D"]
+        words += [f"--partition={settings.partition}"] if settings.partition is not None else []
+        kinds: dict[tuple[str, str, str], list[int]] = {}
+        for line in _asked(words).splitlines():
+            partition, cores, devices, state, count = line.split("|")
+            numbers = kinds.setdefault((partition, cores, devices), [0, 0])
+            numbers[0] += int(count)
+            numbers[1] += int(count) if state == "idle" else 0
+        return [
+            FreeNodes(
+                num_nodes=count,
+                num_free=free,
+                devices=f"{cores} cores" if devices == "(null)" else f"{devices}, {cores} cores",
+                note=f"partition {partition}",
+            )
+            for (partition, cores, devices), (count, free) in kinds.items()
+        ]
+
+    def seat(self, environment: Mapping[str, str]) -> PlaceSeat | None:
+        if "SLURM_PROCID" not in environment or environment.get("SLURM_STEP_ID", "batch") == "batch":
+            return None
+        # `spine.leaf0.node0`, the machine last (topology/tree), or `b1.node4` (topology/block).
+        topology = environment.get("SLURM_TOPOLOGY_ADDR", "").split(".")[:-1]
+        return PlaceSeat(
+            index=int(environment["SLURM_PROCID"]),
+            count=int(environment["SLURM_NTASKS"]),
+            attempt=int(environment.get("SLURM_RESTART_COUNT", "0")),
+            topology=tuple(topology),
+            node=environment.get("SLURMD_NODENAME", ""),
+        )
+
+
+def _options(gang: Gang, job: Job, pool: Pool, settings: SlurmSettings) -> Iterator[RequestLine]:
+    """The options of sbatch, one in a line."""
+
+    def option(text: str, why: str = "") -> RequestLine:
+        return RequestLine(f"#SBATCH {text}", why)
+
+    yield option(f"--job-name={job.name}")
+    yield option(f"--comment={job.run}")
+    nodes = str(gang.least) if gang.least == gang.most else f"{gang.least}-{gang.most}"
+    yield option(f"--nodes={nodes}", "the gang")
+    yield option("--ntasks-per-node=1", "one agent on each machine")
+    if gang.num_cores is not None:
+        yield option(f"--cpus-per-task={gang.num_cores}", "cores of a machine, by the pool's cluster")
+    if settings.gpus if settings.gpus is not None else bool(gang.accelerator):
+        yield option(f"--gpus-per-node={gang.num_devices}", "each agent sees all devices of its machine")
+    if settings.exclusive:
+        yield option("--exclusive", "no other job on the machines")
+        yield option("--mem=0", "all of a machine's memory")
+    elif gang.memory_bytes is not None:
+        yield option(f"--mem={gang.memory_bytes >> 20}M")
+    for name in ("partition", "account", "qos", "reservation", "constraint"):
+        if (value := getattr(settings, name)) is not None:
+            yield option(f"--{name}={value}", f"as pool {pool.name} says")
+    yield from _placement(gang, settings)
+    if gang.limit_seconds is not None:
+        yield option(f"--time={_clock(gang.limit_seconds)}", "time limit of the job; then it is requeued, and goes on")
+    seconds = gang.grace_seconds + _MARGIN_SECONDS
+    yield option(f"--signal=TERM@{seconds}", "ranks save before a time limit")
+    yield option("--requeue", "after the loss of machines, or preemption, the same job goes on")
+    yield option("--no-kill", "Weft goes on with the machines that are left")
+    yield option("--open-mode=append")
+    yield option(f"--output={job.run / FOLDER / 'slurm.log'}")
+    for line in settings.lines:
+        yield option(line, f"as pool {pool.name} says")
+
+
+def _placement(gang: Gang, settings: SlurmSettings) -> Iterator[RequestLine]:
+    """The options that keep blocks together: Slurm takes one such wish, so it is that of the largest block that costs
+    most where it is split."""
+    blocks = [block for block in gang.blocks if block.num_nodes > 1]
+    if not blocks or settings.topology == "none":
+        return
+    block = max(blocks, key=lambda each: (each.must, each.split_seconds, each.num_nodes))
+    loss = format_percent(100 * (block.scattered_seconds / block.whole_seconds - 1))
+    why = f"{' and '.join(block.axes) or 'neighbours'} stay in one {block.tier}; scattered: +{loss} per step"
+    if settings.topology == "block":
+        if gang.least % block.num_nodes == 0 and gang.most % block.num_nodes == 0:
+            yield RequestLine(f"#SBATCH --segment={block.num_nodes}", why)
+        return
+    switches = math.ceil(gang.most / block.tier_nodes)
+    wait = _LONG_SECONDS if block.must else settings.switch_wait_seconds
+    yield RequestLine(f"#SBATCH --switches={switches}@{_clock(wait)}", why)
+
+
+def _clock(seconds: int) -> str:
+    """Days, hours, minutes and seconds, as sbatch takes them."""
+    days, rest = divmod(seconds, 86_400)
+    return f"{days}-{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+
+
+def expand_nodes(text: str) -> list[str]:
+    """Return the machines of a list as Slurm writes it: `node[0-2,7],other` has five."""
+    names: list[str] = []
+    for part in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text):
+        names += _expand_part(part)
+    return names
+
+
+def _expand_part(part: str) -> list[str]:
+    match = re.match(r"([^\[]*)\[([^\]]*)\](.*)", part)
+    if match is None:
+        return [part]
+    before, ranges, after = match.groups()
+    names: list[str] = []
+    for each in ranges.split(","):
+        first, _, last = each.partition("-")
+        numbers = range(int(first), int(last or first) + 1)
+        names += [f"{before}{number:0{len(first)}}{rest}" for number in numbers for rest in _expand_part(after)]
+    return names
+
+
+def _asked(command: Sequence[str], *, text: str = "") -> str:
+    """Return what one of Slurm's commands prints.
+
+    Raises:
+        LaunchError: it is not there, does not answer, or refuses.
+    """
+    done = _run(command, text=text)
+    if done.returncode:
+        raise _down(done.stderr)
+    return done.stdout.strip()
+
+
+def _run(command: Sequence[str], *, text: str = "") -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=ANSWER_SECONDS, cwd="/", check=False
+        )
+    except FileNotFoundError:
+        raise LaunchError(f"--on slurm needs the command {command[0]}: give it on a machine that has Slurm.") from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"Slurm's {command[0]} has not answered in {ANSWER_SECONDS:.0f} s.") from None
+
+
+def _down(said: str) -> LaunchError:
+    lines = [re.sub(r"^\w+: (error: )?", "", line) for line in said.strip().splitlines()]
+    return LaunchError(f"Slurm says: {' '.join(lines) or 'nothing'}")

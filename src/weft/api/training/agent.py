@@ -103,6 +103,7 @@ def _train(run: Path, order: JobOrder, seat: PlaceSeat) -> int:
         index=seat.index,
         topology=seat.topology,
         cluster=pool_cluster(order),
+        blocks=order.gang.blocks,
     )
     result = train_on_hosts(
         recipe,

@@ -38,7 +38,8 @@ from weft.run.hosts.registry import RegistryLostError
 from weft.run.hosts.roster import HostFacts
 from weft.run.hosts.signed import SECRET, JobSecret
 from weft.run.launch.launcher import ForkServer, open_fork_server
-from weft.run.places.contract import read_nodes
+from weft.run.places.contract import Block, read_nodes
+from weft.run.places.placement import placement_lines
 from weft.run.supervise import SupervisorSignals
 from weft.version import VERSION
 from weft.watch.host_recorder import record_host
@@ -68,6 +69,8 @@ class HostsRequest:
     """Where this host lies, from the outside in, as its place names it."""
     cluster: Cluster | None = None
     """What the hosts are and how they are joined, for the planner; None: all are like this one, on 10 Gbit/s."""
+    blocks: tuple[Block, ...] = ()
+    """Hosts that should lie together, as the place was asked."""
 
     @classmethod
     def of_nodes(
@@ -287,6 +290,8 @@ class _HostAgent:
             membership.wait(lambda _: len(crew.present()) >= wanted, _SETTLE_SECONDS)
         crew.choose()
         self._say(f"hosts     {_names(crew.hosts)}")
+        for line in placement_lines(self.request.blocks, [facts.topology for facts in crew.hosts.values()]):
+            self._say(line)
 
     def _train(self, meeting: Meeting, crew: HostCrew, signals: SupervisorSignals, blueprint: Blueprint) -> RunResult:
         resumes = newest_saved_step(self.run.checkpoints) > 0

@@ -97,7 +97,7 @@ def propose(
     layout, seconds, blocks = Layout.of(plan), 0.0, tuple[Block, ...]()
     with suppress(ClusterError):  # devices whose speed nobody knows have no price
         seconds = CostModel(described.profile, cluster).predict(layout, exact=True).time.total
-        blocks = tuple(_block_of(priced, cluster) for priced in price_blocks(described.profile, cluster, layout))
+        blocks = tuple(block_of(priced, cluster) for priced in price_blocks(described.profile, cluster, layout))
     gang = replace(
         bare,
         num_devices=cluster.nodes[0].devices.count,
@@ -221,7 +221,8 @@ def _cluster(order: JobOrder, given: Plan | None) -> Cluster:
     return cluster_of_hosts(own, described, order.gang.most, per_node)
 
 
-def _block_of(priced: PricedBlock, cluster: Cluster) -> Block:
+def block_of(priced: PricedBlock, cluster: Cluster) -> Block:
+    """Return a priced block as places are asked for it: a must where splitting it costs much."""
     loss = priced.split_seconds / priced.whole_seconds - 1
     return Block(
         tier=priced.tier,

@@ -5,6 +5,7 @@ Only Slurm's own commands are used.  Options: the manual pages of sbatch, srun, 
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 import shlex
@@ -54,7 +55,7 @@ class SlurmPlace:
         cores = "" if gang.num_cores is None else f" --cpus-per-task={gang.num_cores}"
         lines += [
             RequestLine(
-                f"srun --no-kill --kill-on-bad-exit=0 --cpu-bind=none{cores} {agent}",
+                f"srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --cpu-bind=none{cores} {agent}",
                 "one agent on each machine; Weft decides what the loss of one means",
             ),
             RequestLine(settled, f"says by its status how the job ended: {AGENT_LATER} where the run is to go on"),
@@ -65,6 +66,8 @@ class SlurmPlace:
         return Request(lines=tuple(lines), command=("sbatch", "--parsable"))
 
     def check(self, request: Request, gang: Gang, job: Job, pool: Pool) -> PlaceVerdict:
+        if problem := _wrong_network(pool):
+            return PlaceVerdict(accepts=False, text=problem)
         done = _run([*request.command, "--test-only"], text=request.text)
         said = " ".join(re.sub(r"^sbatch: (error: )?", "", line) for line in done.stderr.strip().splitlines())
         if done.returncode:
@@ -140,7 +143,6 @@ def _options(gang: Gang, job: Job, pool: Pool, settings: SlurmSettings) -> Itera
     yield option(f"--comment={job.run}")
     nodes = str(gang.least) if gang.least == gang.most else f"{gang.least}-{gang.most}"
     yield option(f"--nodes={nodes}", "the gang")
-    yield option("--ntasks-per-node=1", "one agent on each machine")
     if gang.num_cores is not None:
         yield option(f"--cpus-per-task={gang.num_cores}", "cores of a machine, by the pool's cluster")
     if settings.gpus if settings.gpus is not None else bool(gang.accelerator):
@@ -182,6 +184,22 @@ def _placement(gang: Gang, settings: SlurmSettings) -> Iterator[RequestLine]:
     switches = math.ceil(gang.most / block.tier_nodes)
     wait = _LONG_SECONDS if block.must else settings.switch_wait_seconds
     yield RequestLine(f"#SBATCH --switches={switches}@{_clock(wait)}", why)
+
+
+def _wrong_network(pool: Pool) -> str:
+    """Say that no machine of the partition lies in the pool's network, where Slurm knows their addresses as numbers."""
+    if pool.network is None:
+        return ""
+    partition = (pool.slurm or SlurmSettings()).partition
+    words = ["sinfo", "-h", "-N", "-o", "%o"]
+    words += [f"--partition={partition}"] if partition is not None else []
+    found = [ipaddress.ip_address(each) for each in set(_asked(words).split()) if re.fullmatch(r"[\d.]+", each)]
+    wanted = ipaddress.ip_network(pool.network, strict=False)
+    # Agents may talk on another network than the daemons: only that of the daemons is known here.
+    if not found or any(each in wanted for each in found):
+        return ""
+    shown = ", ".join(map(str, sorted(found, key=int)[:3]))
+    return f"no machine of the partition has an address in network {pool.network}; theirs are {shown}"
 
 
 def _clock(seconds: int) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from weft.errors import LaunchError
 
 if TYPE_CHECKING:
-    from weft.run.places.proposal import Proposal
+    from weft.run.places.proposal import RunProposal
     from weft.run.places.submission import TrainOrder
 
 REFUSED_STATUS = 2
@@ -33,6 +33,15 @@ def order_of(
         processes_per_node=processes_per_node,
         prove=prove,
     )
+
+
+def refuse_beside_on(*others: object) -> None:
+    """Refuse options beside `--on` that say what the pool says, or the run's folder."""
+    if any(other is not None for other in others):
+        raise LaunchError(
+            "--on does not go with --resume (the run goes on by itself), --processes (--processes-per-node says how"
+            " many a machine has), --rendezvous or --network (which the pool says)."
+        )
 
 
 def submit_run(
@@ -65,7 +74,7 @@ def submit_run(
     return 0
 
 
-def _print_request(proposal: Proposal) -> None:
+def _print_request(proposal: RunProposal) -> None:
     request = proposal.request
     print(f"request   {shlex.join(request.command) + ', which reads' if request.command else 'these commands'}")
     print(request.text, end="")

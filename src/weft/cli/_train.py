@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from weft.cli._options import FLAG, Overrides, PlanFile, RecipeFile
 from weft.cli._read import read_choice
-from weft.cli._submit import order_of, submit_run
+from weft.cli._submit import order_of, refuse_beside_on, submit_run
 from weft.errors import RecipeError
 
 
@@ -74,11 +74,7 @@ def train(
     from weft.techniques.check import check_runnable
 
     if on is not None:
-        if resume is not None or processes is not None or rendezvous is not None or network is not None:
-            raise LaunchError(
-                "--on does not go with --resume (the run goes on by itself), --processes, --rendezvous or --network,"
-                " which the pool says."
-            )
+        refuse_beside_on(resume, processes, rendezvous, network)
         train_order = order_of(recipe, plan, overrides, processes_per_node, prove)
         return submit_run(train_order, on, nodes or "1", run_folder, dry_run=dry_run, time_limit=time_limit)
     if dry_run or time_limit is not None:

@@ -15,7 +15,7 @@ from weft.model.profile.known import known_model
 from weft.planning.price import PricedBlock, price_blocks
 from weft.run.hosts.roster import HostFacts, in_order
 from weft.run.places import place_of
-from weft.run.places.contract import Block, Gang, Job
+from weft.run.places.contract import Gang, GangBlock, Job
 from weft.run.places.placement import num_whole, placement_lines
 from weft.run.places.proposal import block_of
 from weft.techniques.cost_terms import Layout
@@ -56,7 +56,7 @@ def draw_case(seed: int) -> tuple[Cluster, Layout, tuple[PricedBlock, ...]]:
     return cluster, layout, price_blocks(profile, cluster, layout)
 
 
-def blocks_of(cluster: Cluster, priced: tuple[PricedBlock, ...]) -> tuple[Block, ...]:
+def blocks_of(cluster: Cluster, priced: tuple[PricedBlock, ...]) -> tuple[GangBlock, ...]:
     return tuple(block_of(each, cluster) for each in priced)
 
 

@@ -38,7 +38,7 @@ from weft.run.hosts.registry import RegistryLostError
 from weft.run.hosts.roster import HostFacts
 from weft.run.hosts.signed import SECRET, JobSecret
 from weft.run.launch.launcher import ForkServer, open_fork_server
-from weft.run.places.contract import Block, read_nodes
+from weft.run.places.contract import GangBlock, read_nodes
 from weft.run.places.placement import placement_lines
 from weft.run.supervise import SupervisorSignals
 from weft.version import VERSION
@@ -69,7 +69,7 @@ class HostsRequest:
     """Where this host lies, from the outside in, as its place names it."""
     cluster: Cluster | None = None
     """What the hosts are and how they are joined, for the planner; None: all are like this one, on 10 Gbit/s."""
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[GangBlock, ...] = ()
     """Hosts that should lie together, as the place was asked."""
 
     @classmethod

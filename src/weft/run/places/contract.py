@@ -6,7 +6,8 @@ replaces machines.  On each machine it starts one agent, `weft agent RUN`; Weft 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -23,7 +24,7 @@ AGENT_LATER = 75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class GangBlock:
     """Machines that should lie together, since the inner axes of the plan talk among them."""
 
     tier: str
@@ -61,7 +62,7 @@ class Gang:
     """Cores of a machine; None: as the place gives."""
     memory_bytes: int | None = None
     """Host memory of a machine; None: as the place gives."""
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[GangBlock, ...] = ()
     """Blocks by tier, the smallest first."""
     limit_seconds: int | None = None
     """Longest time of the job; None: the place's own limit."""
@@ -177,7 +178,7 @@ def read_nodes(nodes: int | str) -> tuple[int, int]:
     return int(least), int(most or least)
 
 
-class Place(Protocol):
+class JobPlace(Protocol):
     """One place.  Methods that ask the place end within `ANSWER_SECONDS`.
 
     Raises (all but `request` and `seat`):
@@ -217,3 +218,13 @@ class Place(Protocol):
 
 ANSWER_SECONDS = 20.0
 """Time after which a place that does not answer counts as down."""
+
+
+def weft_command(pool: Pool) -> tuple[str, ...]:
+    """Return the command that starts Weft on a pool's machines."""
+    return pool.command or (sys.executable, "-m", "weft.cli")
+
+
+def agent_command(pool: Pool, run: Path, options: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the command of an agent."""
+    return (*weft_command(pool), "agent", str(run), *options)

@@ -50,7 +50,7 @@ class KeeperTask:
     agents: tuple[KeptAgent, ...]
     """All that may be started, the preferred ones in front."""
     num_wanted: int
-    """As many as should run at the same time."""
+    """Number of agents that should run at the same time."""
     grace_seconds: int
     """Time between the word to stop and the end."""
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import final
 
 from weft.config.pool import Pool
-from weft.run.places import agent_command
 from weft.run.places.contract import (
     FreeNodes,
     Gang,
@@ -19,6 +18,7 @@ from weft.run.places.contract import (
     PlaceVerdict,
     Request,
     RequestLine,
+    agent_command,
 )
 from weft.run.places.keeper import KeeperTask, KeptAgent, keeper_state, start_keeper, stop_keeper
 

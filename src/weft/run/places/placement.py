@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from weft.formatting import format_percent, format_seconds
-from weft.run.places.contract import Block
+from weft.run.places.contract import GangBlock
 
 
-def num_whole(block: Block, topologies: Sequence[tuple[str, ...]]) -> int:
+def num_whole(block: GangBlock, topologies: Sequence[tuple[str, ...]]) -> int:
     """Return how many of a gang's blocks lie inside one unit of their tier.
 
     Args:
@@ -17,7 +17,7 @@ def num_whole(block: Block, topologies: Sequence[tuple[str, ...]]) -> int:
     return sum(len(units) == 1 for units in _units(block, topologies))
 
 
-def placement_lines(blocks: Sequence[Block], topologies: Sequence[tuple[str, ...]]) -> list[str]:
+def placement_lines(blocks: Sequence[GangBlock], topologies: Sequence[tuple[str, ...]]) -> list[str]:
     """Say for each tier how many blocks were asked for and how many are whole, and what that is predicted to cost.
     Empty where the place does not say where machines lie, or nothing was asked."""
     if not all(topologies):
@@ -37,7 +37,7 @@ def placement_lines(blocks: Sequence[Block], topologies: Sequence[tuple[str, ...
     return lines
 
 
-def _units(block: Block, topologies: Sequence[tuple[str, ...]]) -> Iterator[set[tuple[str, ...]]]:
+def _units(block: GangBlock, topologies: Sequence[tuple[str, ...]]) -> Iterator[set[tuple[str, ...]]]:
     """The units of the tier on which each block lies."""
     for start in range(0, len(topologies), block.num_nodes):
         paths = topologies[start : start + block.num_nodes]

@@ -18,7 +18,7 @@ from weft.planning.price import CostModel, PricedBlock, price_blocks
 from weft.planning.search import choose_plan
 from weft.run.hosts.signed import SECRET, JobSecret
 from weft.run.places import place_of
-from weft.run.places.contract import Block, Gang, Job, PlacedJob, PlaceState, PlaceVerdict, Request, read_nodes
+from weft.run.places.contract import Gang, GangBlock, Job, PlacedJob, PlaceState, PlaceVerdict, Request, read_nodes
 from weft.run.places.submission import FOLDER, JobOrder, Submission, TrainOrder, ask_to_stop, forget_attempts, job_name
 from weft.techniques.cost_terms import Layout
 
@@ -27,7 +27,7 @@ _MUST = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
+class RunProposal:
     """A run as it would be submitted."""
 
     order: JobOrder
@@ -74,7 +74,7 @@ def propose(
     *,
     describe: Callable[[Recipe], Description],
     limit_seconds: int | None = None,
-) -> Proposal:
+) -> RunProposal:
     """Return what would be submitted.  Nothing is written, nothing is asked.
 
     Args:
@@ -94,7 +94,7 @@ def propose(
     cluster = _cluster(order, given)
     described = describe(recipe)
     plan = given or choose_plan(recipe, cluster, described.facts, profile=described.profile).plan
-    layout, seconds, blocks = Layout.of(plan), 0.0, tuple[Block, ...]()
+    layout, seconds, blocks = Layout.of(plan), 0.0, tuple[GangBlock, ...]()
     with suppress(ClusterError):  # devices whose speed nobody knows have no price
         seconds = CostModel(described.profile, cluster).predict(layout, exact=True).time.total
         blocks = tuple(block_of(priced, cluster) for priced in price_blocks(described.profile, cluster, layout))
@@ -108,7 +108,7 @@ def propose(
         grace_seconds=pool.grace_seconds,
     )
     order, job = replace(order, gang=gang), Job(name=job_name(run), run=run)
-    return Proposal(
+    return RunProposal(
         order=order,
         job=job,
         request=place_of(pool.place).request(gang, job, pool),
@@ -118,7 +118,7 @@ def propose(
     )
 
 
-def submit(proposal: Proposal) -> PlacedJob:
+def submit(proposal: RunProposal) -> PlacedJob:
     """Hand a run to its place: to begin, or, where its folder has saves, to go on.
 
     Raises:
@@ -221,10 +221,10 @@ def _cluster(order: JobOrder, given: Plan | None) -> Cluster:
     return cluster_of_hosts(own, described, order.gang.most, per_node)
 
 
-def block_of(priced: PricedBlock, cluster: Cluster) -> Block:
+def block_of(priced: PricedBlock, cluster: Cluster) -> GangBlock:
     """Return a priced block as places are asked for it: a must where splitting it costs much."""
     loss = priced.split_seconds / priced.whole_seconds - 1
-    return Block(
+    return GangBlock(
         tier=priced.tier,
         level=priced.level,
         tier_nodes=priced.tier_devices // cluster.nodes[0].devices.count,
@@ -237,7 +237,7 @@ def block_of(priced: PricedBlock, cluster: Cluster) -> Block:
     )
 
 
-def _block_line(block: Block) -> str:
+def _block_line(block: GangBlock) -> str:
     def loss(seconds: float) -> str:
         return f"{format_seconds(seconds)} (+{format_percent(100 * (seconds / block.whole_seconds - 1))})"
 

@@ -16,7 +16,6 @@ from typing import final
 from weft.config.pool import Pool, SlurmSettings
 from weft.errors import LaunchError
 from weft.formatting import format_percent
-from weft.run.places import agent_command
 from weft.run.places.contract import (
     AGENT_LATER,
     ANSWER_SECONDS,
@@ -29,6 +28,7 @@ from weft.run.places.contract import (
     PlaceVerdict,
     Request,
     RequestLine,
+    agent_command,
 )
 from weft.run.places.settle import why_ended
 from weft.run.places.submission import FOLDER

@@ -8,11 +8,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 from weft.config.pool import Pool, PoolHost, SshSettings
 from weft.errors import LaunchError
-from weft.run.places import agent_command
 from weft.run.places.contract import (
     ANSWER_SECONDS,
     FreeNodes,
@@ -24,6 +24,7 @@ from weft.run.places.contract import (
     PlaceVerdict,
     Request,
     RequestLine,
+    agent_command,
 )
 from weft.run.places.keeper import KeeperTask, KeptAgent, keeper_state, start_keeper, stop_keeper
 from weft.version import VERSION
@@ -131,7 +132,7 @@ def _ask_all(pool: Pool, hosts: Sequence[PoolHost], job: Job | None) -> list[_An
 def _ask(pool: Pool, host: PoolHost, job: Job | None) -> _Answer:
     """Ask a host what it is, by the agent's own look at it."""
     options = ["--check", *(["--network", pool.network] if pool.network is not None else [])]
-    folder = job.run if job is not None else "/"
+    folder = job.run if job is not None else Path("/")
     command = ssh_command(pool, host, agent_command(pool, folder, options))
     try:
         done = subprocess.run(

@@ -32,6 +32,12 @@ from weft.config.cluster import (
 from weft.config.document import format_value
 from weft.config.document._write import describe_fields  # pyright: ignore[reportPrivateUsage]
 from weft.config.plan import Plan, plan_schema
+from weft.config.pool import (
+    Pool,
+    PoolHost,
+    SlurmSettings,
+    SshSettings,
+)
 from weft.config.recipe import (
     AdapterRecipe,
     ConvNetShape,
@@ -88,6 +94,15 @@ def cluster_page() -> str:
     return _text(lines)
 
 
+def pool_page() -> str:
+    lines = [NOTE, "", "# pool.toml: who starts Weft where", ""]
+    lines += ["A pool is given as `--on PLACE:pool.toml`, or by its name where it lies in `~/.config/weft/pools`."]
+    lines += _items("[pool]", Pool)[2:]
+    for name, table in {"ssh": SshSettings, "slurm": SlurmSettings}.items():
+        lines += _items(f"[{name}]", table)
+    return _text([*lines, *_items("hosts", PoolHost)])
+
+
 def _sections(root: type[Any], after: dict[str, list[str]]) -> Iterator[str]:
     hints = typing.get_type_hints(root)
     for field in dataclasses.fields(root):
@@ -120,7 +135,7 @@ def _table(cls: type[Any]) -> Iterator[str]:
     yield "|---|---|---|---|"
     hints, described = typing.get_type_hints(cls), describe_fields(cls)
     for field in dataclasses.fields(cls):
-        if "flattened" in field.metadata or field.name == "origins":
+        if "flattened" in field.metadata or field.name == "origins" or not field.metadata.get("in_document", True):
             continue
         meaning = described.get(field.name, "").replace("|", "\\|")
         yield f"| `{field.name}` | {_type(hints[field.name])} | {_default(field)} | {meaning} |"
@@ -163,6 +178,7 @@ def _text(lines: Any) -> str:
 def pages() -> dict[str, str]:
     """Return the text of every generated page by its path in docs/reference."""
     settings = {"recipe.md": recipe_page(), "plan.md": plan_page(), "cluster.md": cluster_page()}
+    settings["pool.md"] = pool_page()
     python = {f"python/{name}": text for name, text in python_pages().items()}
     schema = json.dumps(plan_schema(), indent=2) + "\n"  # as `weft plan --schema` prints it
     return {**settings, "plan.schema.json": schema, "command-line.md": command_page(), **python}

@@ -17,6 +17,7 @@ from weft.cli import build_app, mark_script
 from weft.config.cluster import parse_cluster
 from weft.config.document import dump, format_value
 from weft.config.plan import Plan, parse_plan
+from weft.config.pool import parse_pool
 from weft.config.recipe import (
     BatchRecipe,
     ConvNetShape,
@@ -231,8 +232,11 @@ def read_toml(fence: Fence) -> None:
         parse_recipe(completed(base, document))
     elif kind.startswith("# cluster.toml"):
         parse_cluster(fence.text)
+    elif kind.startswith("# pool.toml"):
+        parse_pool(fence.text)
     else:
-        assert kind.startswith("# plan.toml"), f"{fence}: say `# recipe.toml`, `# plan.toml` or `# cluster.toml` first"
+        kinds = "`# recipe.toml`, `# plan.toml`, `# cluster.toml` or `# pool.toml`"
+        assert kind.startswith("# plan.toml"), f"{fence}: say {kinds} first"
         parse_plan(completed(Plan(), document))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -12,7 +11,7 @@ from weft.errors import ClusterError, did_you_mean
 
 _RULES = Rules(ClusterError)
 
-PlaceName = Literal["local", "ssh", "slurm", "ray", "kubernetes", "mpi"]
+PlaceName = Literal["local", "ssh", "slurm"]
 """A kind of place."""
 
 
@@ -22,14 +21,11 @@ class PoolHost:
 
     address: str
     """Address at which it is reached, as ssh takes it."""
-    devices: int | None = None
-    """Its accelerators, or processes; None: it says itself."""
     topology: tuple[str, ...] = ()
     """Where it lies, from the outside in, such as ["spine0", "leaf2"]."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)
-        _RULES.at_least(self, 1, "devices")
         if not self.address or self.address.startswith("-") or any(each.isspace() for each in self.address):
             raise _RULES.refuse(self, "address", "is no address. Write that of a machine, such as 10.0.0.1.")
 
@@ -51,23 +47,6 @@ class SshSettings:
         _RULES.types(self)
         _check_hosts(self)
         _RULES.at_least(self, 1, "port")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MpiSettings:
-    """`[mpi]`: machines on which `mpiexec` starts programs."""
-
-    hosts: tuple[PoolHost, ...] = ()
-    """The machines; empty: those of the allocation in which the command is given."""
-    launcher: tuple[str, ...] = ("mpiexec",)
-    """The command of MPICH or Open MPI, with options that the site needs."""
-
-    def __post_init__(self) -> None:
-        _RULES.types(self)
-        if self.hosts:
-            _check_hosts(self)
-        if not self.launcher:
-            raise _RULES.refuse(self, "launcher", 'is empty. Write the command, such as ["mpiexec"].')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,62 +83,11 @@ class SlurmSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RaySettings:
-    """`[ray]`: a cluster under Ray, reached by its dashboard."""
-
-    address: str = "http://127.0.0.1:8265"
-    """Address of the dashboard, where jobs are submitted."""
-    resources: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Further resources of each machine that a job takes."""
-    selector: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Labels that machines must have."""
-
-    def __post_init__(self) -> None:
-        _RULES.types(self)
-        if not self.address.startswith(("http://", "https://")):
-            raise _RULES.refuse(self, "address", "is no address. Write that of the dashboard: http://HOST:8265.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KubernetesSettings:
-    """`[kubernetes]`: a namespace of a cluster under Kubernetes."""
-
-    image: str
-    """Image in which agents run, with Weft inside."""
-    volume: str
-    """Claim of the volume that holds runs, recipes and data; it is mounted by all machines."""
-    mount: str
-    """Path at which the volume is mounted; also that of the run's folder as it is given here."""
-    namespace: str = "default"
-    kind: Literal["jobset", "trainjob"] = "jobset"
-    """Kind of object."""
-    queue: str | None = None
-    """Queue of Kueue; None: no queue."""
-    gang: Literal["none", "kueue", "volcano"] = "none"
-    """What keeps machines of a job together and starts them at the same time."""
-    service_account: str | None = None
-    priority_class: str | None = None
-    device_resource: str = "nvidia.com/gpu"
-    """Name of the accelerators among a machine's resources."""
-    shared_memory_bytes: int = 16 << 30
-    """Size of /dev/shm, which is 64 MB without."""
-    context: str | None = None
-    """Context of kubeconfig; None: the one that is set there."""
-
-    def __post_init__(self) -> None:
-        _RULES.types(self)
-        _RULES.above_zero(self, "shared_memory_bytes")
-        if not self.mount.startswith("/"):
-            raise _RULES.refuse(self, "mount", "must be an absolute path.")
-        if self.gang == "kueue" and self.queue is None:
-            raise _RULES.refuse(self, "queue", "is missing: Kueue admits what names one of its queues.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """Machines, the place that starts programs on them, and what the site asks for."""
 
     place: PlaceName
+    """Kind of place: this machine, hosts that ssh reaches, or Slurm."""
     name: str = field(default="", metadata=HIDDEN)
     """Name by which `--on` takes it: that of its file."""
     command: tuple[str, ...] = ()
@@ -174,13 +102,10 @@ class Pool:
     """Longest time of a job; None: the place's own limit."""
     grace_seconds: int = 120
     """Time between the word to stop and the end: ask for twice of what a save takes."""
-    labels: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Label of the place that says in which unit of a link tier a machine lies, by the tier's name."""
     ssh: SshSettings | None = None
+    """The hosts, where the place is ssh."""
     slurm: SlurmSettings | None = None
-    ray: RaySettings | None = None
-    kubernetes: KubernetesSettings | None = None
-    mpi: MpiSettings | None = None
+    """The partition, where the place is Slurm; None: the cluster's default."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)
@@ -190,14 +115,13 @@ class Pool:
                 ipaddress.ip_network(self.network, strict=False)
             except ValueError as error:
                 raise _RULES.refuse(self, "network", f"is no network: {error}. Write it as 10.0.0.0/24.") from None
-        for other in ("ssh", "slurm", "ray", "kubernetes", "mpi"):
+        for other in ("ssh", "slurm"):
             if other != self.place and getattr(self, other) is not None:
                 raise _RULES.refuse(
                     self, "place", f"does not go with [{other}]. Remove that table, or change the place."
                 )
-        if self.place in ("ssh", "kubernetes") and getattr(self, self.place) is None:
-            needs = "its hosts" if self.place == "ssh" else "its image and volume"
-            raise _RULES.refuse(self, "place", f"needs a table [{self.place}] with {needs}.")
+        if self.place == "ssh" and self.ssh is None:
+            raise _RULES.refuse(self, "place", "needs a table [ssh] with its hosts.")
 
     @classmethod
     def of_place(cls, place: PlaceName) -> Pool:
@@ -206,15 +130,12 @@ class Pool:
         Raises:
             ClusterError: the place cannot be used without a file.
         """
-        if place in ("ssh", "kubernetes"):
-            needs = "the hosts in [ssh]" if place == "ssh" else "image, volume and mount in [kubernetes]"
-            raise ClusterError(
-                f'--on {place} needs a file: --on {place}:pool.toml, with place = "{place}" and {needs}.'
-            )
+        if place == "ssh":
+            raise ClusterError('--on ssh needs a file: --on ssh:pool.toml, with place = "ssh" and the hosts in [ssh].')
         return cls(place=place, name=place)
 
 
-def _check_hosts(settings: SshSettings | MpiSettings) -> None:
+def _check_hosts(settings: SshSettings) -> None:
     if not settings.hosts:
         raise _RULES.refuse(settings, "hosts", 'is empty. List the machines: [{ address = "10.0.0.1" }].')
     seen: set[str] = set()

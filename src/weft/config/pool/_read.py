@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from weft.config.document import bind, read_document
+from weft.config.document import bind, parse_document, read_document
 from weft.config.pool._pool import PlaceName, Pool, unknown_pool
 from weft.errors import ClusterError
 
@@ -48,6 +48,15 @@ def all_pools() -> dict[str, Pool | ClusterError]:
         except ClusterError as error:
             found[name] = error
     return found
+
+
+def parse_pool(text: str, *, name: str = "pool.toml") -> Pool:
+    """Read a pool from TOML text; `name` stands for the file in messages.
+
+    Raises:
+        ClusterError: a setting is unknown, of the wrong type or impossible.
+    """
+    return bind(Pool, parse_document(text, "pool", ClusterError, name=name))
 
 
 def _load(path: Path) -> Pool:

@@ -1,4 +1,4 @@
-"""Places that run agents on machines: this machine, ssh, Slurm, Ray, Kubernetes and MPI, one file each."""
+"""Places that run agents on machines: this machine, ssh and Slurm, one file each."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ if TYPE_CHECKING:
 
 
 def place_of(name: PlaceName) -> JobPlace:
-    """Return a place by its name.
-
-    Raises:
-        LaunchError: Weft cannot use it yet.
-    """
-    from weft.errors import LaunchError
+    """Return a place by its name."""
     from weft.run.places import local, slurm, ssh
 
-    places: dict[str, JobPlace] = {"local": local.LocalPlace(), "ssh": ssh.SshPlace(), "slurm": slurm.SlurmPlace()}
-    if name not in places:
-        raise LaunchError(f"--on {name} is not there yet. Places that are: {', '.join(places)}.")
+    places: dict[PlaceName, JobPlace] = {
+        "local": local.LocalPlace(),
+        "ssh": ssh.SshPlace(),
+        "slurm": slurm.SlurmPlace(),
+    }
     return places[name]

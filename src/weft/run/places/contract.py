@@ -1,7 +1,7 @@
 """The contract of a place: what runs agents on machines, and what Weft asks of it.
 
-A place is this machine, a list of hosts that ssh reaches, Slurm, Ray, Kubernetes or MPI.  It starts, places and
-replaces machines.  On each machine it starts one agent, `weft agent RUN`; Weft decides which ranks the agent starts.
+A place is this machine, a list of hosts that ssh reaches, or Slurm.  It starts, places and replaces machines.  On each
+machine it starts one agent, `weft agent RUN`; Weft decides which ranks the agent starts.
 """
 
 from __future__ import annotations
@@ -60,8 +60,6 @@ class Gang:
     """Kind of the accelerators; empty: ranks compute on cores."""
     num_cores: int | None = None
     """Cores of a machine; None: as the place gives."""
-    memory_bytes: int | None = None
-    """Host memory of a machine; None: as the place gives."""
     blocks: tuple[GangBlock, ...] = ()
     """Blocks by tier, the smallest first."""
     limit_seconds: int | None = None

@@ -1,4 +1,4 @@
-"""A process that keeps a job's agents where the place has no service that does: this machine, ssh, MPI.
+"""A process that keeps a job's agents where the place has no service that does: this machine, and ssh.
 
 It runs on the host where the job was submitted, apart from that command.  Each agent is a child of it, or of an `ssh`
 that is: an agent leaves when its standard input ends, so that none outlives its keeper.  Whether the job goes on with
@@ -36,7 +36,7 @@ _STARTED_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptAgent:
-    """One command that starts an agent on a machine, or, for MPI, those of all."""
+    """One command that starts an agent on a machine."""
 
     name: str
     """Name of the machine, for people."""

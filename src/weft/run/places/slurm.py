@@ -150,8 +150,6 @@ def _options(gang: Gang, job: Job, pool: Pool, settings: SlurmSettings) -> Itera
     if settings.exclusive:
         yield option("--exclusive", "no other job on the machines")
         yield option("--mem=0", "all of a machine's memory")
-    elif gang.memory_bytes is not None:
-        yield option(f"--mem={gang.memory_bytes >> 20}M")
     for name in ("partition", "account", "qos", "reservation", "constraint"):
         if (value := getattr(settings, name)) is not None:
             yield option(f"--{name}={value}", f"as pool {pool.name} says")

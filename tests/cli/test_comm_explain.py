@@ -14,6 +14,7 @@ def test_it_measures_keeps_and_shows_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert run(["comm", "explain", "--processes", "2", "--size", "16M", "--size", "4K", "--size", "1K"]) == 0
     text = capfd.readouterr()
     lines = text.out.splitlines()

@@ -87,7 +87,7 @@ TESTS: dict[str, str | tuple[str, ...]] = {
         "tests/run/launch/test_launch_function.py::test_ranks_listen_on_loopback_only",
     ),
     "a store between machines (torchrun's, `MASTER_ADDR`)": TRUSTED,
-    "what hosts report of their ranks (`weft train --nodes`)": (
+    "what hosts report of their ranks (`weft train --nodes`, torchrun)": (
         "tests/watch/test_hosts_record.py::test_who_does_not_know_the_key_is_not_heard",
         "tests/watch/test_hosts_record.py::test_what_is_no_report_is_refused",
     ),

@@ -23,7 +23,7 @@ import numpy as np
 from weft.config.plan import axis_coordinates, parse_plan
 from weft.run.launch.memory_folder import RINGS, create_memory_folder, remove_memory_folder
 from weft.watch.channel import CollectorServer
-from weft.watch.host_reader import AGREED, HostReader, RankRecording
+from weft.watch.host_reader import AGREED, Dropped, HostReader, RankRecording
 from weft.watch.host_recorder import NOT_RECORDED, POLL_SECONDS, be_nice
 from weft.watch.store import (
     Gap,
@@ -169,13 +169,14 @@ class Collector:
             if len(report.steps):
                 self._take_steps(state, report)
             for lost in report.dropped:
-                self._gap(report.rank, (int(report.steps[0]) - 1 if len(report.steps) else self._newest), *lost)
+                self._gap(report.rank, int(report.steps[0]) - 1 if len(report.steps) else self._newest, lost)
 
     def _take_steps(self, state: _Rank, report: RankRecording) -> None:
         self._first_step_at = self._first_step_at or time.monotonic()
         late = int((report.steps <= self._newest).sum())
         if late:
-            self._gap(report.rank, int(report.steps[0]) - 1, 0, 0, late, "the steps were written before it was heard")
+            lost = Dropped(0, 0, late, "the steps were written before this rank was heard of")
+            self._gap(report.rank, int(report.steps[0]) - 1, lost)
         for index in range(late, len(report.steps)):
             step = int(report.steps[index])
             state.values[step] = dict(zip(report.columns, report.values[index].tolist(), strict=True))
@@ -184,9 +185,9 @@ class Collector:
                 state.agreed[step] = dict(zip(AGREED, report.agreed[index].tolist(), strict=True))
         state.detail, state.traffic = report.detail, report.traffic
 
-    def _gap(self, rank: int, step: int, spans: int, collectives: int, steps: int, reason: str) -> None:
-        gap = Gap(self._generation, rank, step, time.time(), spans, collectives, steps, reason)
-        self._write(lambda writer: writer.gap(gap))
+    def _gap(self, rank: int, step: int, lost: Dropped) -> None:
+        # The generation is known once the file is open: there may be earlier ones in it.
+        self._write(lambda writer: writer.gap(Gap(self._generation, rank, step, time.time(), *lost)))
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -235,7 +236,7 @@ class Collector:
         return False
 
     def _write_steps(self, writer: TelemetryWriter, ready: list[int], *, is_over: bool) -> None:
-        self._read_facts()
+        self._read_facts(is_over=is_over)
         self._predict_plan()
         if self._facts is not self._written_facts and self._facts is not None:
             writer.generation(self._facts)
@@ -285,7 +286,7 @@ class Collector:
         writer.part(self._generation, step, first, columns, matrix)
         self._recent.append((step, begin, there))
 
-    def _read_facts(self) -> None:
+    def _read_facts(self, *, is_over: bool) -> None:
         """Take what ranks say of themselves: once all have, again where one has come later, and now and then for the
         clocks of hosts."""
         head = self._head
@@ -294,7 +295,8 @@ class Collector:
         mark = (len(known), 1 + int(time.monotonic() // _CLOCK_SECONDS) if clocks else 0)
         if head is None or mark == self._facts_of:
             return
-        if self._facts is None and len(known) < max(len(self._ranks), int(head["world_size"])) and not self._is_late:
+        is_waiting = self._facts is None and not is_over and not self._is_late
+        if is_waiting and len(known) < max(len(self._ranks), int(head["world_size"])):
             return
         self._facts_of = mark
         mesh, sizes = parse_plan(head["plan"]).mesh, head["axes"]

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import final
@@ -48,9 +48,19 @@ def record_host(collector: str, key: bytes) -> Generator[Path | None]:
         logger.warning(NOT_RECORDED, "it does not exist or cannot be written")
         yield None
         return
+    with report_rings(rings, rings, lambda: collector, key):
+        yield rings
+
+
+@contextmanager
+def report_rings(rings: Path, generation: Path, collector: Callable[[], str], key: bytes) -> Generator[None]:
+    """Send what ranks record in `generation`, a folder in `rings`, until they have ended; then remove `rings`.
+
+    `collector` is asked where to send it, as for `record_host`, whenever there is no connection.
+    """
     try:
-        with _Sender(rings, collector, key):
-            yield rings
+        with _Sender(generation, collector, key):
+            yield
     finally:
         remove_memory_folder(rings)
 
@@ -65,9 +75,8 @@ def be_nice() -> None:
 class _Sender:
     """The thread that reads and sends."""
 
-    def __init__(self, rings: Path, collector: str, key: bytes) -> None:
-        self._address, _, number = collector.partition("/")
-        self._number, self._key = int(number), key
+    def __init__(self, rings: Path, collector: Callable[[], str], key: bytes) -> None:
+        self._collector, self._key, self._number = collector, key, 0
         self._reader = HostReader(rings)
         self._link: CollectorLink | None = None
         self._clock: HostClock | None = None
@@ -105,6 +114,8 @@ class _Sender:
         """Read, and send what can be sent.  At the end nobody is looked for again."""
         if not is_last:
             self._reach()
+        if not self._number:
+            return  # nobody has collected yet; the rings hold what there is
         for report in self._reader.reports(self._clock, with_stacks=self._wants_stacks):
             self._add(report)
         link = self._link
@@ -125,7 +136,11 @@ class _Sender:
         """Connect where there is no connection, and ask for the time."""
         try:
             if self._link is None:
-                self._link = CollectorLink(self._address, self._key, _REACH_SECONDS)
+                address, _, number = self._collector().partition("/")
+                if not number:
+                    return  # nobody collects yet
+                self._number = int(number)
+                self._link = CollectorLink(address, self._key, _REACH_SECONDS)
             wants_stacks = self._link.ask(_REACH_SECONDS)
             self._clock = self._link.clock
         except (OSError, ChannelError) as problem:
@@ -136,7 +151,7 @@ class _Sender:
         self._wants_stacks = wants_stacks
 
     def _let_go(self, problem: Exception) -> None:
-        logger.debug("the collector at %s cannot be reached: %s", self._address, problem)
+        logger.debug("the collector cannot be reached: %s", problem)
         if self._link is not None:
             self._link.close()
         self._link = None

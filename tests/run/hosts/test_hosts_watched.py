@@ -5,13 +5,16 @@ The losses are those of one process that records nothing.
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import machines
 import numpy as np
 import pytest
 from hosts_kit import HostJob, job_on_machines, write_recipe
@@ -175,3 +178,28 @@ def test_a_full_disk_of_the_collector_is_a_gap(tmp_path: Path, losses: list[floa
             assert sum(gap.steps for gap in gaps) >= 10
             assert len(record.steps) + sum(gap.steps for gap in gaps) == STEPS
             assert "disk is full" in str(page_of(record, "overview")["blocks"])
+
+
+def test_torchrun_on_two_hosts_is_recorded_whole(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "watch" / "slow_script.py"
+    with machines.machines(2, tmp_path / "machines") as hosts:
+        words = [str(Path(sys.executable).with_name("torchrun")), "--nnodes", "2", "--nproc-per-node", "1"]
+        words += ["--master-addr", hosts[0].address, "--master-port", "29511"]
+        environment = {"PYTHONPATH": os.pathsep.join(sys.path), "GLOO_SOCKET_IFNAME": "eth0"}
+        started = [
+            host.start(
+                [*words, "--node-rank", str(index), str(script), "1", "forward", "0.03", "120"],
+                folder=tmp_path, environment=environment,
+            )
+            for index, host in enumerate(hosts)
+        ]  # fmt: skip
+        said = [process.communicate(timeout=120)[0] for process in started]
+        assert [process.returncode for process in started] == [0, 0], "\n".join(said)
+    (run,) = (tmp_path / "runs").iterdir()
+    with closing(RunRecord(run)) as record:
+        assert [about["host"] for about in record.facts.ranks] == ["node0", "node1"]
+        assert record.facts.clock_error_seconds is not None
+        assert record.steps[-1].step == 120
+        assert not np.isnan(record.window.column("wall")).any()
+        assert record.gaps == []
+        assert "Rank 1 on host node1" in judge(record.window, record.facts)[0].title

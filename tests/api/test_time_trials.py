@@ -170,6 +170,7 @@ def test_trials_on_the_command_line_keep_what_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # of kept measurements
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE.replace("steps = 100", "steps = 1_000_000_000"))
     given = ["plan.compute.compile=false", "plan.memory.recompute=full", "plan.compute.threads_per_rank=1"]

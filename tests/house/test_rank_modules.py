@@ -12,7 +12,7 @@ import pytest
 from pages import ROOT
 
 WEFT = str(Path(sys.executable).with_name("weft"))
-MOST_LINES = 17_000
+MOST_LINES = 16_900
 """Lines of code and imports of Weft that a rank loads, without comments, docstrings and blanks, which cost it nothing.
 Lower it when less is loaded."""
 PROOF_LINES = 1_300

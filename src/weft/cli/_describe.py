@@ -31,7 +31,9 @@ def describe(
     overrides: Overrides = (),
     json: Json = False,
 ) -> None:
-    """Say what a recipe's model computes and keeps, block by block, how it splits and where it may be cut, and what of
+    """Say what a recipe's model computes, and how it can be split.
+
+    Block by block: what it computes and keeps, how it splits and where it may be cut, and what of
     it was not understood.
 
     Nothing is computed: the model runs on the meta device. Sizes are those of one sample's forward, in bf16 where the

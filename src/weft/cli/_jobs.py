@@ -21,7 +21,10 @@ _GRACE_LOOKS = 5
 
 
 def jobs(*, json: Json = False) -> None:
-    """List the runs that you have submitted, the newest first: where they are, how they stand, how far they are."""
+    """List the runs that you have submitted, the newest first.
+
+    Each with its place, the place's name for it, how it stands there, its newest step and its machines.
+    """
     from weft.run.places.submission import submitted_runs
 
     found = [_job(run) for run in submitted_runs()]
@@ -99,7 +102,9 @@ def logs(run: Path, /, *, follow: Annotated[bool, FLAG] = False, machine: int | 
 
 
 def stop(run: Path, /) -> None:
-    """Have a submitted run save and leave. The same command that submitted it lets it go on.
+    """Have a submitted run save and leave.
+
+    The same command that submitted it lets it go on.
 
     Parameters
     ----------
@@ -113,7 +118,10 @@ def stop(run: Path, /) -> None:
 
 
 def pools() -> int:
-    """List the pools that `--on` takes by name, with what is free there. Their files lie in ~/.config/weft/pools."""
+    """List the pools that --on takes by name, and what is free.
+
+    Their files lie in ~/.config/weft/pools, as NAME.toml.
+    """
     from weft.config.pool import all_pools
     from weft.run.places import place_of
 

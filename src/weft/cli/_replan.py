@@ -18,7 +18,9 @@ def replan(
     devices: int | None = None,
     auto: Annotated[bool, FLAG] = False,
 ) -> None:
-    """Let a training that runs go on under another plan, at its next step and without losing one.
+    """Let a training that runs go on under another plan.
+
+    It changes at its next step, and loses none.
 
     Parameters
     ----------

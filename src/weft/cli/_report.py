@@ -11,7 +11,9 @@ from weft.cli._options import write_output
 
 
 def report(run: Path, /, *, output: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None) -> None:
-    """Write the pages of weft watch as one HTML file, which opens without a server or a network.
+    """Write the pages of weft watch as one HTML file.
+
+    It opens without a server or a network.
 
     Parameters
     ----------

@@ -18,7 +18,9 @@ def trace(
     output: Annotated[Path, Parameter(name=("--output", "-o"))] = Path("trace.json.gz"),
     steps: str | None = None,
 ) -> None:
-    """Write what each rank did in some steps of a run, as a trace that Perfetto and chrome://tracing open.
+    """Write some steps of a run as a trace for Perfetto.
+
+    What each rank did in them; chrome://tracing opens it, too.
 
     Every rank is a row with its place in the mesh, with lanes of computing, of the collectives of each axis and of
     waits; arrows follow microbatches through the stages of a pipeline. Of a long run, the newest kept steps are written

@@ -35,25 +35,25 @@ def train(
 ) -> int:
     """Train a recipe.
 
-    On several hosts: `--on` a place or pool that starts Weft on them; or give the same command on each. Both need
-    `--nodes` and a `--run-folder` that all of them see.
+    On several hosts: `--on` a place that starts Weft there, or the same command on each; with `--nodes` and a
+    `--run-folder` that all see.
 
     Parameters
     ----------
     processes
-        How many processes; by default as many as the plan needs, and under torchrun as many as the job has.
+        How many; by default as the plan needs, and under torchrun those of the job.
     run_folder
-        Where the run is kept; by default a new folder in runs/.
+        Where the run is kept; by default in runs/.
     resume
-        Folder of an earlier run to go on with, or `latest`.
+        Folder of a run to go on with, or `latest`.
     trials
-        With `auto` on one host, let a few steps decide between plans that look equally fast, where the run is long
-        enough, and whether a step finds memory, where that is in doubt.
+        With `auto`, let a few steps decide between plans that look equal, where the run is long, and whether memory
+        suffices, where that is in doubt.
     prove
-        Compare two steps under the plan with plain PyTorch before the run: `auto` where that takes no longer than 10 s
-        or 5 % of the run, and once for the same recipe, plan and versions.
+        First compare two steps with plain PyTorch: `auto` once for a recipe and plan, where that takes at most 10 s or
+        5 % of the run.
     nodes
-        Hosts of the job: `4`, or `2..4` where they may come and go.
+        Hosts: `4`, or `2..4` where they may come and go.
     rendezvous
         How hosts meet: by the run's `folder` (the default), or `etcd://host:port,…`.
     network
@@ -61,12 +61,11 @@ def train(
     processes_per_node
         Processes of a host; by default one for each accelerator, or core.
     on
-        Where to train, apart from this command: a pool (`weft pools`), a place such as slurm, or PLACE:FILE.toml. The
-        run begins there, or goes on.
+        Where to begin or go on: slurm, a pool's name, or PLACE:FILE.toml.
     dry_run
-        With --on: print what would be submitted, and what the place says of it, and submit nothing.
+        With --on: show what would be submitted.
     time_limit
-        With --on: longest time of the job, such as 12:00:00; by default the pool's.
+        With --on: longest time, such as 12:00:00.
     """
     from weft.errors import LaunchError
     from weft.run.launch import RankInfo

@@ -20,7 +20,9 @@ def watch(
     no_token: Annotated[bool, FLAG] = False,
     terminal: Annotated[bool, FLAG] = False,
 ) -> None:
-    """Show where the time of a run goes, in a browser or a terminal: while it runs, or afterwards.
+    """Show where the time of a run goes, live or afterwards.
+
+    In a browser, or in the terminal.
 
     It only reads the run's folder, and prints a link. Ctrl-C ends it; the run goes on.
 

@@ -63,7 +63,7 @@ def test_requeue_and_stop_lose_no_step(tmp_path: Path, losses: list[float]) -> N
     with run_under_slurm(tmp_path, 2, "2") as (run, workers):
         status, said = run.submit("--dry-run", "--processes-per-node", "1")
         assert status == 0, said
-        assert "Slurm would have it" in said
+        assert "Slurm would start it" in said
         assert run.ask("squeue", "-h") == ""
         assert not run.job.run.exists()
         status, said = run.submit()

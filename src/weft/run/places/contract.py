@@ -202,7 +202,7 @@ class JobPlace(Protocol):
         ...
 
     def stop(self, placed: PlacedJob, job: Job, pool: Pool) -> None:
-        """Have every agent told to save and leave; the place ends what is left after the gang's grace."""
+        """Have every agent told to save and leave."""
         ...
 
     def free(self, pool: Pool) -> list[FreeNodes]:

@@ -8,6 +8,7 @@ fewer machines is decided by the agents; the keeper brings up those of the reser
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -30,6 +31,8 @@ _LOST = 255
 """Status of ssh where it could not connect, or has lost its connection."""
 _AGAIN_SECONDS = 5.0
 """Pause before a machine that was lost is tried again."""
+_PATIENCE_SECONDS = 600.0
+"""Time without any agent after which machines that are lost are waited for no longer."""
 _BEAT_SECONDS = 0.2
 _STARTED_SECONDS = 15.0
 
@@ -53,6 +56,8 @@ class KeeperTask:
     """Number of agents that should run at the same time."""
     grace_seconds: int
     """Time between the word to stop and the end."""
+    limit_seconds: int | None = None
+    """Longest time of the job, after which its agents save and leave; None: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,13 +166,19 @@ class _Keeper:
     stopping: threading.Event = field(default_factory=threading.Event)
     told: _KeeperState | None = None
     """What was told last."""
+    ran_at: float = field(default_factory=time.monotonic)
+    """When an agent ran last."""
 
     def keep(self) -> int:
         """Keep agents until the job has ended; return its status."""
         told = _KeeperState(pid=os.getpid(), started=start_of(os.getpid()) or "")
         for child in self.children[: self.task.num_wanted]:
             child.start()
+        limit = self.task.limit_seconds
+        deadline = math.inf if limit is None else time.monotonic() + limit
         while not self.stopping.is_set() and not self._is_over():
+            if time.monotonic() > deadline:
+                self.stopping.set()
             self._tell(told)
             for child in self.children:
                 if child.look():
@@ -184,9 +195,12 @@ class _Keeper:
         """Whether an agent has told how the job ended, or none is left."""
         statuses = {child.status for child in self.children}
         finished = statuses & {AGENT_DONE, AGENT_MEND}
-        running = any(child.process is not None for child in self.children)
+        if any(child.process is not None for child in self.children):
+            self.ran_at = time.monotonic()
+            return False
         # Where one is done the others are about to be; one that must be mended may be alone with that.
-        return not running and (bool(finished) or not any(self._is_lost(child) for child in self.children))
+        is_hopeless = time.monotonic() - self.ran_at > _PATIENCE_SECONDS
+        return bool(finished) or is_hopeless or not any(self._is_lost(child) for child in self.children)
 
     def _is_lost(self, child: _Child) -> bool:
         return child.status == _LOST

@@ -42,7 +42,12 @@ class LocalPlace:
     def submit(self, request: Request, gang: Gang, job: Job, pool: Pool) -> PlacedJob:
         command = tuple(shlex.split(request.lines[0].text))
         agents = (KeptAgent(name="this machine", command=command),)
-        task = KeeperTask(agents=agents, num_wanted=1, grace_seconds=gang.grace_seconds)
+        task = KeeperTask(
+            agents=agents,
+            num_wanted=1,
+            grace_seconds=gang.grace_seconds,
+            limit_seconds=gang.limit_seconds,
+        )
         return start_keeper(job.run, task, self.name)
 
     def state(self, placed: PlacedJob, job: Job, pool: Pool) -> PlaceState:

@@ -35,7 +35,8 @@ def settle(run: Path) -> int:
         return AGENT_LATER
     if AGENT_MEND in statuses and AGENT_LATER not in statuses:
         return AGENT_MEND
-    in_vain = len(before) - before.index(step) + 1 if step in before else 1
+    reached = [0, *before]  # the first attempt begins at step 0
+    in_vain = len(reached) - reached.index(step)
     if in_vain < _MOST_WITHOUT_STEPS:
         return AGENT_LATER
     print(f"the run has made no step in {in_vain} attempts, so it is not started again", flush=True)

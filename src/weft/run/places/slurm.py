@@ -66,13 +66,16 @@ class SlurmPlace:
         return Request(lines=tuple(lines), command=("sbatch", "--parsable"))
 
     def check(self, request: Request, gang: Gang, job: Job, pool: Pool) -> PlaceVerdict:
+        if odd := re.search(r"[^\w./+:=@,-]", str(job.run)):
+            text = f"Slurm reads {odd.group()!r} in the run's folder {job.run} otherwise: give a --run-folder without it"
+            return PlaceVerdict(accepts=False, text=text)
         if problem := _wrong_network(pool):
             return PlaceVerdict(accepts=False, text=problem)
         done = _run([*request.command, "--test-only"], text=request.text)
         said = " ".join(re.sub(r"^sbatch: (error: )?", "", line) for line in done.stderr.strip().splitlines())
         if done.returncode:
             return PlaceVerdict(accepts=False, text=f"Slurm says: {said}")
-        return PlaceVerdict(accepts=True, text=re.sub(r"^Job \d+ ", "Slurm would have it ", said))
+        return PlaceVerdict(accepts=True, text=re.sub(r"^Job \d+ to start", "Slurm would start it", said))
 
     def submit(self, request: Request, gang: Gang, job: Job, pool: Pool) -> PlacedJob:
         number = _asked(request.command, text=request.text).partition(";")[0]

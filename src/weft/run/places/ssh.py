@@ -73,7 +73,12 @@ class SshPlace:
             KeptAgent(name=host.address, command=tuple(shlex.split(line.text)))
             for host, line in zip(hosts, request.lines, strict=True)
         )
-        task = KeeperTask(agents=agents, num_wanted=min(gang.most, len(hosts)), grace_seconds=gang.grace_seconds)
+        task = KeeperTask(
+            agents=agents,
+            num_wanted=min(gang.most, len(hosts)),
+            grace_seconds=gang.grace_seconds,
+            limit_seconds=gang.limit_seconds,
+        )
         return start_keeper(job.run, task, self.name)
 
     def state(self, placed: PlacedJob, job: Job, pool: Pool) -> PlaceState:

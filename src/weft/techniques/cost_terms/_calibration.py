@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from weft.config.document import Rules, bind, read_document
+from weft.config.document import HIDDEN, Rules, bind, read_document
 from weft.errors import DataError
 from weft.techniques.cost_terms._corrections import Corrections
 
@@ -122,7 +122,7 @@ class Calibration:
     """Bandwidth between an accelerator and its host's memory, one way."""
     host_optimizer_bytes_per_second: float = 4e9
     """Optimizer state that a core's share of the host works through."""
-    corrections: Corrections = field(default_factory=Corrections)
+    corrections: Corrections = field(default_factory=Corrections, metadata=HIDDEN)
     """What recorded runs of the machine say of prices with all of the above."""
 
     def __post_init__(self) -> None:

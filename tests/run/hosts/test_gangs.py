@@ -111,6 +111,14 @@ def test_slurm_is_asked_for_whole_blocks(topology: str) -> None:
     assert "leaf" in line.why
 
 
+@pytest.mark.parametrize("folder", ["/shared/my run", "/shared/50%j", "/shared/a\nb", "/shared/#1"])
+def test_slurm_is_given_no_folder_that_it_would_read_otherwise(folder: str) -> None:
+    gang = Gang(least=1, most=1, num_devices=1, accelerator="")
+    pool, job, place = Pool(place="slurm", name="lab"), Job(name="weft-run", run=Path(folder)), place_of("slurm")
+    verdict = place.check(place.request(gang, job, pool), gang, job, pool)
+    assert (verdict.accepts, "give a --run-folder without it" in verdict.text) == (False, True)
+
+
 def facts_of(topology: tuple[str, ...], index: int) -> HostFacts:
     return HostFacts(
         host=f"node{index}",

@@ -30,7 +30,7 @@ from weft.events import RunFolder
 from weft.run.launch.launcher import ForkServer
 from weft.run.supervise.replan import PlanRequest, ask_for_plan
 
-STEPS = 75
+STEPS = 150
 SHAPE = DecoderShape(
     num_layers=4, hidden_size=48, num_heads=4, num_kv_heads=2, vocabulary_size=300, sequence_length=48, dropout=0.1
 )

@@ -67,7 +67,9 @@ class SlurmPlace:
 
     def check(self, request: Request, gang: Gang, job: Job, pool: Pool) -> PlaceVerdict:
         if odd := re.search(r"[^\w./+:=@,-]", str(job.run)):
-            text = f"Slurm reads {odd.group()!r} in the run's folder {job.run} otherwise: give a --run-folder without it"
+            text = (
+                f"Slurm reads {odd.group()!r} in the run's folder {job.run} otherwise: give a --run-folder without it"
+            )
             return PlaceVerdict(accepts=False, text=text)
         if problem := _wrong_network(pool):
             return PlaceVerdict(accepts=False, text=problem)

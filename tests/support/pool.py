@@ -267,7 +267,8 @@ def _serve(pipe: Connection, log: str) -> None:
         outcome = _perform(job)
         if len(sys.modules) > known:  # and the same of what a job has imported: transformers alone costs 0.3 s
             known = len(sys.modules)
-            gc.collect()  # but nothing else that a job has left
+            while gc.collect():  # but nothing else that a job has left: what is frozen in, with its sockets, stays
+                pass
             gc.freeze()
         pipe.send(outcome)
 

@@ -48,11 +48,13 @@ def agent(
         from weft.run.places.settle import settle as settle_attempt
 
         return settle_attempt(run.absolute())
-    from weft.api.training.agent import look, run_agent
-
     if check:
+        from weft.run.places.look import look
+
         print(look(run.absolute(), network))
         return 0
+    from weft.api.training.agent import run_agent
+
     return run_agent(run.absolute(), _seat(seat, topology), until_eof=until_eof)
 
 

@@ -39,9 +39,11 @@ def write_pool(path: Path, hosts: Sequence[Machine], keys: SshKeys, **changes: s
 
 
 @contextmanager
-def run_over_ssh(folder: Path, number: int, nodes: str) -> Generator[tuple[PlacedRun, list[Machine]]]:
+def run_over_ssh(
+    folder: Path, number: int, nodes: str, *, pause: float | None = PAUSE
+) -> Generator[tuple[PlacedRun, list[Machine]]]:
     """A run that has not been submitted, and its machines; commands are given on a further one."""
-    with job_on_machines(number + 1, folder, rendezvous="folder", nodes=nodes, steps=STEPS, pause=PAUSE) as (
+    with job_on_machines(number + 1, folder, rendezvous="folder", nodes=nodes, steps=STEPS, pause=pause) as (
         job,
         hosts,
     ):
@@ -91,7 +93,7 @@ def test_a_machine_of_the_reserve_takes_the_place_of_one_without_power(tmp_path:
 
 
 def test_what_is_wrong_is_said_in_a_paragraph_and_nothing_is_submitted(tmp_path: Path) -> None:
-    with run_over_ssh(tmp_path, 2, "2") as (run, workers):
+    with run_over_ssh(tmp_path, 2, "2", pause=None) as (run, workers):
         good = SshKeys(tmp_path / "ssh" / "user", tmp_path / "ssh" / "known_hosts")
         strange = tmp_path / "strange"
         strange.write_text(

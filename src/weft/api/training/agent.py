@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -14,34 +13,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from weft.config.cluster import known_machine
 from weft.errors import LaunchError, WeftError
-from weft.run.hosts.network import own_address
 from weft.run.places import place_of
 from weft.run.places.contract import AGENT_DONE, AGENT_LATER, PlaceSeat
 from weft.run.places.proposal import order_parts, pool_cluster
 from weft.run.places.submission import AgentNote, JobOrder, agent_log
-from weft.version import VERSION
 
 _OUTPUTS = (1, 2)
 """Descriptors of the standard output and of that for errors."""
-
-
-def look(run: Path, network: str | None) -> str:
-    """Say what this machine is, for the command that is about to submit a run to it: JSON with `version`, `address`,
-    `devices`.
-
-    Raises:
-        LaunchError: the machine has no address in the network, or does not see the run's folder.
-    """
-    above = next(parent for parent in (run, *run.parents) if parent.exists())
-    if above == Path("/") and run != above:
-        raise LaunchError(f"host {socket.gethostname()} does not see {run}: it must lie on a file system of all hosts.")
-    address = own_address(network)
-    cluster = known_machine().cluster
-    count = cluster.num_accelerators
-    devices = f"{count} × {cluster.kinds[0]}" if count else f"{cluster.num_cores} cores"
-    return json.dumps({"version": VERSION, "address": address.address, "devices": devices})
 
 
 def run_agent(run: Path, given: PlaceSeat | None, *, until_eof: bool) -> int:

@@ -33,6 +33,8 @@ from weft.config.document import format_value
 from weft.config.document._write import describe_fields  # pyright: ignore[reportPrivateUsage]
 from weft.config.plan import Plan, plan_schema
 from weft.config.pool import (
+    ClaimedVolume,
+    KubernetesSettings,
     Pool,
     PoolHost,
     SlurmSettings,
@@ -98,9 +100,9 @@ def pool_page() -> str:
     lines = [NOTE, "", "# pool.toml: who starts Weft where", ""]
     lines += ["A pool is given as `--on PLACE:pool.toml`, or by its name where it lies in `~/.config/weft/pools`."]
     lines += _items("[pool]", Pool)[2:]
-    for name, table in {"ssh": SshSettings, "slurm": SlurmSettings}.items():
+    for name, table in {"ssh": SshSettings, "slurm": SlurmSettings, "kubernetes": KubernetesSettings}.items():
         lines += _items(f"[{name}]", table)
-    return _text([*lines, *_items("hosts", PoolHost)])
+    return _text([*lines, *_items("hosts", PoolHost), *_items("volumes", ClaimedVolume)])
 
 
 def _sections(root: type[Any], after: dict[str, list[str]]) -> Iterator[str]:

@@ -1,5 +1,7 @@
 """Pools: machines, and the place that starts programs on them."""
 
+from weft.config.pool._kubernetes import ClaimedVolume as ClaimedVolume
+from weft.config.pool._kubernetes import KubernetesSettings as KubernetesSettings
 from weft.config.pool._pool import PlaceName as PlaceName
 from weft.config.pool._pool import Pool as Pool
 from weft.config.pool._pool import PoolHost as PoolHost

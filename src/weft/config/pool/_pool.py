@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from weft.config.document import HIDDEN, Rules
+from weft.config.pool._kubernetes import KubernetesSettings
 from weft.errors import ClusterError, did_you_mean
 
 _RULES = Rules(ClusterError)
 
-PlaceName = Literal["local", "ssh", "slurm"]
+PlaceName = Literal["local", "ssh", "slurm", "kubernetes"]
 """A kind of place."""
 
 
@@ -87,11 +88,11 @@ class Pool:
     """Machines, the place that starts programs on them, and what the site asks for."""
 
     place: PlaceName
-    """Kind of place: this machine, hosts that ssh reaches, or Slurm."""
+    """Kind of place: this machine, hosts that ssh reaches, Slurm or Kubernetes."""
     name: str = field(default="", metadata=HIDDEN)
     """Name by which `--on` takes it: that of its file."""
     command: tuple[str, ...] = ()
-    """Command that starts Weft on its machines, such as ["/shared/venv/bin/weft"]; empty: this Python's."""
+    """Command that starts Weft there, such as ["/shared/venv/bin/weft"]; empty: this Python's, in an image `weft`."""
     network: str | None = None
     """Network on which its machines reach one another, such as "10.0.0.0/24"; None: each has one address."""
     rendezvous: str = "folder"
@@ -106,6 +107,8 @@ class Pool:
     """The hosts, where the place is ssh."""
     slurm: SlurmSettings | None = None
     """The partition, where the place is Slurm; None: the cluster's default."""
+    kubernetes: KubernetesSettings | None = None
+    """The namespace, where the place is Kubernetes."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)
@@ -115,13 +118,15 @@ class Pool:
                 ipaddress.ip_network(self.network, strict=False)
             except ValueError as error:
                 raise _RULES.refuse(self, "network", f"is no network: {error}. Write it as 10.0.0.0/24.") from None
-        for other in ("ssh", "slurm"):
+        for other in ("ssh", "slurm", "kubernetes"):
             if other != self.place and getattr(self, other) is not None:
                 raise _RULES.refuse(
                     self, "place", f"does not go with [{other}]. Remove that table, or change the place."
                 )
         if self.place == "ssh" and self.ssh is None:
             raise _RULES.refuse(self, "place", "needs a table [ssh] with its hosts.")
+        if self.place == "kubernetes" and self.kubernetes is None:
+            raise _RULES.refuse(self, "place", "needs a table [kubernetes] with its image and volumes.")
 
     @classmethod
     def of_place(cls, place: PlaceName) -> Pool:
@@ -132,6 +137,11 @@ class Pool:
         """
         if place == "ssh":
             raise ClusterError('--on ssh needs a file: --on ssh:pool.toml, with place = "ssh" and the hosts in [ssh].')
+        if place == "kubernetes":
+            raise ClusterError(
+                '--on kubernetes needs a file: --on kubernetes:pool.toml, with place = "kubernetes", and the image and'
+                " the volumes in [kubernetes]."
+            )
         return cls(place=place, name=place)
 
 

@@ -153,7 +153,7 @@ def agent_log(run: Path, index: int) -> Path:
 
 def job_name(run: Path) -> str:
     """Name by which places show a run: `weft-` and that of its folder."""
-    return f"weft-{re.sub(r'[^a-z0-9]+', '-', run.name.lower()).strip('-')[:40] or 'run'}"
+    return f"weft-{re.sub(r'[^a-z0-9]+', '-', run.name.lower()).strip('-')[:40].rstrip('-') or 'run'}"
 
 
 def newest_step(run: Path) -> int | None:

@@ -128,7 +128,7 @@ def test_blocks_that_cannot_be_asked_for_are_refused(gang: Gang, more: dict[str,
 
 
 def test_a_folder_outside_the_volumes_is_refused_and_its_dollars_are_no_variables() -> None:
-    pool, job = pool_of(settings_of()), Job(name="weft-run", run=Path("/home/me/run"))
+    pool, job = pool_of(settings_of()), Job(name="weft-run", run=Path("/elsewhere/run"))
     verdict = PLACE.check(PLACE.request(gang_of(), job, pool), gang_of(), job, pool)
     assert verdict.text.endswith("give a --run-folder below /shared")
     odd = Job(name="weft-run", run=Path("/shared/$(HOME)"))

@@ -67,7 +67,7 @@ class KubernetesPlace:
     name = "kubernetes"
 
     def request(self, gang: Gang, job: Job, pool: Pool) -> Request:
-        text = json.dumps(_job_object(gang, job, pool), indent=1)
+        text = json.dumps(_whole_job(gang, job, pool), indent=1)
         reasons = {**_WHY, **_placement_reasons(gang, _settings(pool))}
         lines: list[RequestLine] = []
         for line in text.splitlines():
@@ -158,7 +158,7 @@ def _settings(pool: Pool) -> KubernetesSettings:
 # ── the Job ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _job_object(gang: Gang, job: Job, pool: Pool) -> dict[str, Any]:
+def _whole_job(gang: Gang, job: Job, pool: Pool) -> dict[str, Any]:
     settings = _settings(pool)
     labels = {"app.kubernetes.io/name": "weft", _INSTANCE: job.name}
     own = {} if settings.queue is None else {"kueue.x-k8s.io/queue-name": settings.queue}

@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,13 +86,31 @@ def slurm(folder: Path) -> Generator[Slurm]:
 
 
 @contextmanager
-def slurm_on(login: Machine, workers: Sequence[Machine], folder: Path, *, more: str = "") -> Generator[dict[str, str]]:
+def slurm_on(
+    login: Machine,
+    workers: Sequence[Machine],
+    folder: Path,
+    *,
+    more: str = "",
+    leaves: Mapping[str, Sequence[str]] | None = None,
+) -> Generator[dict[str, str]]:
     """Run Slurm on fake machines, its controller on one of them; yield what its commands need in their environment.
-    It ends with the machines.  `more`: further lines of the configuration, such as those of a topology."""
+    It ends with the machines.
+
+    Args:
+        more: further lines of the configuration.
+        leaves: the machines under each leaf switch, all of which hang on one `spine`.
+    """
     nodes = "\n".join(f"NodeName={each.name} NodeAddr={each.address} CPUs=2 RealMemory=1000" for each in workers)
     environment = _configure(folder, f"{login.name}({login.address})", nodes, [each.name for each in workers])
     with (folder / "slurm.conf").open("a") as file:
         file.write(more)
+        if leaves is not None:
+            file.write("TopologyPlugin=topology/tree\n")
+    if leaves is not None:
+        switches = [f"SwitchName={leaf} Nodes={','.join(names)}" for leaf, names in leaves.items()]
+        switches.append(f"SwitchName=spine Switches={','.join(leaves)}")
+        (folder / "topology.conf").write_text("\n".join(switches) + "\n")
     with ExitStack() as stack:
         output = stack.enter_context((folder / "daemons.log").open("w"))
         if not (_MUNGE / "munge.socket.2").exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,6 +97,38 @@ def test_machines_that_lie_together_take_neighbouring_ranks(seed: int) -> None:
     assert "per step (+" in line
 
 
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_as_many_blocks_are_whole_as_the_grant_permits(seed: int) -> None:
+    """Each leaf has given any number of machines; some plans have larger blocks, too, each under one of two spines."""
+    draw = random.Random(seed)
+    small, times = draw.choice((2, 3)), draw.choice((1, 2))
+    given = {(f"spine{leaf % 2}", f"leaf{leaf}"): draw.randint(0, 5) for leaf in range(6)}
+    places = [path for path, number in given.items() for _ in range(number)]
+    places += [("spine0", "leaf0")] * (-len(places) % (small * times))  # the gang has whole numbers of blocks
+    draw.shuffle(places)
+    joined = {f"{index}": facts_of(path, index) for index, path in enumerate(places)}
+    sizes = [(small, 0), (small * times, 1)] if times > 1 else [(small, 0)]
+    ordered = in_order(joined, sizes)
+    assert sorted(ordered) == sorted(joined)
+    assert next(iter(ordered)) == "0", "the leader has rank 0"
+    paths = [facts.topology for facts in ordered.values()]
+    outer = Counter(path[:1] for path in places)
+    size, level = sizes[-1]
+    wanted = sum(number // size for number in (outer if level else Counter(places)).values())
+    assert num_whole(block_of_size(size, level), paths) == wanted
+
+
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_a_gang_that_one_leaf_holds_is_a_block(seed: int) -> None:
+    draw = random.Random(seed)
+    cluster, nodes = draw_cluster(draw, leaf_nodes=8), draw.choice((2, 4, 8))
+    layout = Layout(tensor=PER_NODE, shard=nodes, zero=draw.choice((2, 3)), microbatch_size=1)
+    profile = description_of_sizes(known_model("llama-3.1-8b").sizes).profile
+    (block,) = blocks_of(cluster, price_blocks(profile, cluster, layout))
+    assert (block.num_nodes, block.tier_nodes, block.axes) == (nodes, 8, ("shard", "tensor"))
+    assert block.whole_seconds < block.scattered_seconds
+
+
 @pytest.mark.parametrize("topology", ["tree", "block"])
 def test_slurm_is_asked_for_whole_blocks(topology: str) -> None:
     cluster, _, priced = draw_case(3)
@@ -117,6 +150,20 @@ def test_slurm_is_given_no_folder_that_it_would_read_otherwise(folder: str) -> N
     pool, job, place = Pool(place="slurm", name="lab"), Job(name="weft-run", run=Path(folder)), place_of("slurm")
     verdict = place.check(place.request(gang, job, pool), gang, job, pool)
     assert (verdict.accepts, "give a --run-folder without it" in verdict.text) == (False, True)
+
+
+def block_of_size(size: int, level: int) -> GangBlock:
+    return GangBlock(
+        tier="leaf",
+        level=level,
+        tier_nodes=size,
+        num_nodes=size,
+        axes=(),
+        must=False,
+        whole_seconds=1.0,
+        split_seconds=1.0,
+        scattered_seconds=1.0,
+    )
 
 
 def facts_of(topology: tuple[str, ...], index: int) -> HostFacts:

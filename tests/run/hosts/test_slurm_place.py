@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,11 +47,22 @@ class SlurmRun(PlacedRun):
 
 @contextmanager
 def run_under_slurm(
-    folder: Path, number: int, nodes: str, *, more: str = "", pool: str = "", steps: int = STEPS, ranks: int = 2
+    folder: Path,
+    number: int,
+    nodes: str,
+    *,
+    more: str = "",
+    leaves: Mapping[str, Sequence[str]] | None = None,
+    pool: str = "",
+    steps: int = STEPS,
+    ranks: int = 2,
 ) -> Generator[tuple[SlurmRun, list[Machine]]]:
     """A run that has not been submitted, and its machines; commands are given on a further one."""
     job_on = job_on_machines(number + 1, folder, rendezvous="folder", nodes=nodes, steps=steps, pause=PAUSE)
-    with job_on as (job, (login, *workers)), slurm_on(login, workers, folder / "slurm", more=more) as environment:
+    with (
+        job_on as (job, (login, *workers)),
+        slurm_on(login, workers, folder / "slurm", more=more, leaves=leaves) as environment,
+    ):
         job.plan.write_text(f"[mesh]\nreplicate = {ranks}\n")
         path = folder / "pool.toml"
         network = f'network = "{workers[0].address}/24"'
@@ -122,6 +133,21 @@ def test_a_job_goes_on_without_a_machine_that_loses_its_power(tmp_path: Path, lo
         assert run.job.losses() == pytest.approx(losses, rel=1e-5)
         numbers = [each["world_size"] for each in run.job.events("generation")]
         assert numbers[-1] == 2, numbers
+
+
+def test_an_agent_that_does_not_leave_is_ended_after_the_grace(tmp_path: Path) -> None:
+    with run_under_slurm(tmp_path, 2, "2", steps=5000) as (run, workers):
+        assert run.submit()[0] == 0
+        run.job.wait_for_step(5)
+        stuck = workers[1].start(["pkill", "-STOP", "-f", "weft.cli agent"])
+        assert stuck.wait(10) == 0
+        status, said = run.weft("stop", str(run.job.run))
+        assert status == 0, said
+        # The grace in whole minutes of the job's time, Slurm's KillWait, and its look at limits, every 30 s.
+        run.wait_until_ended(seconds=10 + 60 + 20 + 30 + 30)
+        assert run.ask("squeue", "-h") == "", "it was requeued"
+        for host in workers:
+            assert "weft" not in processes_of(host)
 
 
 def test_what_is_wrong_is_said_in_a_paragraph_and_nothing_is_submitted(tmp_path: Path) -> None:

@@ -251,7 +251,13 @@ class _HostAgent:
         """Lead the job to its end, and tell the others how it ended."""
         if line := meeting.lead():
             self._say(f"note      {line}")
-        crew = HostCrew(meeting.membership, self.facts.address, least=self.request.least, most=self.request.most)
+        crew = HostCrew(
+            meeting.membership,
+            self.facts.address,
+            least=self.request.least,
+            most=self.request.most,
+            blocks=[(block.num_nodes, block.level) for block in self.request.blocks],
+        )
         try:
             self._gather(crew, meeting.membership)
             if signals.stopping.is_set():  # the others, if they are not told so, too, go on

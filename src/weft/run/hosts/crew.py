@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,11 +41,20 @@ address (`Roster.collector`), with the key of the job's telemetry; None: they do
 class HostCrew:
     """The hosts of a job as the leader uses them: `run` starts a generation on all that take part."""
 
-    def __init__(self, membership: Membership, address: str, *, least: int, most: int) -> None:
-        """`least` and `most`: hosts that take part.  Further ones wait for the place of one that is lost."""
+    def __init__(
+        self,
+        membership: Membership,
+        address: str,
+        *,
+        least: int,
+        most: int,
+        blocks: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """`least` and `most`: hosts that take part.  Further ones wait for the place of one that is lost.  `blocks`:
+        see `in_order`."""
         self._membership = membership
         self._address = address
-        self._least, self._most = least, most
+        self._least, self._most, self._blocks = least, most, tuple(blocks)
         self._hosts: dict[str, HostFacts] = {}
         self._new: set[str] = set()
         """Hosts that take part in this generation for the first time."""
@@ -74,7 +83,7 @@ class HostCrew:
     def choose(self) -> None:
         """Let those take part that are there, as many as are wanted."""
         before, present = self._hosts, self.present()
-        self._hosts = in_order(dict(list(present.items())[: self._most]))
+        self._hosts = in_order(dict(list(present.items())[: self._most]), self._blocks)
         self._new = set(self._hosts) - set(before) if before else set()
 
     def has_grown(self) -> bool:

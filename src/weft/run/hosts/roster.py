@@ -118,9 +118,14 @@ def end_of_json(content: dict[str, Any]) -> JobEnd:
     return JobEnd(**{**content, **read})
 
 
-def in_order(members: Mapping[str, HostFacts]) -> dict[str, HostFacts]:
+def in_order(members: Mapping[str, HostFacts], blocks: Sequence[tuple[int, int]] = ()) -> dict[str, HostFacts]:
     """Return hosts in the order of their ranks: those that lie together follow one another, so that the inner axes of
-    a mesh stay together.  The first stays the first: it leads, and has rank 0."""
+    a mesh stay together.  The first stays the first: it leads, and has rank 0.
+
+    Args:
+        blocks: for each tier of links between hosts the number of hosts of a block, and how many tiers lie inside that
+            one; the smallest first.  As many blocks as can be are whole: what is left over in a unit comes last.
+    """
     if not members:
         return {}
     leader = next(iter(members))
@@ -136,7 +141,36 @@ def in_order(members: Mapping[str, HostFacts]) -> dict[str, HostFacts]:
             shared += 1
         return (-1 - len(home) if name == leader else -shared, facts.topology, facts.index)
 
-    return dict(sorted(members.items(), key=distance))
+    order = _whole_first([name for name, _ in sorted(members.items(), key=distance)], members, blocks)
+    for size in (*(size for size, _ in reversed(blocks)), 1):
+        # The leader's block comes to the front.  One that is not full takes hosts of the block before it.
+        first = max(0, min(order.index(leader) // size * size, len(order) - size))
+        order = [*order[first : first + size], *order[:first], *order[first + size :]]
+    return {name: members[name] for name in order}
+
+
+def _whole_first(
+    order: Sequence[str], members: Mapping[str, HostFacts], blocks: Sequence[tuple[int, int]]
+) -> list[str]:
+    """Return hosts with those that make whole blocks in front, and in them those of the smaller blocks."""
+    if not blocks:
+        return list(order)
+    *inner, (size, level) = blocks
+    units: dict[tuple[str, ...], list[str]] = {}
+    for name in order:
+        units.setdefault(unit_of(members[name].topology, level), []).append(name)
+    whole, rest = list[str](), list[str]()
+    for names in units.values():
+        number = len(names) // size * size
+        packed = _whole_first(names, members, inner)
+        whole += packed[:number]
+        rest += packed[number:]
+    return whole + _whole_first(rest, members, inner)
+
+
+def unit_of(topology: tuple[str, ...], level: int) -> tuple[str, ...]:
+    """Return the unit of a tier in which a host lies: 0 for the innermost tier, whose name is the last of the path."""
+    return topology[: max(1, len(topology) - level)]
 
 
 def seats_of(members: Mapping[str, HostFacts], world_size: int) -> tuple[Seat, ...]:

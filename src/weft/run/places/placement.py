@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from weft.formatting import format_percent, format_seconds
+from weft.run.hosts.roster import unit_of
 from weft.run.places.contract import GangBlock
 
 
@@ -41,5 +42,4 @@ def _units(block: GangBlock, topologies: Sequence[tuple[str, ...]]) -> Iterator[
     """The units of the tier on which each block lies."""
     for start in range(0, len(topologies), block.num_nodes):
         paths = topologies[start : start + block.num_nodes]
-        # The last name of a path is that of the innermost tier.
-        yield {path[: max(1, len(path) - block.level)] for path in paths}
+        yield {unit_of(path, block.level) for path in paths}

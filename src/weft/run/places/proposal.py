@@ -91,13 +91,15 @@ def propose(
     bare = Gang(least=least, most=most, num_devices=1, accelerator="")
     order = JobOrder(train=train, folder=folder, pool=pool, gang=bare)
     recipe, given = order_parts(order)
-    cluster = _cluster(order, given)
+    cluster = _cluster(order, given, most)
     described = describe(recipe)
     plan = given or choose_plan(recipe, cluster, described.facts, profile=described.profile).plan
     layout, seconds, blocks = Layout.of(plan), 0.0, tuple[GangBlock, ...]()
     with suppress(ClusterError):  # devices whose speed nobody knows have no price
         seconds = CostModel(described.profile, cluster).predict(layout, exact=True).time.total
-        blocks = tuple(block_of(priced, cluster) for priced in price_blocks(described.profile, cluster, layout))
+        # A gang that one leaf can hold is a block itself: what it costs elsewhere only the whole pool tells.
+        whole = _cluster(order, given, max(most, (pool_cluster(order) or cluster).num_nodes))
+        blocks = tuple(block_of(priced, whole) for priced in price_blocks(described.profile, whole, layout))
     gang = replace(
         bare,
         num_devices=cluster.nodes[0].devices.count,
@@ -210,15 +212,15 @@ def pool_cluster(order: JobOrder) -> Cluster | None:
     return None if order.pool.cluster is None else resolve_cluster(order.pool.cluster)
 
 
-def _cluster(order: JobOrder, given: Plan | None) -> Cluster:
-    """The machines of the gang as the planner sees them."""
+def _cluster(order: JobOrder, given: Plan | None, num_hosts: int) -> Cluster:
+    """So many machines of the pool as the planner sees them."""
     described, own = pool_cluster(order), known_machine().cluster
     known = described or own
     per_node = order.train.processes_per_node
     if per_node is None:
         on_cores = given is not None and given.compute.device == "cpu"
         per_node = known.nodes[0].cores if on_cores else known.nodes[0].devices.count
-    return cluster_of_hosts(own, described, order.gang.most, per_node)
+    return cluster_of_hosts(own, described, num_hosts, per_node)
 
 
 def block_of(priced: PricedBlock, cluster: Cluster) -> GangBlock:

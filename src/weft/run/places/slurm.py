@@ -21,6 +21,7 @@ from weft.run.places.contract import (
     ANSWER_SECONDS,
     FreeNodes,
     Gang,
+    GangBlock,
     Job,
     PlacedJob,
     PlaceSeat,
@@ -34,7 +35,9 @@ from weft.run.places.settle import why_ended
 from weft.run.places.submission import FOLDER
 
 _LONG_SECONDS = 30 * 86_400
-"""Wait for switches where a block must lie together: until there is room."""
+"""Wait for switches where a block must lie together: as long as the site permits."""
+_MOST_SWITCH_WAIT_SECONDS = 300
+"""Longest wait for switches where the site says nothing else (slurm.conf(5), max_switch_wait)."""
 _MARGIN_SECONDS = 60
 """Slurm may send the signal before a time limit as much earlier (sbatch(1), --signal)."""
 _PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED")
@@ -77,7 +80,8 @@ class SlurmPlace:
         said = " ".join(re.sub(r"^sbatch: (error: )?", "", line) for line in done.stderr.strip().splitlines())
         if done.returncode:
             return PlaceVerdict(accepts=False, text=f"Slurm says: {said}")
-        return PlaceVerdict(accepts=True, text=re.sub(r"^Job \d+ to start", "Slurm would start it", said))
+        text = re.sub(r"^Job \d+ to start", "Slurm would start it", said) + _shorter_wait(gang, pool)
+        return PlaceVerdict(accepts=True, text=text)
 
     def submit(self, request: Request, gang: Gang, job: Job, pool: Pool) -> PlacedJob:
         number = _asked(request.command, text=request.text).partition(";")[0]
@@ -103,6 +107,7 @@ class SlurmPlace:
         else:
             # The batch shell is spared: it sees that the run was told to stop, and does not requeue it.
             _asked(["scancel", "--signal=TERM", placed.number])
+            _end_after(placed.number, pool.grace_seconds)
 
     def free(self, pool: Pool) -> list[FreeNodes]:
         settings = pool.slurm or SlurmSettings()
@@ -172,12 +177,9 @@ def _options(gang: Gang, job: Job, pool: Pool, settings: SlurmSettings) -> Itera
 
 
 def _placement(gang: Gang, settings: SlurmSettings) -> Iterator[RequestLine]:
-    """The options that keep blocks together: Slurm takes one such wish, so it is that of the largest block that costs
-    most where it is split."""
-    blocks = [block for block in gang.blocks if block.num_nodes > 1]
-    if not blocks or settings.topology == "none":
+    """The options that keep blocks together."""
+    if (block := _wished_block(gang, settings)) is None:
         return
-    block = max(blocks, key=lambda each: (each.must, each.split_seconds, each.num_nodes))
     loss = format_percent(100 * (block.scattered_seconds / block.whole_seconds - 1))
     why = f"{' and '.join(block.axes) or 'neighbours'} stay in one {block.tier}; scattered: +{loss} per step"
     if settings.topology == "block":
@@ -185,8 +187,55 @@ def _placement(gang: Gang, settings: SlurmSettings) -> Iterator[RequestLine]:
             yield RequestLine(f"#SBATCH --segment={block.num_nodes}", why)
         return
     switches = math.ceil(gang.most / block.tier_nodes)
-    wait = _LONG_SECONDS if block.must else settings.switch_wait_seconds
-    yield RequestLine(f"#SBATCH --switches={switches}@{_clock(wait)}", why)
+    yield RequestLine(f"#SBATCH --switches={switches}@{_clock(_switch_wait(block, settings))}", why)
+
+
+def _wished_block(gang: Gang, settings: SlurmSettings) -> GangBlock | None:
+    """Slurm takes one wish, so it is that of the largest block that costs most where it is split."""
+    blocks = [block for block in gang.blocks if block.num_nodes > 1]
+    if not blocks or settings.topology == "none":
+        return None
+    return max(blocks, key=lambda each: (each.must, each.split_seconds, each.num_nodes))
+
+
+def _switch_wait(block: GangBlock, settings: SlurmSettings) -> int:
+    return _LONG_SECONDS if block.must else settings.switch_wait_seconds
+
+
+def _shorter_wait(gang: Gang, pool: Pool) -> str:
+    """Say that the site lets a job wait less long for its switches than it is asked: Slurm itself only cuts it."""
+    settings = pool.slurm or SlurmSettings()
+    block = _wished_block(gang, settings)
+    if block is None or settings.topology != "tree":
+        return ""
+    found = re.search(r"\bmax_switch_wait=(\d+)", _asked(["scontrol", "show", "config"]))
+    limit = int(found[1]) if found is not None else _MOST_SWITCH_WAIT_SECONDS
+    if _switch_wait(block, settings) <= limit:
+        return ""
+    return f"; after {limit} s (the site's max_switch_wait) it takes machines under any switches"
+
+
+def _end_after(number: str, seconds: int) -> None:
+    """Have Slurm end a running job after a time, in whole minutes since its start, whatever becomes of this command:
+    its time limit is lowered, which every user may do with jobs of their own."""
+    fields = _asked(["squeue", "-h", "-j", number, "-O", "TimeUsed:20,TimeLeft:20"]).split()
+    if len(fields) != 2:  # it has ended meanwhile
+        return
+    used, left = (_read_clock(each) for each in fields)
+    if used is None or (left is not None and left <= seconds + 60):
+        return
+    done = _run(["scontrol", "update", f"JobId={number}", f"TimeLimit={math.ceil((used + seconds) / 60)}"])
+    if done.returncode and "already finished" not in done.stderr:
+        raise _down(done.stderr)
+
+
+def _read_clock(text: str) -> int | None:
+    """Seconds of a time as squeue prints it, `1-02:03:04` or `3:04`; None: there is none (`UNLIMITED`, `INVALID`)."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(each or 0) for each in match.groups())
+    return ((24 * days + hours) * 60 + minutes) * 60 + seconds
 
 
 def _wrong_network(pool: Pool) -> str:

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 
 from weft.config.pool import Pool
 from weft.errors import LaunchError
+from weft.formatting import format_percent
 
 AGENT_DONE = 0
 """Exit status of an agent whose job is done."""
@@ -46,6 +47,13 @@ class GangBlock:
     scattered_seconds: float
     """The same where no two machines of a block lie together."""
 
+    @property
+    def why(self) -> str:
+        """Why its machines should lie together, as the end of a sentence."""
+        axes = " and ".join(self.axes) or "neighbours"
+        loss = format_percent(100 * (self.scattered_seconds / self.whole_seconds - 1))
+        return f"{axes} stay in one {self.tier}; scattered: +{loss} per step"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gang:
@@ -71,6 +79,12 @@ class Gang:
     def nodes(self) -> str:
         """The numbers of machines as `--nodes` has them: `4`, or `2..4`."""
         return str(self.least) if self.least == self.most else f"{self.least}..{self.most}"
+
+    @property
+    def dearest_block(self) -> GangBlock | None:
+        """The block for which a place is asked that takes one such wish: the one that costs most where it is split."""
+        blocks = [block for block in self.blocks if block.num_nodes > 1]
+        return max(blocks, key=lambda each: (each.must, each.split_seconds, each.num_nodes), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ from typing import Any, final
 
 from weft.config.pool import KubernetesSettings, Pool
 from weft.errors import LaunchError
-from weft.formatting import format_percent
 from weft.run.places.contract import (
     AGENT_LATER,
     AGENT_MEND,
@@ -256,12 +255,6 @@ def _toleration(text: str) -> dict[str, str]:
 # ── where the machines lie ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _dearest(gang: Gang) -> GangBlock | None:
-    """The block that costs most where it is split: Kubernetes takes one such wish."""
-    blocks = [block for block in gang.blocks if block.num_nodes > 1]
-    return max(blocks, key=lambda each: (each.must, each.split_seconds, each.num_nodes), default=None)
-
-
 def _label(block: GangBlock, settings: KubernetesSettings) -> str | None:
     """The label of nodes for a block's tier; None: the pool names none."""
     return settings.topology[-1 - block.level] if block.level < len(settings.topology) else None
@@ -273,7 +266,7 @@ def _is_sliced(block: GangBlock, gang: Gang) -> bool:
 
 def _wrong_block(gang: Gang, settings: KubernetesSettings) -> str:
     """Say that a block which must lie together cannot be asked for."""
-    block = _dearest(gang)
+    block = gang.dearest_block
     if block is None or not block.must:
         return ""
     wanted = f"blocks of {block.num_nodes} machines must each lie in one {block.tier}"
@@ -288,7 +281,7 @@ def _wrong_block(gang: Gang, settings: KubernetesSettings) -> str:
 
 def _kueue_annotations(gang: Gang, settings: KubernetesSettings) -> dict[str, str]:
     """What Kueue is told of the dearest block.  It gives places to pods in the order of their index."""
-    block = _dearest(gang)
+    block = gang.dearest_block
     if block is None or settings.queue is None or (label := _label(block, settings)) is None:
         return {}
     if block.must:
@@ -303,7 +296,7 @@ def _affinity(gang: Gang, job: Job, settings: KubernetesSettings) -> dict[str, A
     mine = {"labelSelector": {"matchLabels": {_INSTANCE: job.name}}}
     apart = {**mine, "topologyKey": "kubernetes.io/hostname"}
     affinity: dict[str, Any] = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
-    block = _dearest(gang)
+    block = gang.dearest_block
     if block is not None and settings.queue is None and (label := _label(block, settings)) is not None:
         beside = {**mine, "topologyKey": label}
         if block.must:
@@ -315,13 +308,11 @@ def _affinity(gang: Gang, job: Job, settings: KubernetesSettings) -> dict[str, A
 
 
 def _placement_reasons(gang: Gang, settings: KubernetesSettings) -> dict[str, str]:
-    block = _dearest(gang)
+    block = gang.dearest_block
     if block is None:
         return {}
-    loss = format_percent(100 * (block.scattered_seconds / block.whole_seconds - 1))
-    why = f"{' and '.join(block.axes) or 'neighbours'} stay in one {block.tier}; scattered: +{loss} per step"
     keys = ("podset-slice-required-topology", "podset-preferred-topology")
-    return {"podAffinity": why, **{f"kueue.x-k8s.io/{key}": why for key in keys}}
+    return {"podAffinity": block.why, **{f"kueue.x-k8s.io/{key}": block.why for key in keys}}
 
 
 # ── kubectl ───────────────────────────────────────────────────────────────────────────────────────────────────────────

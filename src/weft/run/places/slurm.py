@@ -15,7 +15,6 @@ from typing import final
 
 from weft.config.pool import Pool, SlurmSettings
 from weft.errors import LaunchError
-from weft.formatting import format_percent
 from weft.run.places.contract import (
     AGENT_LATER,
     ANSWER_SECONDS,
@@ -180,22 +179,16 @@ def _placement(gang: Gang, settings: SlurmSettings) -> Iterator[RequestLine]:
     """The options that keep blocks together."""
     if (block := _wished_block(gang, settings)) is None:
         return
-    loss = format_percent(100 * (block.scattered_seconds / block.whole_seconds - 1))
-    why = f"{' and '.join(block.axes) or 'neighbours'} stay in one {block.tier}; scattered: +{loss} per step"
     if settings.topology == "block":
         if gang.least % block.num_nodes == 0 and gang.most % block.num_nodes == 0:
-            yield RequestLine(f"#SBATCH --segment={block.num_nodes}", why)
+            yield RequestLine(f"#SBATCH --segment={block.num_nodes}", block.why)
         return
     switches = math.ceil(gang.most / block.tier_nodes)
-    yield RequestLine(f"#SBATCH --switches={switches}@{_clock(_switch_wait(block, settings))}", why)
+    yield RequestLine(f"#SBATCH --switches={switches}@{_clock(_switch_wait(block, settings))}", block.why)
 
 
 def _wished_block(gang: Gang, settings: SlurmSettings) -> GangBlock | None:
-    """Slurm takes one wish, so it is that of the largest block that costs most where it is split."""
-    blocks = [block for block in gang.blocks if block.num_nodes > 1]
-    if not blocks or settings.topology == "none":
-        return None
-    return max(blocks, key=lambda each: (each.must, each.split_seconds, each.num_nodes))
+    return None if settings.topology == "none" else gang.dearest_block
 
 
 def _switch_wait(block: GangBlock, settings: SlurmSettings) -> int:

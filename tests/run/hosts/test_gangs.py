@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from weft.config.cluster import Cluster, LinkTier, parse_cluster_spec
+from weft.config.cluster import Cluster, LinkTier, cluster_of_hosts, parse_cluster_spec
 from weft.config.pool import Pool, SlurmSettings
 from weft.model.description import description_of_sizes
 from weft.model.profile.known import known_model
-from weft.planning.price import PricedBlock, price_blocks
+from weft.planning.price import CostModel, PricedBlock, price_blocks
 from weft.run.hosts.roster import HostFacts, in_order
 from weft.run.places import place_of
 from weft.run.places.contract import Gang, GangBlock, Job
-from weft.run.places.placement import num_whole, placement_lines
+from weft.run.places.placement import granted, num_whole, placement_lines
 from weft.run.places.proposal import block_of
 from weft.techniques.cost_terms import Layout
 
@@ -116,6 +116,39 @@ def test_as_many_blocks_are_whole_as_the_grant_permits(seed: int) -> None:
     size, level = sizes[-1]
     wanted = sum(number // size for number in (outer if level else Counter(places)).values())
     assert num_whole(block_of_size(size, level), paths) == wanted
+
+
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_the_planner_sees_what_was_granted(seed: int) -> None:
+    cluster, layout, priced = draw_case(seed)
+    (block,), leaf_nodes = blocks_of(cluster, priced), cluster.num_nodes // 4
+    draw = random.Random(seed)
+    size = draw.choice([size for size in range(1, leaf_nodes + 1) if leaf_nodes % size == 0])
+    order = [leaf for leaf in range(4) for _ in range(leaf_nodes // size)]
+    draw.shuffle(order)
+    paths = [("spine", f"leaf{leaf}") for leaf in order for _ in range(size)]
+    seen = granted(cluster, paths)
+    leaf = next((tier.devices // PER_NODE for tier in seen.links if tier.name == "leaf"), 1)
+    assert leaf >= size
+    for start in range(0, len(paths), leaf):
+        assert len(set(paths[start : start + leaf])) == 1
+    assert granted(cluster, [("spine", f"leaf{index // leaf_nodes}") for index in range(len(paths))]) == cluster
+    profile = description_of_sizes(known_model("llama-3.1-8b").sizes).profile
+    seconds = CostModel(profile, seen).predict(layout, exact=True).time.total
+    if leaf % block.num_nodes == 0:
+        assert seconds == pytest.approx(block.whole_seconds)
+    if leaf == 1:
+        assert seconds == pytest.approx(block.scattered_seconds)
+
+
+@pytest.mark.parametrize("num_devices", [2, 4, 8, 16])
+def test_tiers_of_a_cluster_join_machines_however_many_ranks_each_has(num_devices: int) -> None:
+    cluster = draw_cluster(random.Random(0), leaf_nodes=4)
+    seen = cluster_of_hosts(cluster, cluster, 6, num_devices)
+    joined = [(tier.name, tier.devices) for tier in seen.links]
+    assert joined == [(cluster.links[0].name, num_devices), ("leaf", 4 * num_devices), ("spine", 6 * num_devices)]
+    own = cluster_of_hosts(cluster, None, 2, num_devices)
+    assert [tier.devices for tier in own.links] == [num_devices, 2 * num_devices]
 
 
 @pytest.mark.parametrize("seed", range(DRAWS))

@@ -39,7 +39,7 @@ from weft.run.hosts.roster import HostFacts
 from weft.run.hosts.signed import SECRET, JobSecret
 from weft.run.launch.launcher import ForkServer, open_fork_server
 from weft.run.places.contract import GangBlock, read_nodes
-from weft.run.places.placement import placement_lines
+from weft.run.places.placement import granted, placement_lines
 from weft.run.supervise import SupervisorSignals
 from weft.version import VERSION
 from weft.watch.host_recorder import record_host
@@ -339,8 +339,11 @@ class _HostAgent:
 
     def _cluster(self, crew: HostCrew) -> Cluster:
         """The hosts that take part, as the planner sees them."""
-        num_devices = max(facts.num_devices for facts in crew.hosts.values())
-        return cluster_of_hosts(self.machine.cluster, self.request.cluster, len(crew.hosts), num_devices)
+        hosts, described = crew.hosts.values(), self.request.cluster
+        if described is not None:
+            described = granted(described, [facts.topology for facts in hosts])
+        num_devices = max(facts.num_devices for facts in hosts)
+        return cluster_of_hosts(self.machine.cluster, described, len(hosts), num_devices)
 
     @property
     def _given(self) -> str:

@@ -15,14 +15,22 @@ _ASSUMED_BANDWIDTH = 1.25e9
 def cluster_of_hosts(own: Cluster, described: Cluster | None, num_hosts: int, num_devices: int) -> Cluster:
     """Return a cluster of so many hosts with so many devices each: as a pool describes them, or all like this one."""
     known = own if described is None else described
+    per_node, total = known.nodes[0].devices.count, num_hosts * num_devices
     node = replace(known.nodes[0], count=num_hosts)
     node = replace(node, devices=replace(node.devices, count=num_devices))
-    total, links = num_hosts * num_devices, tuple(tier for tier in known.links if tier.devices <= num_devices)
-    if num_hosts > 1 and described is not None:
-        for tier in known.links:
+    links: list[LinkTier] = []
+    for tier in known.links:
+        if tier.devices == per_node:
+            devices = num_devices
+        elif tier.devices < per_node:
+            devices = min(tier.devices, num_devices)
+        elif described is not None:
             # A tier that joins more devices than there are joins those that there are.
-            if tier.devices > num_devices and (not links or links[-1].devices < total):
-                links = (*links, replace(tier, devices=min(tier.devices, total)))
+            devices = min(tier.devices // per_node * num_devices, total)
+        else:
+            continue
+        if devices > (links[-1].devices if links else 1):
+            links.append(tier.joining(devices))
     if num_hosts > 1 and (not links or links[-1].devices < total):
         between = LinkTier(
             name="between hosts",
@@ -31,5 +39,5 @@ def cluster_of_hosts(own: Cluster, described: Cluster | None, num_hosts: int, nu
             bandwidth_bytes_per_second=_ASSUMED_BANDWIDTH,
             spread=0.5,
         )
-        links = (*links, between)
-    return replace(known, nodes=(node,), links=links)
+        links.append(between)
+    return replace(known, nodes=(node,), links=tuple(links))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from weft.config.document import Rules
@@ -88,6 +88,12 @@ class LinkTier:
         if alone is not None and alone < self.bandwidth_bytes_per_second:
             problem = f"is less than bandwidth_bytes_per_second = {self.bandwidth_bytes_per_second:g}: leave it out."
             raise _RULES.refuse(self, "alone_bytes_per_second", problem)
+
+    def joining(self, devices: int) -> LinkTier:
+        """Return the same tier where it joins so many devices.  Of a torus with fewer the shape is not known."""
+        shape = self.shape if devices >= self.devices else ()
+        topology = "switch" if self.shape and not shape else self.topology
+        return replace(self, devices=devices, shape=shape, topology=topology)
 
     def _check_shape(self) -> None:
         for index, size in enumerate(self.shape):

@@ -91,9 +91,7 @@ def _narrowed(cluster: Cluster, tier: LinkTier, devices: int, node: int) -> Clus
         if each.devices <= node or each.devices > tier.devices:
             links.append(each)
         elif min(each.devices, devices) > (links[-1].devices if links else 1):
-            shape = each.shape if each.devices <= devices else ()
-            topology = "switch" if each.shape and not shape else each.topology
-            links.append(replace(each, devices=min(each.devices, devices), shape=shape, topology=topology))
+            links.append(each.joining(min(each.devices, devices)))
     return replace(cluster, links=tuple(links))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from weft.config.cluster import Cluster, LinkTier
 from weft.formatting import format_percent, format_seconds
 from weft.run.hosts.roster import unit_of
 from weft.run.places.contract import GangBlock
@@ -36,6 +38,38 @@ def placement_lines(blocks: Sequence[GangBlock], topologies: Sequence[tuple[str,
             line += f"; predicted up to {format_seconds(seconds)} per step (+{more})"
         lines.append(line)
     return lines
+
+
+def granted(cluster: Cluster, topologies: Sequence[tuple[str, ...]]) -> Cluster:
+    """Return a pool's cluster as a job sees it that was given these machines, for the planner.
+
+    A tier joins so many machines as all groups of neighbouring ranks of that size have in one of its units: a step
+    waits for its slowest group.
+
+    Args:
+        topologies: where each machine lies, in the order of the ranks.
+    """
+    if not all(topologies):
+        return cluster
+    per_node, links, level = cluster.nodes[0].devices.count, list[LinkTier](), 0
+    for tier in cluster.links[:-1]:
+        devices = tier.devices
+        if devices > per_node:
+            devices = _num_together(topologies, level, devices // per_node) * per_node
+            level += 1
+        if devices > (links[-1].devices if links else 1):
+            links.append(tier.joining(devices))
+    return replace(cluster, links=(*links, *cluster.links[-1:]))
+
+
+def _num_together(topologies: Sequence[tuple[str, ...]], level: int, most: int) -> int:
+    """The largest group of machines, of at most so many, of which each lies in one unit of a tier."""
+    units = [unit_of(path, level) for path in topologies]
+
+    def is_whole(size: int) -> bool:
+        return all(len(set(units[start : start + size])) == 1 for start in range(0, len(units), size))
+
+    return next(size for size in range(most, 0, -1) if is_whole(size))
 
 
 def _units(block: GangBlock, topologies: Sequence[tuple[str, ...]]) -> Iterator[set[tuple[str, ...]]]:

@@ -52,9 +52,27 @@ class Machine:
 
     name: str
     address: str
-    _unshare: subprocess.Popen[bytes]
     _link: str
+    _bridge: str
+    _folder: Path
+    """Holds what it sees as its hosts file and its boot id."""
+    _unshare: subprocess.Popen[bytes] = field(init=False)
     _processes: list[subprocess.Popen[str]] = field(default_factory=list[subprocess.Popen[str]])
+
+    def boot(self) -> None:
+        """Start the machine, for the first time or after a crash."""
+        (self._folder / f"{self.name}.boot-id").write_text(f"{uuid.uuid4()}\n")
+        ready = self._folder / f"{self.name}.ready"
+        ready.unlink(missing_ok=True)
+        command = ["unshare", *_NAMESPACES, "--fork", "--kill-child", "sh", "-c", _START, "sh", self.name]
+        self._unshare = subprocess.Popen([*command, str(self._folder)])
+        _wait_for(ready)
+        inside = str(self._init)
+        self._unlink()  # that of a machine which has crashed goes a little later
+        _ip("link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", inside)
+        _ip("link", "set", self._link, "master", self._bridge, "up")
+        for words in (["addr", "add", f"{self.address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
+            subprocess.run(["nsenter", "-t", inside, "-n", "ip", *words], check=True)
 
     @property
     def _init(self) -> int:
@@ -113,12 +131,20 @@ class Machine:
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
+        self._unlink()
+
+    def _unlink(self) -> None:
+        subprocess.run(["ip", "link", "del", self._link], stderr=subprocess.DEVNULL)  # its end in there may be gone
 
 
 @contextmanager
-def machines(number: int, folder: Path) -> Generator[list[Machine]]:
-    """Start so many machines: `node0`, `node1`, …, with addresses 10.83.<n>.1, .2, …  `folder` gets a few files of
-    theirs."""
+def machines(number: int, folder: Path, *, from_here: bool = False) -> Generator[list[Machine]]:
+    """Start so many machines: `node0`, `node1`, …, with addresses 10.83.<n>.1, .2, …
+
+    Args:
+        folder: gets a few files of theirs.
+        from_here: whether this machine, too, reaches them, and they it.
+    """
     folder.mkdir(exist_ok=True)
     mark = f"{os.getpid() % 100_000}{next(_counter) % 10}"  # names of links have at most 15 characters
     subnet = f"10.83.{int(mark) % 250}"
@@ -130,6 +156,8 @@ def machines(number: int, folder: Path) -> Generator[list[Machine]]:
         _ip("link", "add", bridge, "type", "bridge")
         stack.callback(_ip, "link", "del", bridge)
         _ip("link", "set", bridge, "up")
+        if from_here:
+            _ip("addr", "add", f"{subnet}.250/24", "dev", bridge)
         started = [
             stack.enter_context(_machine(name, f"{subnet}.{index + 1}", f"wv{mark}{index}", bridge, folder))
             for index, name in enumerate(names)
@@ -139,21 +167,12 @@ def machines(number: int, folder: Path) -> Generator[list[Machine]]:
 
 @contextmanager
 def _machine(name: str, address: str, link: str, bridge: str, folder: Path) -> Generator[Machine]:
-    (folder / f"{name}.boot-id").write_text(f"{uuid.uuid4()}\n")
-    (folder / f"{name}.ready").unlink(missing_ok=True)
-    command = ["unshare", *_NAMESPACES, "--fork", "--kill-child", "sh", "-c", _START, "sh", name, str(folder)]
-    machine = Machine(name, address, subprocess.Popen(command), link)
+    machine = Machine(name, address, link, bridge, folder)
     try:
-        _wait_for(folder / f"{name}.ready")
-        inside = str(machine._init)  # pyright: ignore[reportPrivateUsage]
-        _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", inside)
-        _ip("link", "set", link, "master", bridge, "up")
-        for words in (["addr", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
-            subprocess.run(["nsenter", "-t", inside, "-n", "ip", *words], check=True)
+        machine.boot()
         yield machine
     finally:
         machine.close()
-        subprocess.run(["ip", "link", "del", link], stderr=subprocess.DEVNULL)  # its end in the machine may be gone
 
 
 def _only_child(pid: int) -> int:

@@ -120,13 +120,19 @@ def slurm_on(
             time.sleep(0.3)
         login.start(["slurmctld", "-D"], output=output, environment=environment)
         for each in workers:
-            each.start(["slurmd", "-D", "-N", each.name], output=output, environment=environment)
+            start_daemon(each, environment)
         deadline = time.monotonic() + 20
         while _printed(login, ["sinfo", "-h", "-o", "%t %D"], environment) != f"idle {len(workers)}":
             if time.monotonic() > deadline:
                 raise TimeoutError((folder / "daemons.log").read_text()[-2000:])
             time.sleep(0.2)
         yield environment
+
+
+def start_daemon(host: Machine, environment: Mapping[str, str]) -> None:
+    """Start Slurm's daemon on a machine, as its boot would."""
+    with (Path(environment["SLURM_CONF"]).parent / "daemons.log").open("a") as output:
+        host.start(["slurmd", "-D", "-N", host.name], output=output, environment=environment)
 
 
 def _printed(host: Machine, words: list[str], environment: dict[str, str]) -> str:

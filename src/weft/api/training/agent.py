@@ -19,6 +19,8 @@ from weft.run.places.contract import AGENT_DONE, AGENT_LATER, PlaceSeat
 from weft.run.places.proposal import order_parts, pool_cluster
 from weft.run.places.submission import AgentNote, JobOrder, agent_log
 
+_RETURN_SECONDS = 30.0
+"""Time for a machine whose network was away to come back, where no other can come."""
 _OUTPUTS = (1, 2)
 """Descriptors of the standard output and of that for errors."""
 
@@ -84,6 +86,9 @@ def _train(run: Path, order: JobOrder, seat: PlaceSeat) -> int:
         cluster=pool_cluster(order),
         blocks=order.gang.blocks,
     )
+    if not seat.is_replaced:
+        # Its place starts the whole job again; until then the machines that are left do nothing.
+        hosts = replace(hosts, replacement_seconds=_RETURN_SECONDS)
     result = train_on_hosts(
         recipe,
         plan or "auto",

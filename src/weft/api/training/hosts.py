@@ -62,7 +62,9 @@ class HostsRequest:
     network: str | None = None
     """Network on which hosts reach one another, as `10.0.0.0/24`; None: each has one address only."""
     wait_seconds: float = 300.0
-    """Time to wait for hosts, at the beginning and where too few are left."""
+    """Time to wait for hosts at the beginning."""
+    replacement_seconds: float = 300.0
+    """Time to wait for others where too few are left."""
     index: int = 0
     """This host's number by its place; hosts that lie in the same unit take their ranks in this order."""
     topology: tuple[str, ...] = ()
@@ -187,7 +189,7 @@ class _HostAgent:
         # All that a host needs to start ranks is there before it joins: others wait for it from then on.
         blueprint = build_blueprint(self.recipe)
         prepared = self._prepare(blueprint)
-        seconds, has_met = _FIRST_MEETING_SECONDS, False
+        seconds, wait_seconds, has_met = _FIRST_MEETING_SECONDS, self.request.wait_seconds, False
         with SupervisorSignals() as signals:
             while True:
                 with open_meeting(
@@ -214,12 +216,12 @@ class _HostAgent:
                         raise _stopped(followed.signal or signals.number, has_saved=followed.has_saved)
                     if followed.why == "leads":
                         try:
-                            return self._lead(meeting, signals, blueprint)
+                            return self._lead(meeting, signals, blueprint, wait_seconds)
                         except RegistryLostError as error:
                             self._say(f"note      {error}")
                 if signals.stopping.is_set():
                     raise _stopped(signals.number, has_saved=False)
-                seconds = self.request.wait_seconds
+                seconds = wait_seconds = self.request.replacement_seconds
                 self._say("note      this host looks for the others again")
 
     def _open_folder(self) -> JobSecret:
@@ -247,7 +249,9 @@ class _HostAgent:
             raise LaunchError(verdict.text, status=verdict.status)
         self._say(verdict.text)
 
-    def _lead(self, meeting: Meeting, signals: SupervisorSignals, blueprint: Blueprint) -> RunResult:
+    def _lead(
+        self, meeting: Meeting, signals: SupervisorSignals, blueprint: Blueprint, wait_seconds: float
+    ) -> RunResult:
         """Lead the job to its end, and tell the others how it ended."""
         if line := meeting.lead():
             self._say(f"note      {line}")
@@ -259,7 +263,7 @@ class _HostAgent:
             blocks=[(block.num_nodes, block.level) for block in self.request.blocks],
         )
         try:
-            self._gather(crew, meeting.membership)
+            self._gather(crew, meeting.membership, wait_seconds)
             if signals.stopping.is_set():  # the others, if they are not told so, too, go on
                 raise LeaderStoppedError(str(_stopped(signals.number, has_saved=False)), status=os.EX_TEMPFAIL)
             result = self._train(meeting, crew, signals, blueprint)
@@ -275,8 +279,8 @@ class _HostAgent:
         crew.conclude(status, f"{done} (host {self.facts.host} has led)")
         return result
 
-    def _gather(self, crew: HostCrew, membership: Membership) -> None:
-        """Wait until enough hosts are there, and choose them.
+    def _gather(self, crew: HostCrew, membership: Membership, seconds: float) -> None:
+        """Wait so long until enough hosts are there, and choose them.
 
         Raises:
             LaunchError: too few have come in time.
@@ -284,11 +288,11 @@ class _HostAgent:
         wanted, least = self.request.most, self.request.least
         if len(crew.present()) < least:
             self._say(f"hosts     {_names(crew.present())}; at least {least} are wanted, so this one waits for more")
-        enough = membership.wait(lambda _: len(crew.present()) >= least, self.request.wait_seconds)
+        enough = membership.wait(lambda _: len(crew.present()) >= least, seconds)
         if not enough and not membership.is_stopping:
             raise LaunchError(
                 f"at least {least} hosts are wanted, and {_names(crew.present())} have come in"
-                f" {self.request.wait_seconds:.0f} s. Start Weft on the others by the same command, or permit fewer"
+                f" {seconds:.0f} s. Start Weft on the others by the same command, or permit fewer"
                 " (--nodes).",
                 status=os.EX_TEMPFAIL,
             )
@@ -332,7 +336,7 @@ class _HostAgent:
             crew=crew,
             cluster=lambda: self._cluster(crew),
             ranks_per_host=kept.ranks_per_host,
-            wait_seconds=self.request.wait_seconds,
+            wait_seconds=self.request.replacement_seconds,
             signals=signals,
         )
         return job.run_on_hosts(self.run, meeting.lock, hosts, resumes=resumes)

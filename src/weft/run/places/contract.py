@@ -176,6 +176,8 @@ class PlaceSeat:
     """Where the machine lies, from the outside in, as `spine0`, `leaf2`; empty: the place does not say."""
     node: str = ""
     """The place's name for the machine."""
+    is_replaced: bool = True
+    """Whether the place starts another machine, or this one again, where this one is lost while the job runs."""
 
 
 def read_nodes(nodes: int | str) -> tuple[int, int]:

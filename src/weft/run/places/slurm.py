@@ -139,6 +139,7 @@ class SlurmPlace:
             attempt=int(environment.get("SLURM_RESTART_COUNT", "0")),
             topology=tuple(topology),
             node=environment.get("SLURMD_NODENAME", ""),
+            is_replaced=False,
         )
 
 

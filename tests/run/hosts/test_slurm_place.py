@@ -12,7 +12,7 @@ import pytest
 from hosts_kit import job_on_machines
 from machines import Machine
 from places_kit import COMMAND, PlacedRun, processes_of
-from slurm import slurm_on
+from slurm import slurm_on, start_daemon
 from test_hosts import losses_of_one_process
 
 from weft.run.launch.launcher import ForkServer
@@ -133,6 +133,20 @@ def test_a_job_goes_on_without_a_machine_that_loses_its_power(tmp_path: Path, lo
         assert run.job.losses() == pytest.approx(losses, rel=1e-5)
         numbers = [each["world_size"] for each in run.job.events("generation")]
         assert numbers[-1] == 2, numbers
+
+
+def test_a_job_goes_on_after_a_machine_has_started_again(tmp_path: Path, losses: list[float]) -> None:
+    """Slurm does not miss it, and knows of no end of its agent."""
+    with run_under_slurm(tmp_path, 2, "2") as (run, workers):
+        status, said = run.submit()
+        assert status == 0, said
+        run.job.wait_for_step(20, seconds=120)
+        workers[1].crash()
+        workers[1].boot()
+        start_daemon(workers[1], run.environment)
+        run.start_now(seconds=150)
+        assert run.wait_until_ended(seconds=150) == "done", run.said()
+        assert run.job.losses() == pytest.approx(losses, rel=1e-5)
 
 
 def test_an_agent_that_does_not_leave_is_ended_after_the_grace(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -14,13 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from weft.errors import LaunchError, WeftError
+from weft.events import read_owner
 from weft.run.places import place_of
-from weft.run.places.contract import AGENT_DONE, AGENT_LATER, PlaceSeat
+from weft.run.places.contract import AGENT_DONE, AGENT_LATER, ANSWER_SECONDS, PlaceSeat
 from weft.run.places.proposal import order_parts, pool_cluster
 from weft.run.places.submission import AgentNote, JobOrder, agent_log
 
 _RETURN_SECONDS = 30.0
 """Time for a machine whose network was away to come back, where no other can come."""
+_REST_SECONDS = 10.0
+"""Time for the agents of a run that is over to say so."""
+_PAUSE_SECONDS = 0.2
 _OUTPUTS = (1, 2)
 """Descriptors of the standard output and of that for errors."""
 
@@ -64,10 +69,26 @@ def run_agent(run: Path, given: PlaceSeat | None, *, until_eof: bool) -> int:
                 raise
     except WeftError as error:
         replace(note, status=error.status, text=str(error)).write(run)
+        _end_rest(run, seat)
         raise
     text = "done" if status == AGENT_DONE else "stopped, and saved"
     replace(note, status=status, text=text).write(run)
+    _end_rest(run, seat)
     return status
+
+
+def _end_rest(run: Path, seat: PlaceSeat) -> None:
+    """Have the place end agents that say nothing of their end, where nobody leads the run any more."""
+    deadline = time.monotonic() + _REST_SECONDS
+    while seat.end_command:
+        silent = [note for note in AgentNote.all_of(run) if note.attempt == seat.attempt and note.status is None]
+        owner = read_owner(run / "owner.json")
+        if not silent or (owner is not None and not owner.ended):
+            return
+        if time.monotonic() > deadline:
+            subprocess.run(seat.end_command, timeout=ANSWER_SECONDS, check=False)
+            return
+        time.sleep(_PAUSE_SECONDS)
 
 
 def _train(run: Path, order: JobOrder, seat: PlaceSeat) -> int:

@@ -178,6 +178,8 @@ class PlaceSeat:
     """The place's name for the machine."""
     is_replaced: bool = True
     """Whether the place starts another machine, or this one again, where this one is lost while the job runs."""
+    end_command: tuple[str, ...] = ()
+    """Command that ends all agents of this attempt, for a place that may wait for one that is no more."""
 
 
 def read_nodes(nodes: int | str) -> tuple[int, int]:

@@ -140,6 +140,8 @@ class SlurmPlace:
             topology=tuple(topology),
             node=environment.get("SLURMD_NODENAME", ""),
             is_replaced=False,
+            # srun waits for ever for a machine that has started again before Slurm has missed it.
+            end_command=("scancel", f"{environment['SLURM_JOB_ID']}.{environment['SLURM_STEP_ID']}"),
         )
 
 

@@ -71,7 +71,7 @@ def measure(
         where = distributed.device
         shape = DecoderShape(**sizes, tie_embeddings=False)
         batches = [_batch(shape, batch, index) for index in range(_POOL)]
-        peak = measure_peak_flops(where, _dtype(precision), seconds=0.5)
+        peak = measure_peak_flops(where, _dtype(precision), seconds=0.5).flops
         makers: dict[str, Callable[[], Step]] = {
             "weft": lambda: _weft(shape, batches, where, precision, compiled, fused=True),
             "weft, plain loss": lambda: _weft(shape, batches, where, precision, compiled, fused=False),

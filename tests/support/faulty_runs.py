@@ -84,6 +84,8 @@ class FaultyRun(MadeUpRun):
     lost: float = 0.0
     """Seconds of each step in which `without_core` have no processor."""
     without_core: tuple[int, ...] = ()
+    others: float = 0.0
+    """Seconds of each step that other programs compute on this machine's cores."""
     leak: float = 0.0
     """Bytes by which the memory of rank `leaks` grows per step."""
     leaks: int = 0
@@ -104,7 +106,7 @@ class FaultyRun(MadeUpRun):
         super().begin(number)
         (facts,) = [facts for facts in TelemetryReader(self.folder).generations() if facts.number == number]
         peak = 6e10 * self.num_ranks
-        self.writer.generation(replace(facts, peak_flops=peak, model_flops=self.share * peak * 0.08))
+        self.writer.generation(replace(facts, peak_flops=peak, alone_flops=peak, model_flops=self.share * peak * 0.08))
 
     def _matrix(self) -> NDArray[np.float32]:
         values = super()._matrix()
@@ -113,6 +115,7 @@ class FaultyRun(MadeUpRun):
             values[:, at[name]] += self.link
         for rank in self.without_core:
             values[rank, at["descheduled"]] = self.lost * (1 + 0.05 * self._draw.standard_normal())
+        values[:, at["others"]] = self.others
         values[self.leaks, at["memory"]] += self.leak * self.step
         return values
 

@@ -18,7 +18,7 @@ from weft.watch.store_writer import TelemetryWriter
 _NAMES = ("data_wait", "forward", "backward", "forward_backward", "reduce_wait", "optimizer")
 _OPERATIONS = ("all_reduce", "receive", "send")
 _COLUMNS = (
-    "start", "wall", "compute", "communication", "bubble", "input", "checkpoint", "idle", "descheduled",
+    "start", "wall", "compute", "communication", "bubble", "input", "checkpoint", "idle", "descheduled", "others",
     *(f"phase:{name}" for name in (*_NAMES, "other")), *(f"waits:{name}" for name in (*_NAMES, "other")),
     "exposed:data", "total:data", "exposed:pipeline", "total:pipeline", "exposed:world", "total:world",
     "bubble:fill", "bubble:drain", "bubble:imbalance", "memory",

@@ -46,6 +46,20 @@ def test_stages_that_cannot_be_more_equal_are_no_fault(tmp_path: Path) -> None:
     assert run.findings() == []
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_other_programs_took_is_no_fault_of_the_run(tmp_path: Path, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    lost, ranks = float(draw.uniform(0.015, 0.04)), tuple(map(int, draw.choice(4, int(draw.integers(1, 5)), False)))
+    parts = {"forward": 0.3, "backward": 0.6, "optimizer": 0.1}
+    slow = {(rank, phase): share * lost for rank in ranks for phase, share in parts.items()}
+    run = FaultyRun(folder=tmp_path, slow=slow, lost=lost, without_core=ranks, others=float(draw.uniform(0.05, 0.1)))
+    run.add(60)
+    run.end()
+    (finding,) = run.findings()
+    assert finding.kind == "busy_machine"
+    assert finding.ranks == (() if len(ranks) == 4 else tuple(sorted(ranks)))
+
+
 def _two_threads_per_core(folder: Path, draw: np.random.Generator) -> tuple[FaultyRun, str, int | None]:
     return FaultyRun(folder=folder, threads=2, lost=float(draw.uniform(0.02, 0.05)),
                      without_core=(0, 1, 2, 3), cluster=cpu_cluster(2)), "busy_cores", None  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as to_text
 import textwrap
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -87,18 +88,18 @@ def _of_run(run: Path, cluster: Cluster | None, *, fix: bool, json: bool) -> int
     from weft.watch.doctor import RunCase, examine_run
     from weft.watch.run_record import RunRecord
 
-    record = RunRecord(run)
-    case = RunCase(record=record, cluster=cluster or _machine_of(record))
-    found = examine_run(case)
-    if json:
-        _print_json([finding.document() for finding in found])
-    else:
-        print(_heading(case))
-        for number, finding in enumerate(found, 1):
-            _print_finding(number, finding)
-        print("\nNothing is known to be wrong." if not found else "")
-    if fix:
-        _write_better_plan(case, run, is_quiet=json)
+    with closing(RunRecord(run)) as record:
+        case = RunCase(record=record, cluster=cluster or _machine_of(record))
+        found = examine_run(case)
+        if json:
+            _print_json([finding.document() for finding in found])
+        else:
+            print(_heading(case))
+            for number, finding in enumerate(found, 1):
+                _print_finding(number, finding)
+            print("\nNothing is known to be wrong." if not found else "")
+        if fix:
+            _write_better_plan(case, run, is_quiet=json)
     return WRONG_STATUS if found else 0
 
 
@@ -119,11 +120,11 @@ def _heading(case: RunCase) -> str:
     if not record.steps:
         return f"{record.name}: no step is recorded"
     ranks = f" on {record.num_ranks} rank{'s' if record.num_ranks != 1 else ''}" if record.num_ranks else ""
-    judged = f"; times are judged by the newest {len(case.window.steps)}" if case.is_timed else ""
+    judged = f"; times are judged by the newest {len(case.recorded.steps)}" if case.is_timed else ""
     plain = "" if record.is_recorded else "; ranks recorded nothing, so that little can be said of its speed"
     share = "" if case.peak_share is None else f", {format_percent(100 * case.peak_share)} of the measured peak"
     return (
-        f"{record.name}: {record.steps[-1].step:,} steps, {format_seconds(case.step_seconds)} each{ranks}{share}"
+        f"{record.name}: {record.steps[-1].step:,} steps, {format_seconds(record.usual_seconds)} each{ranks}{share}"
         f"{judged}{plain}"
     )
 

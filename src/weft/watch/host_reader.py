@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from weft.process import is_stopped
 from weft.watch.accounting import RankRecords, account
+from weft.watch.other_work import OtherWork
 from weft.watch.rings import NewRecords, RingReader, ask_for_stacks, read_stack, steps_of
 from weft.watch.store import COLLECTIVE, SPAN, Matrix, StepDetail
 
@@ -90,6 +91,7 @@ class HostReader:
         """`folder` has the rings of the generation, and may fill with them later."""
         self._folder = folder
         self._ranks: dict[int, _Rank] = {}
+        self._others = OtherWork()
 
     @property
     def num_ranks(self) -> int:
@@ -110,6 +112,7 @@ class HostReader:
                     self._ranks[rank] = _Rank(RingReader(path))
                     _delay_share(self._ranks[rank])
         first = min(self._ranks, default=0)
+        self._others.look([state.ring.pid for state in self._ranks.values()])
         return [
             self._report(rank, state, clock, agrees=rank == first, with_stack=with_stacks)
             for rank, state in self._ranks.items()
@@ -149,6 +152,7 @@ class HostReader:
         axes = sorted({names[index] for index in np.unique(new.collectives["axis"]).tolist()})
         records = RankRecords(steps_of(new.steps), new.spans, new.collectives, names)
         columns = account(records, axes, has_pipeline="pipeline" in axes, delay_share=_delay_share(state))
+        columns["others"] = self._others.cores * columns["wall"]
         report.steps = new.steps["step"].astype(np.int64)
         report.starts = (new.steps["start_ns"] + unix_ns) / 1e9
         report.columns = tuple(columns)

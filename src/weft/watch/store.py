@@ -105,6 +105,8 @@ class GenerationFacts:
     """FLOPs of one step of all ranks; 0 where unknown."""
     peak_flops: float = 0.0
     """Measured FLOP/s of matrix products of all ranks together; 0 where unknown."""
+    alone_flops: float = 0.0
+    """The same, had every rank had its processors for itself while it was measured; 0 where unknown."""
     samples_per_step: int = 0
     tokens_per_sample: int = 0
     """0 for samples that have no tokens."""

@@ -49,7 +49,7 @@ def test_the_peak_is_measured() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        peak = measure_peak_flops(torch.device("cpu"), torch.float32, seconds=0.1)
+        peak = measure_peak_flops(torch.device("cpu"), torch.float32, seconds=0.1).flops
     finally:
         torch.set_num_threads(threads)
     assert 1e8 < peak < 1e13

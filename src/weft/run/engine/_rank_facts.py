@@ -25,6 +25,8 @@ class RankFacts:
     training: TrainingState
     peak_flops: float | None
     """Measured FLOP/s of matrix products of all ranks together."""
+    alone_flops: float | None
+    """The same, had every rank had its processors for itself; None where an earlier generation measured the peak."""
     samples_per_step: int
 
     def write(self, folder: Path) -> None:
@@ -64,6 +66,7 @@ class RankFacts:
             "axes": {axis: size for axis, size in sizes.items() if size > 1},
             "model_flops": blueprint.flops_per_sample * self.samples_per_step,
             "peak_flops": self.peak_flops or 0.0,
+            "alone_flops": self.alone_flops or 0.0,
             "samples_per_step": self.samples_per_step,
             "tokens_per_sample": blueprint.sequence_length or 0,
             "versions": {"weft": VERSION, "torch": torch.__version__, "python": platform.python_version()},

@@ -38,6 +38,7 @@ class StepReporter:
         self._mark = time.perf_counter()
         self._outside: int | None = None
         self._memory, self._memory_at = 0, -math.inf
+        self._alone_flops: float | None = None
 
     def measure_peak(self, known: float | None = None) -> None:
         """Measure the FLOP/s of matrix products of all ranks together, by all at once so that shared cores are shared:
@@ -53,7 +54,7 @@ class StepReporter:
         peak = torch.tensor(own, dtype=torch.float64, device=mesh.device)
         if world.group is not None:
             dist.all_reduce(peak, group=world.group)
-        self._meter.peak_flops = float(peak)
+        self._meter.peak_flops, self._alone_flops = peak.tolist()
 
     def start(self, step: int, num_steps: int | None, samples: int) -> None:
         """The loop begins, or goes on from a save, after `step` steps; `num_steps` are all, where that is known.
@@ -64,8 +65,8 @@ class StepReporter:
             self._recorder.progress.begin(step)
         self._recorder.ring.begin(step)
         if self._recorder.ring.folder is not None:
-            facts = RankFacts(training=self._training, peak_flops=self._meter.peak_flops, samples_per_step=samples)
-            facts.write(self._recorder.ring.folder)
+            peaks = {"peak_flops": self._meter.peak_flops, "alone_flops": self._alone_flops}
+            RankFacts(training=self._training, samples_per_step=samples, **peaks).write(self._recorder.ring.folder)
         self.begin()
 
     def begin(self) -> None:

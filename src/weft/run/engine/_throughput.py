@@ -6,6 +6,7 @@ import statistics
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +18,17 @@ _ACCELERATOR_SIZE = 4096
 _WINDOW_STEPS = 64
 
 
-def measure_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> float:
-    """Return FLOP/s of square matrix products on this rank's threads or device, as they are set now.
+class MeasuredPeak(NamedTuple):
+    """FLOP/s of matrix products."""
+
+    flops: float
+    """By the clock on the wall."""
+    alone_flops: float
+    """By the processor time of this process's threads: what it had reached without others on its cores."""
+
+
+def measure_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> MeasuredPeak:
+    """Measure square matrix products on this rank's threads or device, as they are set now.
 
     Call it on all ranks at once, right after a barrier, and sum the results over the ranks.  Ranks that share cores (or
     a GPU) then share them in the probe as they do in training.  One rank alone with all cores would measure a peak that
@@ -35,13 +45,16 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: flo
     for _ in range(2):  # the first call loads the library and picks a kernel
         torch.mm(left, right, out=out)
     synchronize(device)
-    products, start = 0, time.perf_counter()
+    products, start, used = 0, time.perf_counter(), time.process_time()
     while (elapsed := time.perf_counter() - start) < seconds:
         for _ in range(batch):
             torch.mm(left, right, out=out)
         synchronize(device)
         products += batch
-    return products * 2 * size**3 / elapsed
+    flops = products * 2 * size**3 / elapsed
+    used = time.process_time() - used
+    is_cpu = device.type == "cpu" and used > 0
+    return MeasuredPeak(flops, max(flops, flops * elapsed * torch.get_num_threads() / used) if is_cpu else flops)
 
 
 @dataclass(slots=True, kw_only=True)

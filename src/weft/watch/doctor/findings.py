@@ -19,6 +19,7 @@ CHECKS: tuple[RunCheck, ...] = (
     health_checks.growing_memory,
     health_checks.unused_experts,
     health_checks.poor_convergence,
+    speed_checks.busy_machine,
     speed_checks.live_verdicts,
     speed_checks.slow_links,
     speed_checks.tiny_microbatches,

@@ -24,6 +24,10 @@ from weft.watch.store import GenerationFacts, StepWindow
 
 LEAST_STEPS = 20
 """Recorded steps before the doctor says anything of the speed of a run."""
+_DISTURBED = 0.1
+"""Share of a step that other programs must take for steps to be judged by their means."""
+_MEAN_OF = 5
+"""Steps of such a mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,16 @@ class RunCase:
 
     @cached_property
     def window(self) -> StepWindow:
+        """Newest steps of the newest generation as they were, had other programs taken no time: what the machine did is
+        no fault of the run."""
+        if not len(self.recorded.steps):
+            return self.recorded
+        took, wall = np.median(others_took(self.recorded)), np.nanmedian(self.recorded.column("wall"))
+        # What they took is known by the second, and not by the step.
+        return without_others(_means(self.recorded, _MEAN_OF) if took > _DISTURBED * wall else self.recorded)
+
+    @cached_property
+    def recorded(self) -> StepWindow:
         """Newest steps of the newest generation, without its first ones, which warm up, and rows that are means."""
         window = self.record.window
         keep = window.num_steps == 1
@@ -54,11 +68,11 @@ class RunCase:
     @property
     def is_timed(self) -> bool:
         """Whether enough steps were recorded to judge their times."""
-        return len(self.window.steps) >= LEAST_STEPS
+        return len(self.recorded.steps) >= LEAST_STEPS
 
     @cached_property
     def step_seconds(self) -> float:
-        """Median time of a step, saves and evaluations left out; 0 where none was recorded."""
+        """Median time of a step without saves, evaluations and other programs; 0 where none was recorded."""
         if not len(self.window.steps):
             return self.record.usual_seconds
         return float(np.median(self._whole_steps))
@@ -91,7 +105,7 @@ class RunCase:
         """Share of the measured peak in the median step, 0 to 1; None where unknown."""
         facts = self.facts
         if facts.model_flops > 0 and facts.peak_flops > 0 and self.step_seconds > 0:
-            return facts.model_flops / facts.peak_flops / self.step_seconds
+            return facts.model_flops / (facts.alone_flops or facts.peak_flops) / self.step_seconds
         shares = [report["peak_share"] for report in self.record.reports[-50:] if report.get("peak_share")]
         return float(np.median(shares)) if shares else None
 
@@ -178,6 +192,56 @@ class RunCase:
             profile=described.profile,
             cluster=self.cluster,
         )
+
+
+def others_took(window: StepWindow) -> NDArray[np.float32]:
+    """Return the seconds in which a rank had no processor because other programs had it, at most: shape (steps, ranks).
+
+    A rank cannot have lost more to them than they computed.
+    """
+    return np.minimum(np.nan_to_num(window.column("descheduled")), np.nan_to_num(window.column("others")))
+
+
+def _means(window: StepWindow, number: int) -> StepWindow:
+    """Return the means of so many steps each."""
+    most = len(window.steps) // number * number
+    values = window.values[:most].reshape(-1, number, *window.values.shape[1:])
+    return window._replace(
+        steps=window.steps[:most:number],
+        num_steps=window.num_steps[:most:number],
+        unix_times=window.unix_times[:most:number],
+        values=np.nanmean(values, axis=1),
+    )
+
+
+def without_others(window: StepWindow) -> StepWindow:
+    """Return steps as they had been, had other programs not computed meanwhile.
+
+    Of a rank's own times they took the same share of each, and others waited for the rank that lost most.
+    """
+    took = others_took(window)
+    if not took.size or not took.any():
+        return window
+    most = took.max(axis=1, keepdims=True)
+    values = window.values.copy()
+    own_share = 1 - np.clip(took / np.maximum(np.nan_to_num(window.column("compute")), 1e-9), 0.0, 0.95)
+    for index, column in enumerate(window.columns):
+        kind, _, name = column.partition(":")
+        now = values[:, :, index]
+        if column == "wall":
+            now[:] = np.maximum(now - most, 0.05 * now)
+        elif kind in ("waits", "exposed", "total", "bubble") or column in ("communication", "input"):
+            now[:] = np.maximum(now - most, 0.0)
+        elif column == "compute":
+            now[:] *= own_share
+        elif column == "descheduled":
+            now[:] -= took
+        elif kind == "phase":
+            waits = window.column(f"waits:{name}")
+            own = np.maximum(now - waits, 0.0)
+            kept = np.maximum(own - most, 0.0) if name == "data_wait" else own * own_share
+            now[:] = kept + np.maximum(waits - most, 0.0)
+    return window._replace(values=values)
 
 
 def groups_along(facts: GenerationFacts, axis: str) -> list[list[int]]:

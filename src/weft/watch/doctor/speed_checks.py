@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from weft.config.plan import MicrobatchPlan, Plan
 from weft.formatting import format_bytes, format_number, format_percent, format_seconds
 from weft.watch.accounting import axis_names, own_times
-from weft.watch.doctor.run_case import RunCase, groups_along, hosts_of
+from weft.watch.doctor.run_case import RunCase, groups_along, hosts_of, others_took
+from weft.watch.store import StepWindow
 from weft.watch.verdicts import RunVerdict, judge, peers_of
 
 _COMPUTING = ("forward", "backward", "optimizer")
@@ -26,6 +27,8 @@ _WORTH_CUTTING = 0.02
 """Share of a step that other cuts of a pipeline must save."""
 _FAR_FROM_EQUAL = 0.15
 """Share of a step that unequal stages cost from which the planner's own cuts are doubted."""
+_OTHERS_SHARE = 0.1
+"""Share of a step that other programs must take from ranks to be named."""
 _BUSY = 0.2
 """Share of a step without a processor from which cores are busy with something else."""
 _SUITABLE = ("communication", "bubble", "slow_input", "unequal_stages", "busy_cores", "slow_rank")
@@ -37,7 +40,7 @@ def live_verdicts(case: RunCase) -> Iterator[RunVerdict]:
     A rank that is slow in all that it does is one finding, and not one per phase."""
     if not case.is_timed:
         return
-    found = [verdict for verdict in judge(case.window, case.facts) if verdict.kind in _SUITABLE]
+    found = [verdict for verdict in judge(_judged(case), case.facts) if verdict.kind in _SUITABLE]
     throttled = list(_throttled(case, found))
     ranks = {rank for verdict in throttled for rank in verdict.ranks}
     yield from throttled
@@ -49,6 +52,50 @@ def live_verdicts(case: RunCase) -> Iterator[RunVerdict]:
         settled = _with_settings(case, verdict)
         if settled is not None:
             yield settled
+
+
+def _judged(case: RunCase) -> StepWindow:
+    """Return the steps that verdicts go by.  Ranks with more threads than cores take these from one another, whatever
+    other programs do."""
+    if not _has_too_many_threads(case):
+        return case.window
+    window, values = case.window, case.window.values.copy()
+    if "descheduled" in window.columns:
+        lost = np.nanmedian(case.recorded.column("descheduled"), axis=0)
+        values[:, :, window.columns.index("descheduled")] = lost
+    return window._replace(values=values)
+
+
+def _has_too_many_threads(case: RunCase) -> bool:
+    if case.plan is None or case.cluster is None:
+        return False
+    most, threads = (
+        max((len(ranks) for ranks in hosts_of(case.facts).values()), default=0),
+        case.plan.compute.num_threads,
+    )
+    return threads > 1 and most * threads > case.cluster.nodes[0].cores
+
+
+def busy_machine(case: RunCase) -> Iterator[RunVerdict]:
+    """Yield that other programs took the processors from ranks: nothing of the run is wrong."""
+    if not case.is_timed or _has_too_many_threads(case):
+        return
+    took, steps = np.median(others_took(case.recorded), axis=0), case.recorded.column("wall")
+    seconds, step = float(took.max(initial=0.0)), float(np.nanmedian(np.nanmax(steps, axis=1)))
+    if seconds < _OTHERS_SHARE * step:
+        return
+    ranks = tuple(map(int, np.flatnonzero(took > 0.5 * seconds)))
+    cores = float(np.nanmedian(np.nanmax(case.recorded.column("others") / np.maximum(steps, 1e-9), axis=1)))
+    yield RunVerdict(
+        kind="busy_machine",
+        title=f"Other programs computed on {format_number(cores, 2)} cores meanwhile: ranks waited"
+        f" {format_seconds(seconds, 2)} of each step for a processor.",
+        seconds=seconds, share=seconds / step, confidence="high", num_steps=len(steps),
+        ranks=() if len(ranks) == len(took) else ranks,
+        evidence=("this is the machine's, and no fault of the run: everything else is judged without it",),
+        next="Look with top what runs there, and stop it; or give the job cores of its own, or fewer ranks (weft replan"
+        " RUN --devices N).",
+    )  # fmt: skip
 
 
 def _throttled(case: RunCase, found: Sequence[RunVerdict]) -> Iterator[RunVerdict]:
@@ -198,24 +245,22 @@ def wrong_peak(case: RunCase) -> Iterator[RunVerdict]:
             kind="wrong_peak",
             title=f"The run reaches {format_percent(100 * share)} of its peak, which no device can: the peak is wrong.",
             seconds=0.0, share=0.0, confidence="high", num_steps=len(case.window.steps),
-            evidence=(f"{_tera(facts.peak_flops)} was measured for {facts.world_size} ranks together",
+            evidence=(f"{_tera(facts.alone_flops or facts.peak_flops)} was measured for {facts.world_size} ranks"
+                      " together",
                       f"{format_number(facts.model_flops / 1e12)} TFLOP in {format_seconds(case.step_seconds)}"),
-            next="It is measured as a run begins"
-            + (", and the cores are busy: stop what else runs there." if _is_busy(case) else ": begin it again."),
+            next="It is measured as a run begins: begin it again.",
         )  # fmt: skip
         return
-    if case.cluster is None or case.plan is None or not facts.peak_flops or not facts.world_size:
-        return
+    if case.cluster is None or case.plan is None or not facts.alone_flops or _has_too_many_threads(case):
+        return  # threads that wait for one another's core measure no peak
     devices, precision = case.cluster.nodes[0].devices, case.plan.compute.precision
     stated = devices.peak_flops.get(precision)
     if stated is None:
         return
     threads = case.plan.compute.num_threads if devices.kind == "cpu" else 1
     stated *= min(threads, max(1, case.cluster.nodes[0].cores))
-    measured = facts.peak_flops / facts.world_size
-    # Ranks that share a core measure a part of its peak; more than its peak nothing measures.
-    crowd = max(1.0, facts.world_size / case.cluster.num_devices) if devices.kind == "cpu" else 1.0
-    if 1 / 4 <= measured * crowd / stated <= 1.3 or (measured < stated and _is_busy(case)):
+    measured = facts.alone_flops / facts.world_size
+    if 1 / 4 <= measured / stated <= 1.3:
         return
     word = "more" if measured > stated else "less"
     yield RunVerdict(
@@ -229,9 +274,9 @@ def wrong_peak(case: RunCase) -> Iterator[RunVerdict]:
 
 
 def _is_busy(case: RunCase) -> bool:
-    """Whether ranks often get no processor, so that what they measure of it is too little."""
-    lost = case.window.column("descheduled")
-    return lost.size > 0 and float(np.nanmedian(lost)) > _BUSY * case.step_seconds
+    """Whether ranks often get no processor."""
+    lost = case.recorded.column("descheduled")
+    return lost.size > 0 and float(np.nanmedian(lost)) > _BUSY * float(np.nanmedian(case.recorded.column("wall")))
 
 
 def slow_links(case: RunCase) -> Iterator[RunVerdict]:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
+from living_run import SCRIPT, WEFT, living_run
 
-from weft.errors import LaunchError
 from weft.watch.accounting import STATES, frontier
 from weft.watch.store import TelemetryReader, has_telemetry
 from weft.watch.verdicts import judge
 
-T = TypeVar("T")
-WEFT = str(Path(sys.executable).with_name("weft"))
-SCRIPT = str(Path(__file__).with_name("slow_script.py"))
 RECIPE = """
 [model]
 reference = "mlp"
@@ -43,56 +36,15 @@ telemetry = {telemetry}
 PHASES = ("forward", "backward", "optimizer")
 
 
-@contextmanager
-def launched(folder: Path, rank: int, phase: str, seconds: float, steps: int) -> Generator[subprocess.Popen[str]]:
-    """A session on four ranks, of which `rank` sleeps `seconds` in a phase of each step."""
-    words = [str(rank), phase, str(seconds), str(steps)]
-    command = [WEFT, "launch", "-n", "4", "--on-failure", "hang_seconds=60", SCRIPT, *words]
-    process = subprocess.Popen(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    try:
-        yield process
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-
-
-def reader_of(folder: Path) -> TelemetryReader | None:
-    for run in folder.glob("runs/*"):
-        try:
-            return TelemetryReader(run)
-        except LaunchError:
-            return None
-    return None
-
-
-def wait_for(look: Callable[[], T | None], seconds: float, process: subprocess.Popen[str]) -> T:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        found = look()
-        if found is not None:
-            return found
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.1)
-    raise AssertionError(f"not seen in {seconds} s")
-
-
-def first_steps(folder: Path, process: subprocess.Popen[str]) -> TelemetryReader:
-    def look() -> TelemetryReader | None:
-        reader = reader_of(folder)
-        return reader if reader is not None and reader.newest_step()[1] > 0 else None
-
-    return wait_for(look, 90, process)
+def reader_of(folder: Path) -> TelemetryReader:
+    (run,) = folder.glob("runs/*")
+    return TelemetryReader(run)
 
 
 def named(folder: Path, rank: int, phase: str) -> float:
     """Seconds from the first recorded step until the rank and its phase are the first verdict."""
-    with launched(folder, rank, phase, 0.03, 4_000) as process:
-        reader = first_steps(folder, process)
-        began = time.monotonic()
+    with living_run(folder, rank, phase, 0.03) as run:
+        reader, began = run.reader, time.monotonic()
 
         def look() -> bool | None:
             generation, step = reader.newest_step()
@@ -102,7 +54,7 @@ def named(folder: Path, rank: int, phase: str) -> float:
             first = judge(reader.window(generation, step - 60), facts[-1])[0]
             return True if (first.kind, first.ranks, first.phase) == ("slow_rank", (rank,), phase) else None
 
-        wait_for(look, 30, process)
+        run.wait_for(look, 30)
         seconds = time.monotonic() - began
         window = reader.window(1, 2)
     sums = sum(window.column(name) for name in STATES)
@@ -128,27 +80,22 @@ def test_twenty_slow_ranks_are_named(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_is_named_with_the_collective_of_the_others(tmp_path: Path) -> None:
-    with launched(tmp_path, 0, "none", 0.0, 4_000) as process:
-        reader = first_steps(tmp_path, process)
-        pid = wait_for(lambda: reader.live().get(3, {}).get("pid"), 10, process)
-        os.kill(pid, signal.SIGSTOP)
+    with living_run(tmp_path) as run:
         began = time.monotonic()
-        try:
+        with run.stopped(3):
 
             def look() -> dict[str, Any] | None:
-                return next((one for one in reader.verdicts() if one["kind"] == "hang"), None)
+                return next((one for one in run.reader.verdicts() if one["kind"] == "hang"), None)
 
-            verdict = wait_for(look, 25, process)
+            verdict = run.wait_for(look, 25)
 
             def stacks() -> list[str] | None:
                 """What the others do, once their launcher has asked them."""
-                texts = [reader.live()[rank].get("stack", "") for rank in (0, 1, 2)]
+                texts = [run.reader.live()[rank].get("stack", "") for rank in (0, 1, 2)]
                 return texts if all(texts) else None
 
             waiting = ("/torch/distributed/", "/weft/comm/")
-            assert all(any(part in text for part in waiting) for text in wait_for(stacks, 15, process))
-        finally:
-            os.kill(pid, signal.SIGCONT)
+            assert all(any(part in text for part in waiting) for text in run.wait_for(stacks, 15))
     assert time.monotonic() - began < 20
     assert verdict["ranks"] == [3]
     assert "stopped (SIGSTOP)" in verdict["title"]
@@ -168,7 +115,6 @@ def test_a_run_of_seconds_is_recorded_to_its_last_step(launcher: str, tmp_path: 
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     reader = reader_of(tmp_path)
-    assert reader is not None
     assert reader.newest_step() == (1, 20)
     (facts,) = reader.generations()
     number = 1 if launcher == "python" else 2

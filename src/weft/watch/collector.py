@@ -33,9 +33,8 @@ from weft.watch.store import (
     StepWindow,
 )
 from weft.watch.store_writer import TelemetryFile, TelemetryWriter
-from weft.watch.verdicts import RunVerdict, judge, judge_stall
+from weft.watch.verdicts import MOST_STEPS, RunVerdict, judge, judge_stall, newest_steps
 
-_JUDGED_STEPS = 60
 _JUDGE_SECONDS = 2.0
 _THIN_OUT_SECONDS = 20.0
 _KEPT_WAITING = 4_096
@@ -104,7 +103,7 @@ class Collector:
         self._written_facts: GenerationFacts | None = None
         self._facts_of: tuple[int, int] = (0, 0)
         self._predicted: Mapping[str, Any] | None = None
-        self._recent: deque[tuple[int, float, dict[int, dict[str, float]]]] = deque(maxlen=_JUDGED_STEPS)
+        self._recent: deque[tuple[int, float, dict[int, dict[str, float]]]] = deque(maxlen=MOST_STEPS)
         self._said: tuple[Any, ...] = ()
         self._advanced = (0, time.monotonic())
         """Finished steps of the rank that is behind, and when it finished the last of them."""
@@ -349,7 +348,7 @@ class Collector:
         self._is_stalled = stall is not None
         if self._server is not None:
             self._server.wants_stacks = self._is_stalled
-        return [stall] if stall is not None else judge(self._window(), facts)
+        return [stall] if stall is not None else judge(newest_steps(self._window()), facts)
 
     def _window(self) -> StepWindow:
         columns = tuple(dict.fromkeys(n for _, _, there in self._recent for values in there.values() for n in values))
@@ -436,8 +435,12 @@ class Collecting:
         collector = self._collector
         assert collector is not None
         be_nice()
-        while not self._is_over.wait(POLL_SECONDS):
+        took = 0.0
+        # Where ranks leave it little of a processor a turn takes long: its time counts, and a pause is left.
+        while not self._is_over.wait(max(POLL_SECONDS - took, POLL_SECONDS / 4)):
+            began = time.monotonic()
             collector.poll()
+            took = time.monotonic() - began
         collector.close()
 
 

@@ -29,7 +29,7 @@ from weft.watch.store import (
     TelemetryReader,
     telemetry_files,
 )
-from weft.watch.verdicts import RunVerdict, judge, judge_stall
+from weft.watch.verdicts import MOST_STEPS, RunVerdict, judge, judge_stall, newest_steps
 
 RunState = Literal["running", "ended", "lost", "unknown"]
 """`lost`: its process ended without saying so; `unknown`: the folder names no process."""
@@ -39,7 +39,6 @@ _WINDOW_VALUES = 12_000_000
 _WINDOW_STEPS = 512
 _LATE_STEPS = 8
 """Newest steps that are read again, for the parts of other hosts may have come later."""
-_JUDGED_STEPS = 60
 _MOST_ROWS = 4_000
 """Steps, reports and events that are held each; of more the older ones are thinned out."""
 _LIVE_SECONDS = 30.0
@@ -142,7 +141,7 @@ class RunRecord:
         stalled = self.seen_at - newest.unix_time - newest.seconds * newest.num_steps
         if min(int(state["step"]) for state in self.live.values()) > newest.step:
             return None
-        seconds = [row.seconds for row in self.steps[-_JUDGED_STEPS:]]
+        seconds = [row.seconds for row in self.steps[-MOST_STEPS:]]
         return judge_stall(self.live, self.facts, stalled_seconds=stalled, step_seconds=seconds)
 
     @property
@@ -155,8 +154,7 @@ class RunRecord:
         """What holds the newest steps back, the costliest first."""
         key = (self.window.generation, int(self.window.steps[-1]) if len(self.window.steps) else 0)
         if self._judged is None or self._judged[:2] != key:
-            window = _last(self.window, _JUDGED_STEPS)
-            self._judged = (*key, judge(window, self.facts))
+            self._judged = (*key, judge(newest_steps(self.window), self.facts))
         return self._judged[2]
 
     @property
@@ -286,16 +284,6 @@ def _text(path: Path) -> str:
 def _no_window() -> StepWindow:
     none = np.zeros(0, dtype=np.int64)
     return StepWindow(0, none, none, np.zeros(0), (), np.zeros((0, 0, 0), dtype=np.float32))
-
-
-def _last(window: StepWindow, number: int) -> StepWindow:
-    """Return the last steps of a window."""
-    return window._replace(
-        steps=window.steps[-number:],
-        num_steps=window.num_steps[-number:],
-        unix_times=window.unix_times[-number:],
-        values=window.values[-number:],
-    )
 
 
 def _thinned(rows: list[Any]) -> list[Any]:

@@ -15,6 +15,9 @@ LEAST_STEPS = 5
 """Recorded steps before anything is said."""
 SURE_STEPS = 20
 """Recorded steps before a verdict can be sure."""
+MOST_STEPS = 60
+"""Steps that say how a run goes now, at most: see `newest_steps`."""
+_NOW_SECONDS = 2.0
 _LEAST_SHARE = 0.05
 """Share of the step below which nothing holds it back."""
 _UNEVEN = ("data_wait", "checkpoint", "evaluation", "")
@@ -54,6 +57,16 @@ class RunVerdict:
     def document(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""
         return {**asdict(self), "ranks": list(self.ranks), "evidence": list(self.evidence)}
+
+
+def newest_steps(window: StepWindow) -> StepWindow:
+    """Return the steps that say how the run goes now: those of its newest two seconds, at least 20 and at most 60.
+
+    What changes is a verdict once it holds for three of four of them, so that a step of 100 ms tells it after 1.5 s.
+    """
+    times = window.unix_times
+    number = int((times > times[-1] - _NOW_SECONDS).sum()) if len(times) else 0
+    return _without(window, np.arange(len(times)) < len(times) - min(max(number, SURE_STEPS), MOST_STEPS))
 
 
 def judge(window: StepWindow, facts: GenerationFacts) -> list[RunVerdict]:

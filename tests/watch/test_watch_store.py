@@ -179,8 +179,10 @@ def test_a_stopped_rank_is_named_with_what_the_others_wait_in(tmp_path: Path) ->
     outside = judge_stall(live, facts, **usual)
     assert outside is not None
     assert (outside.ranks, outside.phase, outside.axis) == ((2,), "forward", "data")
+    after_a_stall = [*[0.08] * 17, 15.0]
+    assert judge_stall(live, facts, stalled_seconds=9.0, step_seconds=after_a_stall) is not None
     live[1] |= {"is_stopped": True}
-    stopped = judge_stall(live, facts, **usual)
+    stopped = judge_stall(live, facts, stalled_seconds=9.0, step_seconds=[4.0] * 20)
     assert stopped is not None
     assert "Rank 1 on host host-0 is stopped (SIGSTOP); the others wait in all_reduce of the data axis" in stopped.title
     live[3] |= {"has_ended": True}

@@ -24,6 +24,7 @@ _UNEVEN = ("data_wait", "checkpoint", "evaluation", "")
 """Phases whose time says nothing about that of the next; the empty one is a loop between its steps."""
 _UNEVEN_SECONDS = 60.0
 """Time without a step after which a run counts as stalled that is in such a phase, or has no steps to compare with."""
+_LEAST_STALL_SECONDS = 5.0
 _HIDDEN = ("checkpoint", "evaluation")
 """Phases that are no part of every step."""
 
@@ -287,10 +288,13 @@ def judge_stall(
     collective is not to blame, unless its process is stopped.
     """
     states = {rank: state for rank, state in live.items() if state["has_begun"] and not state["has_ended"]}
-    limit = max(5.0, 3.0 * float(np.quantile(step_seconds, 0.99))) if len(step_seconds) else _UNEVEN_SECONDS
-    is_stopped = any(state.get("is_stopped") for state in states.values())
-    if not is_stopped and any(state["phase"] in _UNEVEN for state in states.values()):
-        limit = max(limit, _UNEVEN_SECONDS)
+    if any(state.get("is_stopped") for state in states.values()):
+        limit = _LEAST_STALL_SECONDS  # whatever its steps take: nothing that a run does looks like this
+    else:
+        # A few long steps do not count, such as one that the stall before this one has made long.
+        usual = float(np.quantile(step_seconds, 0.9)) if len(step_seconds) else _UNEVEN_SECONDS / 3
+        is_uneven = any(state["phase"] in _UNEVEN for state in states.values())
+        limit = max(_LEAST_STALL_SECONDS, 3 * usual, _UNEVEN_SECONDS if is_uneven else 0.0)
     if not states or len(states) < len(live) or stalled_seconds < limit:
         return None
     missing = _missing(states)

@@ -37,6 +37,7 @@ from weft.config.pool import (
     KubernetesSettings,
     Pool,
     PoolHost,
+    RaySettings,
     SlurmSettings,
     SshSettings,
 )
@@ -100,7 +101,8 @@ def pool_page() -> str:
     lines = [NOTE, "", "# pool.toml: who starts Weft where", ""]
     lines += ["A pool is given as `--on PLACE:pool.toml`, or by its name where it lies in `~/.config/weft/pools`."]
     lines += _items("[pool]", Pool)[2:]
-    for name, table in {"ssh": SshSettings, "slurm": SlurmSettings, "kubernetes": KubernetesSettings}.items():
+    tables = {"ssh": SshSettings, "slurm": SlurmSettings, "kubernetes": KubernetesSettings, "ray": RaySettings}
+    for name, table in tables.items():
         lines += _items(f"[{name}]", table)
     return _text([*lines, *_items("hosts", PoolHost), *_items("volumes", ClaimedVolume)])
 

@@ -19,6 +19,7 @@ import hypothesis
 import own_cache
 import pool
 import pytest
+import ray_kit
 import slurm
 import sshd
 import tiers
@@ -134,6 +135,7 @@ NEEDS = {
     "needs_slurm": Need(slurm.is_there, "needs root and Slurm (apt-get install slurmctld slurmd slurm-client munge)"),
     "needs_sshd": Need(sshd.is_there, "needs root and OpenSSH (apt-get install openssh-server)"),
     "needs_kubectl": Need(lambda: shutil.which("kubectl") is not None, "needs kubectl 1.25 or newer"),
+    "needs_ray": Need(ray_kit.is_there, "needs root and Ray (pip install -e .[ray])", may_lack_in_ci=True),
     "needs_chromium": Need(lambda: shutil.which("chromium") is not None, "needs Chromium (apt-get install chromium)"),
     "needs_prometheus": Need(
         lambda: shutil.which("prometheus") is not None, "needs Prometheus (apt-get install prometheus)"

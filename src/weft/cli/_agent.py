@@ -21,6 +21,8 @@ def agent(
     until_eof: Annotated[bool, FLAG] = False,
     check: Annotated[bool, FLAG] = False,
     settle: Annotated[bool, FLAG] = False,
+    ray: Annotated[bool, FLAG] = False,
+    attempt: int = 0,
     network: str | None = None,
 ) -> int:
     """Take this machine's part in a submitted run; places start this, once on each machine.
@@ -41,6 +43,10 @@ def agent(
         Say what this machine is, as JSON, and start nothing.
     settle
         Say by the status how an attempt of the job ended whose agents have all ended; 75: start it again.
+    ray
+        Drive the job under Ray: have an agent run on each machine, until the job has ended.
+    attempt
+        How often the job was started before.
     network
         With --check: network on which the machines reach one another.
     """
@@ -48,6 +54,10 @@ def agent(
         from weft.run.places.settle import settle as settle_attempt
 
         return settle_attempt(run.absolute())
+    if ray:
+        from weft.run.places.ray_driver import drive
+
+        return drive(run.absolute())
     if check:
         from weft.run.places.look import look
 
@@ -55,10 +65,10 @@ def agent(
         return 0
     from weft.api.training.agent import run_agent
 
-    return run_agent(run.absolute(), _seat(seat, topology), until_eof=until_eof)
+    return run_agent(run.absolute(), _seat(seat, topology, attempt), until_eof=until_eof)
 
 
-def _seat(given: str | None, topology: str | None) -> PlaceSeat | None:
+def _seat(given: str | None, topology: str | None, attempt: int) -> PlaceSeat | None:
     from weft.run.places.contract import PlaceSeat
 
     if given is None:
@@ -67,4 +77,4 @@ def _seat(given: str | None, topology: str | None) -> PlaceSeat | None:
     if not slash or not index.isdecimal() or not count.isdecimal() or int(index) >= int(count):
         raise LaunchError(f"--seat {given} is no place among machines. Write its number and how many: 0/4.")
     where = tuple(topology.split(",")) if topology else ()
-    return PlaceSeat(index=int(index), count=int(count), topology=where)
+    return PlaceSeat(index=int(index), count=int(count), attempt=attempt, topology=where)

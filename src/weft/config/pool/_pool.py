@@ -8,11 +8,12 @@ from typing import Literal, get_args
 
 from weft.config.document import HIDDEN, Rules
 from weft.config.pool._kubernetes import KubernetesSettings
+from weft.config.pool._ray import RaySettings
 from weft.errors import ClusterError, did_you_mean
 
 _RULES = Rules(ClusterError)
 
-PlaceName = Literal["local", "ssh", "slurm", "kubernetes"]
+PlaceName = Literal["local", "ssh", "slurm", "kubernetes", "ray"]
 """A kind of place."""
 
 
@@ -88,7 +89,7 @@ class Pool:
     """Machines, the place that starts programs on them, and what the site asks for."""
 
     place: PlaceName
-    """Kind of place: this machine, hosts that ssh reaches, Slurm or Kubernetes."""
+    """Kind of place: this machine, hosts that ssh reaches, Slurm, Kubernetes or Ray."""
     name: str = field(default="", metadata=HIDDEN)
     """Name by which `--on` takes it: that of its file."""
     command: tuple[str, ...] = ()
@@ -109,6 +110,8 @@ class Pool:
     """The partition, where the place is Slurm; None: the cluster's default."""
     kubernetes: KubernetesSettings | None = None
     """The namespace, where the place is Kubernetes."""
+    ray: RaySettings | None = None
+    """The cluster, where the place is Ray; None: one whose head is this machine."""
 
     def __post_init__(self) -> None:
         _RULES.types(self)
@@ -118,7 +121,7 @@ class Pool:
                 ipaddress.ip_network(self.network, strict=False)
             except ValueError as error:
                 raise _RULES.refuse(self, "network", f"is no network: {error}. Write it as 10.0.0.0/24.") from None
-        for other in ("ssh", "slurm", "kubernetes"):
+        for other in ("ssh", "slurm", "kubernetes", "ray"):
             if other != self.place and getattr(self, other) is not None:
                 raise _RULES.refuse(
                     self, "place", f"does not go with [{other}]. Remove that table, or change the place."

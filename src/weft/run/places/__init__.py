@@ -1,4 +1,4 @@
-"""Places that run agents on machines: this machine, ssh, Slurm and Kubernetes, one file each."""
+"""Places that run agents on machines: this machine, ssh, Slurm, Kubernetes and Ray, one file each."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ if TYPE_CHECKING:
 
 def place_of(name: PlaceName) -> JobPlace:
     """Return a place by its name."""
-    from weft.run.places import kubernetes, local, slurm, ssh
+    from weft.run.places import kubernetes, local, ray, slurm, ssh
 
     places: dict[PlaceName, JobPlace] = {
         "local": local.LocalPlace(),
         "ssh": ssh.SshPlace(),
         "slurm": slurm.SlurmPlace(),
         "kubernetes": kubernetes.KubernetesPlace(),
+        "ray": ray.RayPlace(),
     }
     return places[name]

@@ -1,7 +1,7 @@
 """The contract of a place: what runs agents on machines, and what Weft asks of it.
 
-A place is this machine, a list of hosts that ssh reaches, or Slurm.  It starts, places and replaces machines.  On each
-machine it starts one agent, `weft agent RUN`; Weft decides which ranks the agent starts.
+A place is this machine, a list of hosts that ssh reaches, Slurm, Kubernetes, or Ray.  It starts, places and replaces
+machines.  On each machine it starts one agent, `weft agent RUN`; Weft decides which ranks the agent starts.
 """
 
 from __future__ import annotations

@@ -97,6 +97,11 @@ TESTS: dict[str, str | tuple[str, ...]] = {
         "tests/run/hosts/test_signed.py::test_a_stranger_in_the_registry_is_left_out",
         "tests/run/hosts/test_signed.py::test_what_was_signed_at_an_earlier_meeting_does_not_hold",
     ),
+    "jobs of Ray (`--on ray`)": (
+        "tests/run/hosts/test_ray_request.py::test_a_token_is_read_from_a_file_that_its_user_alone_may_read",
+        "tests/run/hosts/test_ray_request.py::test_an_address_that_is_none_or_public_is_refused",
+        "tests/run/hosts/test_ray_request.py::test_what_is_no_ray_or_too_old_is_said",
+    ),
     "environment": (
         "tests/run/launch/test_launch_script.py::test_half_an_environment",
         "tests/run/launch/test_default_group.py::test_a_port_of_the_environment_that_is_none_is_refused",

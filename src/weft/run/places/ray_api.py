@@ -67,7 +67,7 @@ def call(settings: RaySettings, method: str, path: str, body: str | None = None)
     if status in (401, 403):
         hint = "give it as token_file in [ray]" if settings.token_file is None else f"{settings.token_file} has another"
         raise RayRefusalError(f"Ray at {settings.address} asks for a token: {hint}.", status)
-    if status >= 400:
+    if status >= http.client.MULTIPLE_CHOICES:  # a redirection would take the token elsewhere
         raise RayRefusalError(f"Ray says: {_shown(said)}", status)
     try:
         return json.loads(said)

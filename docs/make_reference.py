@@ -35,6 +35,7 @@ from weft.config.plan import Plan, plan_schema
 from weft.config.pool import (
     ClaimedVolume,
     KubernetesSettings,
+    MpiSettings,
     Pool,
     PoolHost,
     RaySettings,
@@ -101,7 +102,13 @@ def pool_page() -> str:
     lines = [NOTE, "", "# pool.toml: who starts Weft where", ""]
     lines += ["A pool is given as `--on PLACE:pool.toml`, or by its name where it lies in `~/.config/weft/pools`."]
     lines += _items("[pool]", Pool)[2:]
-    tables = {"ssh": SshSettings, "slurm": SlurmSettings, "kubernetes": KubernetesSettings, "ray": RaySettings}
+    tables = {
+        "ssh": SshSettings,
+        "mpi": MpiSettings,
+        "slurm": SlurmSettings,
+        "kubernetes": KubernetesSettings,
+        "ray": RaySettings,
+    }
     for name, table in tables.items():
         lines += _items(f"[{name}]", table)
     return _text([*lines, *_items("hosts", PoolHost), *_items("volumes", ClaimedVolume)])

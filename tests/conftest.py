@@ -136,6 +136,10 @@ NEEDS = {
     "needs_sshd": Need(sshd.is_there, "needs root and OpenSSH (apt-get install openssh-server)"),
     "needs_kubectl": Need(lambda: shutil.which("kubectl") is not None, "needs kubectl 1.25 or newer"),
     "needs_ray": Need(ray_kit.is_there, "needs root and Ray (pip install -e .[ray])", may_lack_in_ci=True),
+    "needs_mpi": Need(
+        lambda: None not in (shutil.which("mpiexec.mpich"), shutil.which("mpirun.openmpi")),
+        "needs MPICH and Open MPI (apt-get install mpich openmpi-bin)",
+    ),
     "needs_chromium": Need(lambda: shutil.which("chromium") is not None, "needs Chromium (apt-get install chromium)"),
     "needs_prometheus": Need(
         lambda: shutil.which("prometheus") is not None, "needs Prometheus (apt-get install prometheus)"

@@ -29,7 +29,7 @@ class PlacedRun:
     environment: dict[str, str] = field(default_factory=dict[str, str])
     """What the place's commands need."""
 
-    def weft(self, *words: str, seconds: float = 90) -> tuple[int, str]:
+    def weft(self, *words: str, seconds: float = 240) -> tuple[int, str]:
         """Give a command of Weft on the login machine; return its status and what it has said."""
         folder = self.pool.parent
         own = {"XDG_CACHE_HOME": str(folder / "cache"), "XDG_CONFIG_HOME": str(folder / "config")}
@@ -57,6 +57,11 @@ class PlacedRun:
         assert status == 0, said
         (run,) = json.loads(said)
         return run
+
+    def commands_of_keeper(self) -> list[list[str]]:
+        """The commands by which the run's keeper starts agents."""
+        task = json.loads((self.job.run / "submission" / "keeper.json").read_text())
+        return [agent["command"] for agent in task["agents"]]
 
     def said(self) -> str:
         """What agents and the keeper have said."""

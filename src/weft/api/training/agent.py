@@ -18,6 +18,7 @@ from weft.errors import LaunchError, WeftError
 from weft.events import read_owner
 from weft.run.places import place_of
 from weft.run.places.contract import AGENT_DONE, AGENT_LATER, ANSWER_SECONDS, PlaceSeat
+from weft.run.places.mpi import leave_launcher
 from weft.run.places.proposal import order_parts, pool_cluster
 from weft.run.places.submission import AgentNote, JobOrder, agent_log
 
@@ -48,6 +49,8 @@ def run_agent(run: Path, given: PlaceSeat | None, *, until_eof: bool) -> int:
             f"nothing says which machine of the job this is. weft agent is what {order.pool.place} starts; to submit"
             f" the run, give weft train … --on {order.pool.name} --run-folder {run}."
         )
+    if order.pool.place == "mpi":
+        leave_launcher(os.environ)
     note = AgentNote(
         index=seat.index,
         host=socket.gethostname(),
@@ -107,7 +110,7 @@ def _train(run: Path, order: JobOrder, seat: PlaceSeat) -> int:
         cluster=pool_cluster(order),
         blocks=order.gang.blocks,
     )
-    if not seat.is_replaced:
+    if not place_of(order.pool.place).replaces_machines:
         # Its place starts the whole job again; until then the machines that are left do nothing.
         hosts = replace(hosts, replacement_seconds=_RETURN_SECONDS)
     result = train_on_hosts(

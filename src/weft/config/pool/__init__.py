@@ -2,6 +2,7 @@
 
 from weft.config.pool._kubernetes import ClaimedVolume as ClaimedVolume
 from weft.config.pool._kubernetes import KubernetesSettings as KubernetesSettings
+from weft.config.pool._pool import MpiSettings as MpiSettings
 from weft.config.pool._pool import PlaceName as PlaceName
 from weft.config.pool._pool import Pool as Pool
 from weft.config.pool._pool import PoolHost as PoolHost

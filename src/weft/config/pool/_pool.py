@@ -13,7 +13,7 @@ from weft.errors import ClusterError, did_you_mean
 
 _RULES = Rules(ClusterError)
 
-PlaceName = Literal["local", "ssh", "slurm", "kubernetes", "ray"]
+PlaceName = Literal["local", "ssh", "mpi", "slurm", "kubernetes", "ray"]
 """A kind of place."""
 
 
@@ -49,6 +49,21 @@ class SshSettings:
         _RULES.types(self)
         _check_hosts(self)
         _RULES.at_least(self, 1, "port")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MpiSettings(SshSettings):
+    """`[mpi]`: machines on which an MPI's launcher starts agents, by ssh.  A job takes the first ones of its hosts."""
+
+    launcher: str = "mpiexec"
+    """Command of MPICH or Open MPI, such as "mpirun" or "/opt/mpi/bin/mpiexec"; Weft asks it which of them it is."""
+    options: tuple[str, ...] = ()
+    """Further options of the launcher that the site needs, such as ["--prefix", "/opt/openmpi"]."""
+
+    def __post_init__(self) -> None:
+        SshSettings.__post_init__(self)
+        if not self.launcher or self.launcher.startswith("-"):
+            raise _RULES.refuse(self, "launcher", 'is no command. Write one such as "mpiexec".')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +104,7 @@ class Pool:
     """Machines, the place that starts programs on them, and what the site asks for."""
 
     place: PlaceName
-    """Kind of place: this machine, hosts that ssh reaches, Slurm, Kubernetes or Ray."""
+    """Kind of place: this machine, hosts that ssh or an MPI's launcher reaches, Slurm, Kubernetes or Ray."""
     name: str = field(default="", metadata=HIDDEN)
     """Name by which `--on` takes it: that of its file."""
     command: tuple[str, ...] = ()
@@ -106,6 +121,8 @@ class Pool:
     """Time between the word to stop and the end: ask for twice of what a save takes."""
     ssh: SshSettings | None = None
     """The hosts, where the place is ssh."""
+    mpi: MpiSettings | None = None
+    """The hosts and the launcher, where the place is MPI."""
     slurm: SlurmSettings | None = None
     """The partition, where the place is Slurm; None: the cluster's default."""
     kubernetes: KubernetesSettings | None = None
@@ -121,13 +138,13 @@ class Pool:
                 ipaddress.ip_network(self.network, strict=False)
             except ValueError as error:
                 raise _RULES.refuse(self, "network", f"is no network: {error}. Write it as 10.0.0.0/24.") from None
-        for other in ("ssh", "slurm", "kubernetes", "ray"):
+        for other in ("ssh", "mpi", "slurm", "kubernetes", "ray"):
             if other != self.place and getattr(self, other) is not None:
                 raise _RULES.refuse(
                     self, "place", f"does not go with [{other}]. Remove that table, or change the place."
                 )
-        if self.place == "ssh" and self.ssh is None:
-            raise _RULES.refuse(self, "place", "needs a table [ssh] with its hosts.")
+        if self.place in ("ssh", "mpi") and self.ssh is None and self.mpi is None:
+            raise _RULES.refuse(self, "place", f"needs a table [{self.place}] with its hosts.")
         if self.place == "kubernetes" and self.kubernetes is None:
             raise _RULES.refuse(self, "place", "needs a table [kubernetes] with its image and volumes.")
 
@@ -138,8 +155,10 @@ class Pool:
         Raises:
             ClusterError: the place cannot be used without a file.
         """
-        if place == "ssh":
-            raise ClusterError('--on ssh needs a file: --on ssh:pool.toml, with place = "ssh" and the hosts in [ssh].')
+        if place in ("ssh", "mpi"):
+            raise ClusterError(
+                f'--on {place} needs a file: --on {place}:pool.toml, with place = "{place}" and the hosts in [{place}].'
+            )
         if place == "kubernetes":
             raise ClusterError(
                 '--on kubernetes needs a file: --on kubernetes:pool.toml, with place = "kubernetes", and the image and'

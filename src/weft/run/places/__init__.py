@@ -1,4 +1,4 @@
-"""Places that run agents on machines: this machine, ssh, Slurm, Kubernetes and Ray, one file each."""
+"""Places that run agents on machines: this machine, ssh, MPI, Slurm, Kubernetes and Ray, one file each."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ if TYPE_CHECKING:
 
 def place_of(name: PlaceName) -> JobPlace:
     """Return a place by its name."""
-    from weft.run.places import kubernetes, local, ray, slurm, ssh
+    from weft.run.places import kubernetes, local, mpi, ray, slurm, ssh
 
     places: dict[PlaceName, JobPlace] = {
         "local": local.LocalPlace(),
         "ssh": ssh.SshPlace(),
+        "mpi": mpi.MpiPlace(),
         "slurm": slurm.SlurmPlace(),
         "kubernetes": kubernetes.KubernetesPlace(),
         "ray": ray.RayPlace(),

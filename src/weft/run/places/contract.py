@@ -1,7 +1,7 @@
 """The contract of a place: what runs agents on machines, and what Weft asks of it.
 
-A place is this machine, a list of hosts that ssh reaches, Slurm, Kubernetes, or Ray.  It starts, places and replaces
-machines.  On each machine it starts one agent, `weft agent RUN`; Weft decides which ranks the agent starts.
+A place is this machine, a list of hosts that ssh or an MPI's launcher reaches, Slurm, Kubernetes or Ray.  It starts,
+places and replaces machines.  On each it starts one agent, `weft agent RUN`; Weft decides which ranks the agent starts.
 """
 
 from __future__ import annotations
@@ -176,8 +176,6 @@ class PlaceSeat:
     """Where the machine lies, from the outside in, as `spine0`, `leaf2`; empty: the place does not say."""
     node: str = ""
     """The place's name for the machine."""
-    is_replaced: bool = True
-    """Whether the place starts another machine, or this one again, where this one is lost while the job runs."""
     end_command: tuple[str, ...] = ()
     """Command that ends all agents of this attempt, for a place that may wait for one that is no more."""
 
@@ -202,9 +200,11 @@ class JobPlace(Protocol):
     """
 
     name: str
+    replaces_machines: bool
+    """Whether it starts another machine, or the same one again, where one is lost while the job runs."""
 
     def request(self, gang: Gang, job: Job, pool: Pool) -> Request:
-        """Return what the place is asked.  Pure: it looks at nothing else."""
+        """Return what the place is asked.  It looks at nothing else, but for what this machine is called and has."""
         ...
 
     def check(self, request: Request, gang: Gang, job: Job, pool: Pool) -> PlaceVerdict:

@@ -1,8 +1,9 @@
-"""A process that keeps a job's agents where the place has no service that does: this machine, and ssh.
+"""A process that keeps a job's agents where the place has no service that does: this machine, ssh, and MPI.
 
 It runs on the host where the job was submitted, apart from that command.  Each agent is a child of it, or of an `ssh`
 that is: an agent leaves when its standard input ends, so that none outlives its keeper.  Whether the job goes on with
-fewer machines is decided by the agents; the keeper brings up those of the reserve.
+fewer machines is decided by the agents; the keeper brings up those of the reserve.  A launcher that starts several
+agents is one child: what its end means is read from what they have noted, since its status says little.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -24,6 +26,7 @@ from weft.errors import LaunchError
 from weft.files import write_whole
 from weft.process import machine_name, start_of
 from weft.run.places.contract import AGENT_DONE, AGENT_LATER, AGENT_MEND, PlacedJob, PlaceState
+from weft.run.places.launched import LaunchedAgents
 from weft.run.places.submission import FOLDER
 
 _TASK, _STATE, _LOG = "keeper.json", "keeper-state.json", "keeper.log"
@@ -42,8 +45,10 @@ class KeptAgent:
     """One command that starts an agent on a machine."""
 
     name: str
-    """Name of the machine, for people."""
+    """Name of the machine, or the launcher, for people."""
     command: tuple[str, ...]
+    machines: tuple[str, ...] = ()
+    """Machines of the agents, where the command is a launcher that starts several; empty: it starts one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,19 +148,51 @@ class _Child:
     """Status of its newest process; None: it runs, or was never started."""
     again_at: float = 0.0
     """When it may be started again."""
+    agents: LaunchedAgents | None = None
+    """What a launcher's agents say; None: the command starts one agent, and its status says all."""
 
     def start(self) -> None:
         self.status = None
-        self.process = subprocess.Popen(self.agent.command, stdin=subprocess.PIPE)
+        if self.agents is not None:
+            self.agents.begin()
+        # In a group of its own, so that what it has started itself ends with it.
+        self.process = subprocess.Popen(self.agent.command, stdin=subprocess.PIPE, process_group=0)
 
     def look(self) -> bool:
         """Whether it has just ended."""
-        if self.process is None or (status := self.process.poll()) is None:
+        if self.process is None:
             return False
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process, self.status, self.again_at = None, status, time.monotonic() + _AGAIN_SECONDS
+        if self.agents is not None and self.agents.is_stuck:
+            print(f"{time.strftime('%F %T')}  {self.agent.name} does not end by itself, and is ended", flush=True)
+            self.kill()
+        if (status := self.process.poll()) is None:
+            return False
+        self._ended(status)
         return True
+
+    def leave(self, seconds: float) -> None:
+        """Give it time to end; then end it."""
+        assert self.process is not None
+        try:
+            status = self.process.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            self.kill()
+            status = self.process.wait()
+        self._ended(status)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _ended(self, status: int) -> None:
+        assert self.process is not None
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process, self.again_at = None, time.monotonic() + _AGAIN_SECONDS
+        self.status = status if self.agents is None else self.agents.status(status)
 
 
 @dataclass(slots=True)
@@ -195,8 +232,10 @@ class _Keeper:
         """Whether an agent has told how the job ended, or none is left."""
         statuses = {child.status for child in self.children}
         finished = statuses & {AGENT_DONE, AGENT_MEND}
-        if any(child.process is not None for child in self.children):
+        running = [child for child in self.children if child.process is not None]
+        if any(child.agents is None or child.agents.have_begun for child in running):
             self.ran_at = time.monotonic()
+        if running:
             return False
         # Where one is done the others are about to be; one that must be mended may be alone with that.
         is_hopeless = time.monotonic() - self.ran_at > _PATIENCE_SECONDS
@@ -226,12 +265,7 @@ class _Keeper:
             child.process.stdin.close()
         deadline = time.monotonic() + self.task.grace_seconds
         for child in running:
-            assert child.process is not None
-            try:
-                child.status = child.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.process.kill()
-                child.status = child.process.wait()
+            child.leave(deadline - time.monotonic())
 
     def _outcome(self) -> tuple[int, str]:
         """The status of the whole job and a sentence."""
@@ -245,7 +279,8 @@ class _Keeper:
         return 1, f"failed: agents ended with {', '.join(map(str, sorted(set(statuses))))}"
 
     def _tell(self, state: _KeeperState) -> None:
-        names = tuple(child.agent.name for child in self.children if child.process is not None)
+        running = [child.agent for child in self.children if child.process is not None]
+        names = tuple(name for agent in running for name in agent.machines or (agent.name,))
         state = replace(state, running=names)
         if state != self.told:
             write_whole(self.run / FOLDER / _STATE, json.dumps(plain(state)))
@@ -255,7 +290,11 @@ class _Keeper:
 def main(run: Path) -> int:
     """Keep the agents of a run until its end."""
     task = typed(KeeperTask, json.loads((run / FOLDER / _TASK).read_text()))
-    keeper = _Keeper(run, task, [_Child(agent) for agent in task.agents])
+    children = [
+        _Child(agent, agents=LaunchedAgents(run, len(agent.machines), _LOST) if agent.machines else None)
+        for agent in task.agents
+    ]
+    keeper = _Keeper(run, task, children)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         keeper.stopping.set()

@@ -64,6 +64,7 @@ class KubernetesPlace:
     """A namespace under Kubernetes."""
 
     name = "kubernetes"
+    replaces_machines = True
 
     def request(self, gang: Gang, job: Job, pool: Pool) -> Request:
         text = json.dumps(_whole_job(gang, job, pool), indent=1)

@@ -28,6 +28,7 @@ class LocalPlace:
     """This machine."""
 
     name = "local"
+    replaces_machines = True
 
     def request(self, gang: Gang, job: Job, pool: Pool) -> Request:
         words = agent_command(pool, job.run, ("--seat", "0/1", "--until-eof"))

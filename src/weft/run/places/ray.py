@@ -45,6 +45,7 @@ class RayPlace:
     """A cluster under Ray."""
 
     name = "ray"
+    replaces_machines = True
 
     def request(self, gang: Gang, job: Job, pool: Pool) -> Request:
         settings = settings_of(pool)

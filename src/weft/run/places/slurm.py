@@ -49,6 +49,7 @@ class SlurmPlace:
     """A partition under Slurm."""
 
     name = "slurm"
+    replaces_machines = False
 
     def request(self, gang: Gang, job: Job, pool: Pool) -> Request:
         lines = [RequestLine("#!/bin/sh"), *_options(gang, job, pool, pool.slurm or SlurmSettings())]
@@ -139,7 +140,6 @@ class SlurmPlace:
             attempt=int(environment.get("SLURM_RESTART_COUNT", "0")),
             topology=tuple(topology),
             node=environment.get("SLURMD_NODENAME", ""),
-            is_replaced=False,
             # srun waits for ever for a machine that has started again before Slurm has missed it.
             end_command=("scancel", f"{environment['SLURM_JOB_ID']}.{environment['SLURM_STEP_ID']}"),
         )

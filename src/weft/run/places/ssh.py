@@ -31,7 +31,7 @@ from weft.version import VERSION
 
 _OPTIONS = ("BatchMode=yes", "StrictHostKeyChecking=yes", "ConnectTimeout=10", "LogLevel=ERROR")
 """Nobody is asked, and no unknown host is talked to."""
-_ALIVE = ("ServerAliveInterval=1", "ServerAliveCountMax=3")
+ALIVE = ("ServerAliveInterval=1", "ServerAliveCountMax=3")
 """A machine that is gone ends its connection after 4 s."""
 _LAST_LINES = 4
 
@@ -41,6 +41,7 @@ class SshPlace:
     """Hosts of a file."""
 
     name = "ssh"
+    replaces_machines = True
 
     def request(self, gang: Gang, job: Job, pool: Pool) -> Request:
         hosts = _settings(pool).hosts
@@ -49,7 +50,7 @@ class SshPlace:
             options = ["--seat", f"{index}/{len(hosts)}", "--until-eof"]
             if host.topology:
                 options += ["--topology", ",".join(host.topology)]
-            words = ssh_command(pool, host, agent_command(pool, job.run, options), _ALIVE)
+            words = ssh_command(pool, host, agent_command(pool, job.run, options), ALIVE)
             why = f"machine {index}" if index < gang.most else "in reserve, started where another is lost"
             lines.append(RequestLine(shlex.join(words), why))
         return Request(lines=tuple(lines), command=())
@@ -59,7 +60,7 @@ class SshPlace:
         if len(hosts) < gang.least:
             text = f"the pool lists {len(hosts)} hosts, and {gang.least} are wanted: list more, or lower --nodes"
             return PlaceVerdict(accepts=False, text=text)
-        answers = _ask_all(pool, hosts, job)
+        answers = ask_hosts(pool, hosts, job)
         good = [answer for answer in answers if not answer.problem]
         problems = [f"{answer.host.address}: {answer.problem}" for answer in answers if answer.problem]
         if len(good) < gang.least or any(answer.is_wrong for answer in answers):
@@ -88,18 +89,7 @@ class SshPlace:
         stop_keeper(job.run, placed)
 
     def free(self, pool: Pool) -> list[FreeNodes]:
-        hosts = _settings(pool).hosts
-        answers = _ask_all(pool, hosts, None)
-        problems = "; ".join(f"{answer.host.address}: {answer.problem}" for answer in answers if answer.problem)
-        devices = {answer.devices for answer in answers if not answer.problem}
-        return [
-            FreeNodes(
-                num_nodes=len(hosts),
-                num_free=sum(not answer.problem for answer in answers),
-                devices=" or ".join(sorted(devices)) or "unknown",
-                note=problems or "ssh knows nothing of other jobs there",
-            )
-        ]
+        return free_hosts(pool)
 
     def seat(self, environment: Mapping[str, str]) -> PlaceSeat | None:
         return None  # the command itself says
@@ -107,18 +97,23 @@ class SshPlace:
 
 def ssh_command(pool: Pool, host: PoolHost, words: Sequence[str], more: Sequence[str] = ()) -> list[str]:
     """Return the command that runs another on a host.  Its words are quoted, since ssh gives them to a shell there."""
+    return ["ssh", *ssh_options(pool, more), "--", host.address, shlex.join(words)]
+
+
+def ssh_options(pool: Pool, more: Sequence[str] = ()) -> list[str]:
+    """Return the options of `ssh` by which the hosts of a pool are reached."""
     settings, options = _settings(pool), [*_OPTIONS, *more]
     if settings.known_hosts is not None:
         options.append(f"UserKnownHostsFile={settings.known_hosts}")
-    command = ["ssh", *(word for option in options for word in ("-o", option))]
-    command += ["-i", settings.identity, "-o", "IdentitiesOnly=yes"] if settings.identity is not None else []
-    command += ["-p", str(settings.port)] if settings.port is not None else []
-    command += ["-l", settings.user] if settings.user is not None else []
-    return [*command, "--", host.address, shlex.join(words)]
+    words = [word for option in options for word in ("-o", option)]
+    words += ["-i", settings.identity, "-o", "IdentitiesOnly=yes"] if settings.identity is not None else []
+    words += ["-p", str(settings.port)] if settings.port is not None else []
+    words += ["-l", settings.user] if settings.user is not None else []
+    return words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
+class HostAnswer:
     """What a host has answered."""
 
     host: PoolHost
@@ -129,12 +124,33 @@ class _Answer:
     """Whether that is a mistake in the pool or an attack, and not a machine that is down."""
 
 
-def _ask_all(pool: Pool, hosts: Sequence[PoolHost], job: Job | None) -> list[_Answer]:
+def ask_hosts(pool: Pool, hosts: Sequence[PoolHost], job: Job | None) -> list[HostAnswer]:
+    """Ask hosts what they are, all at the same time.  Starts nothing that lasts.
+
+    Args:
+        job: whose folder they must see; None: none in particular.
+    """
     with ThreadPoolExecutor(max_workers=16) as threads:
         return list(threads.map(_ask, [pool] * len(hosts), hosts, [job] * len(hosts)))
 
 
-def _ask(pool: Pool, host: PoolHost, job: Job | None) -> _Answer:
+def free_hosts(pool: Pool) -> list[FreeNodes]:
+    """Return how many of a pool's hosts answer, and what they have."""
+    hosts = _settings(pool).hosts
+    answers = ask_hosts(pool, hosts, None)
+    problems = "; ".join(f"{answer.host.address}: {answer.problem}" for answer in answers if answer.problem)
+    devices = {answer.devices for answer in answers if not answer.problem}
+    return [
+        FreeNodes(
+            num_nodes=len(hosts),
+            num_free=sum(not answer.problem for answer in answers),
+            devices=" or ".join(sorted(devices)) or "unknown",
+            note=problems or "ssh knows nothing of other jobs there",
+        )
+    ]
+
+
+def _ask(pool: Pool, host: PoolHost, job: Job | None) -> HostAnswer:
     """Ask a host what it is, by the agent's own look at it."""
     options = ["--check", *(["--network", pool.network] if pool.network is not None else [])]
     folder = job.run if job is not None else Path("/")
@@ -144,27 +160,28 @@ def _ask(pool: Pool, host: PoolHost, job: Job | None) -> _Answer:
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False
         )
     except FileNotFoundError:
-        raise LaunchError("--on ssh needs the command ssh, and this machine has none (OpenSSH's client).") from None
+        raise LaunchError(f"--on {pool.name} needs the command ssh, and this machine has none (OpenSSH).") from None
     except subprocess.TimeoutExpired:
-        return _Answer(host=host, problem=f"no answer in {ANSWER_SECONDS:.0f} s")
+        return HostAnswer(host=host, problem=f"no answer in {ANSWER_SECONDS:.0f} s")
     if done.returncode:
         return _refused(host, done.returncode, (done.stderr or done.stdout).strip())
     told: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     if told["version"] != VERSION:
         problem = f"it has Weft {told['version']}, and this machine {VERSION}: give both the same"
-        return _Answer(host=host, problem=problem, is_wrong=True)
-    return _Answer(host=host, devices=told["devices"])
+        return HostAnswer(host=host, problem=problem, is_wrong=True)
+    return HostAnswer(host=host, devices=told["devices"])
 
 
-def _refused(host: PoolHost, status: int, said: str) -> _Answer:
+def _refused(host: PoolHost, status: int, said: str) -> HostAnswer:
     if "IDENTIFICATION HAS CHANGED" in said or "Host key verification failed" in said:
         changed = "has another key than known_hosts says" if "CHANGED" in said else "is not in known_hosts"
         problem = f"it {changed}. If that is right, put its key there (ssh-keyscan {host.address}); nothing was sent"
-        return _Answer(host=host, problem=problem, is_wrong=True)
+        return HostAnswer(host=host, problem=problem, is_wrong=True)
     last = " ".join(said.splitlines()[-_LAST_LINES:]) or f"status {status}"
-    return _Answer(host=host, problem=last, is_wrong=status != 255)
+    return HostAnswer(host=host, problem=last, is_wrong=status != 255)
 
 
 def _settings(pool: Pool) -> SshSettings:
-    assert pool.ssh is not None, "a pool of this place has its table"
-    return pool.ssh
+    settings = pool.ssh or pool.mpi
+    assert settings is not None, "a pool of these places has its table"
+    return settings

@@ -1,4 +1,4 @@
-"""`weft train --on`: hand a run to a place."""
+"""`weft train --on` and `weft launch --on`: hand a run to a place."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Literal
 from weft.errors import LaunchError
 
 if TYPE_CHECKING:
+    from weft.config.pool import Pool
     from weft.run.places.proposal import RunProposal
-    from weft.run.places.submission import TrainOrder
+    from weft.run.places.submission import LaunchOrder, TrainOrder
 
 REFUSED_STATUS = 2
 
@@ -48,19 +49,40 @@ def submit_run(
     order: TrainOrder, on: str, nodes: str, run_folder: Path | None, *, dry_run: bool, time_limit: str | None
 ) -> int:
     """Print what is submitted, and submit it unless this is a dry run.  Status 2: the place would not take it."""
+    pool, run = _pool_and_run(on, run_folder)
+    from weft.cli._read import describe_recipe
+    from weft.run.places.proposal import propose
+
+    limit_seconds = _seconds(time_limit)
+    proposal = propose(order, pool, nodes, run, Path.cwd(), describe=describe_recipe, limit_seconds=limit_seconds)
+    return _submit(proposal, dry_run=dry_run)
+
+
+def submit_script(
+    order: LaunchOrder, on: str, nodes: str, run_folder: Path | None, *, dry_run: bool, time_limit: str | None
+) -> int:
+    """`submit_run`, of a script."""
+    pool, run = _pool_and_run(on, run_folder)
+    from weft.run.places.proposal import propose_launch
+
+    proposal = propose_launch(order, pool, nodes, run, Path.cwd(), limit_seconds=_seconds(time_limit))
+    return _submit(proposal, dry_run=dry_run)
+
+
+def _pool_and_run(on: str, run_folder: Path | None) -> tuple[Pool, Path]:
     from weft.config.pool import find_pool
 
     pool = find_pool(on)
     if run_folder is None:
         raise LaunchError("--on needs --run-folder, a folder that all machines see: the run begins there, or goes on.")
     # The address of the folder itself: a link to it may mean another folder on another machine.
-    run = run_folder.absolute()
-    from weft.cli._read import describe_recipe
-    from weft.run.places.proposal import propose, submit
+    return pool, run_folder.absolute()
 
-    proposal = propose(
-        order, pool, nodes, run, Path.cwd(), describe=describe_recipe, limit_seconds=_seconds(time_limit)
-    )
+
+def _submit(proposal: RunProposal, *, dry_run: bool) -> int:
+    from weft.run.places.proposal import submit
+
+    run = proposal.job.run
     print("\n".join(proposal.lines()))
     _print_request(proposal)
     if dry_run:

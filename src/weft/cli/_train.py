@@ -137,7 +137,8 @@ def _train_on_hosts(
     prove: Literal["auto", "always", "never"],
 ) -> int:
     """Take part as one of several hosts; `hosts` are `--nodes`, `--rendezvous` and `--network`."""
-    from weft.api.training.hosts import HostsRequest, train_on_hosts
+    from weft.api.training.host_agent import HostsRequest
+    from weft.api.training.hosts import train_on_hosts
     from weft.config.plan import Plan, apply_overrides, load_plan
     from weft.config.recipe import load_recipe
     from weft.errors import PlanError

@@ -1,4 +1,4 @@
-"""A script whose ranks start again when one fails: `weft launch`, on this host.
+"""A script whose ranks start again when one fails: `weft launch`, on this host or, led by it, on several.
 
 Only a script whose session has saved is started again by itself: it goes on from there.  Any other may have had effects
 that a second start repeats; its first failure ends the job, unless the user allows restarts.
@@ -7,30 +7,29 @@ that a second start repeats; its first failure ends the job, unless the user all
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from weft.config.document import Document, bind, lay_over, parse_overrides, typed
+from weft.config.document import typed
 from weft.config.plan import MeshPlan, ModelFacts, Plan, complete_plan, dump_plan, load_plan, over_ranks
 from weft.config.recipe import OnFailure, Recipe
-from weft.errors import LaunchError, RecipeError
 from weft.events import Event, FolderToken, GenerationEvent, RunFolder, read_owner
-from weft.run.launch import threads_of_user
+from weft.run.launch import HAND_OVER, threads_of_user
 from weft.run.launch._rank_info import run_folder_note
 from weft.run.launch.generation import ScriptGeneration, SessionReport
 from weft.run.launch.job_end import JobEnd
 from weft.run.launch.launcher import ForkServer, HangLimits, run_script
 from weft.run.launch.memory_folder import create_memory_folder, remove_memory_folder
+from weft.run.launched_script import SCRIPT_FUNCTION, HostsOfScript, LaunchedScript, ScriptEnd, start_script
 from weft.run.supervise import (
     PlanChange,
     PlanChanges,
@@ -49,59 +48,6 @@ _TEXTS = PolicyTexts(
 )
 
 
-def policies_of(texts: Sequence[str], max_restarts: int | None) -> OnFailure:
-    """Return the policies of `--on-failure killed=stop,hang_seconds=60` and `--max-restarts`.
-
-    Raises:
-        RecipeError: a policy is unknown or impossible.
-    """
-    settings = [setting for text in texts for setting in text.split(",") if setting]
-    settings += [] if max_restarts is None else [f"max_restarts={max_restarts}"]
-    overrides = parse_overrides([f"on_failure.{setting}" for setting in settings], ("on_failure",))
-    policies = bind(OnFailure, lay_over(Document("on_failure", RecipeError, {}, {}), overrides, "--on-failure"))
-    shrinking = [setting for setting in settings if setting.endswith("=shrink")]
-    if shrinking:
-        raise RecipeError(
-            f"--on-failure {shrinking[0]}: Weft finds a plan for fewer ranks only where a recipe says what is trained."
-            " Use restart or stop; weft replan RUN --plan PLAN lets a session go on with fewer ranks."
-        )
-    return policies
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchedScript:
-    """A script and how it is to be started."""
-
-    script: str
-    """Python file; with `module`, the name of a module."""
-    arguments: Sequence[str]
-    """Its own command line."""
-    num_processes: int
-    module: bool = False
-    under: str | None = None
-    """Module that runs it, as in `python -m under script`."""
-    threads: int | None = None
-    """Threads of each rank; by default the cores are shared out."""
-    logs: Path | None = None
-    """Folder for what each rank prints."""
-
-    def __post_init__(self) -> None:
-        if self.num_processes < 1:
-            raise LaunchError(f"num_processes = {self.num_processes}: a job has at least 1 process.")
-
-    @property
-    def uses_weft(self) -> bool:
-        """Whether its text imports Weft, so that ranks are better forked from a process that has."""
-        if self.under is not None:
-            return True
-        with suppress(OSError, UnicodeDecodeError):
-            return (
-                not self.module
-                and re.search(r"^\s*(import|from) weft\b", Path(self.script).read_text(), re.M) is not None
-            )
-        return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTerms:
     """What `weft chaos` sets for the session of a script, whatever that says."""
@@ -115,7 +61,7 @@ class SessionTerms:
 
 @dataclass(slots=True, kw_only=True)
 class SupervisedScript:
-    """A script that is to run on this host until it is done."""
+    """A script that is to run until it is done."""
 
     launched: LaunchedScript
     policies: OnFailure
@@ -125,6 +71,8 @@ class SupervisedScript:
     """Folder of an earlier run, from whose newest save the session goes on."""
     terms: SessionTerms | None = None
     """What is set for its session; None: it has its own way."""
+    hosts: HostsOfScript | None = None
+    """The hosts of the script, where it has several."""
     fork_server: ForkServer | None = None
     """Forks the ranks; by default one is started."""
     rings: Callable[[int], Path | None] = lambda number: None
@@ -143,10 +91,20 @@ class SupervisedScript:
     """Folder in the host's memory for snapshots."""
     _open: ExitStack = field(default_factory=ExitStack)
     """Closed with the last generation."""
+    _is_named: bool = False
+    """Whether this process is named in the run's folder as its supervisor."""
+    _has_asked: bool = False
+    """Whether the ranks of this generation were asked to hand over."""
 
     def run(self) -> int:
-        """Run generations of ranks until the script is done, was stopped, or failed for good; return the status for the
-        caller's own exit.
+        """`run_to_end`, and say how the script ended; return the status for the caller's own exit."""
+        end = self.run_to_end()
+        if end.text:
+            print(end.text, file=sys.stderr if end.has_failed else sys.stdout, flush=True)
+        return end.status
+
+    def run_to_end(self) -> ScriptEnd:
+        """Run generations of ranks until the script is done, was stopped, or failed for good.
 
         Raises:
             LaunchError: there is no such script, or no ranks could be started.
@@ -154,9 +112,10 @@ class SupervisedScript:
         """
         if self.resumes is not None:
             self._run, self._session = RunFolder.open(self.resumes), SessionReport(num_models=1, has_saved=True)
-        self._memory = create_memory_folder()
+        if self.hosts is None:  # what lies in a host's memory is lost with it
+            self._memory = create_memory_folder()
         self._open.callback(self._leave_memory, is_wanted=True)
-        with SupervisorSignals() as signals, self._open:
+        with SupervisorSignals() if self.hosts is None else nullcontext(self.hosts.signals) as signals, self._open:
             supervisor = Supervisor(
                 self.policies,
                 saved_step=self._saved_step,
@@ -174,29 +133,38 @@ class SupervisedScript:
             def next_signal() -> signal.Signals | None:
                 supervisor.sample()
                 self._look()
-                return signals.number if self._plans is None else self._plans.signal_to_send(signals.number)
+                return self._signal_to_send(signals.number)
 
             def start(number: int, resumes: bool) -> JobEnd:
-                if signals.number is not None:  # it came before any launcher could pass it on
+                if signals.number is not None and self.hosts is None:  # it came before any launcher could pass it on
                     return JobEnd(num_processes=0, outcomes={}, cause=None, signals=(signals.number,))
                 rate = supervisor.failure_rate.mean_seconds
-                return self._generation(number, resumes, self._fork_server(), next_signal, rate)
+                return self._generation(number, resumes, next_signal, rate)
 
             end, reason = supervisor.run(start, resumes=self.resumes is not None)
             end = signals.added_to(end)
             self._leave_memory(is_wanted=end.cause is not None or end.has_failed_rank)
-            return self._status(end, reason)
+            return self._end(end, reason)
+
+    def _signal_to_send(self, noted: signal.Signals | None) -> signal.Signals | None:
+        """The signal that the ranks shall get: one that has come, or to hand over to more hosts or another plan."""
+        if self._plans is None:
+            return noted
+        has_grown = self.hosts is not None and self.hosts.crew.has_grown()
+        number = self._plans.signal_to_send(noted, others_are_wanted=has_grown)
+        self._has_asked = self._has_asked or number == HAND_OVER
+        return number
 
     def _generation(
         self,
         number: int,
         resumes: bool,
-        fork_server: ForkServer,
         next_signal: Callable[[], signal.Signals | None],
         failure_seconds: float,
     ) -> JobEnd:
         """Start the ranks of a generation, and return how they ended."""
         launched, goes_on, plan = self.launched, resumes and self._goes_on, self._plan()
+        self._has_asked = False
         if self._plans is not None:
             self._plans.begin()
         generation = ScriptGeneration(
@@ -206,17 +174,37 @@ class SupervisedScript:
             before=self._before,
             memory="" if self._memory is None else str(self._memory),
             failure_seconds=failure_seconds,
-            folder="" if self.terms is None else str(self.terms.folder),
+            folder=self._given_folder,
             faults=None if self.terms is None else self.terms.faults,
+            owner=self._token(number),
         )
         self._before = ""
         hang_seconds = self.policies.hang_seconds
         timeout_seconds = plan.compute.timeout_seconds
+        stopped_seconds = min(timeout_seconds, hang_seconds or timeout_seconds)
+        limits = HangLimits(hang_seconds, timeout_seconds)
 
         def prepare(folder: Path) -> None:
             self._folder = folder
             generation.write(folder)
 
+        if self.hosts is not None:
+            crew = self.hosts.crew
+            crew.start = lambda ranks: start_script(
+                launched, ranks, prepare=prepare, conclude=self._look, starts_again=self._starts_again
+            )
+            return crew.run(
+                SCRIPT_FUNCTION,
+                asdict(generation),
+                plan.mesh.world_size,
+                threads_per_rank=launched.threads or 1,  # each host shares its own cores out, where none are given
+                fork_server=self.fork_server,
+                stopped_timeout_seconds=stopped_seconds,
+                hang_limits=limits,
+                memory=None,
+                signal_to_send=next_signal,
+                rings=self.rings(number),
+            )
         return run_script(
             launched.script,
             launched.arguments,
@@ -225,11 +213,11 @@ class SupervisedScript:
             under=launched.under,
             threads_per_rank=launched.threads,
             logs=launched.logs,
-            preload=("weft.api", "torch._dynamo") if launched.uses_weft else (),
+            preload=launched.preload,
             num_restarts=number - 1,
-            fork_server=fork_server,
-            stopped_timeout_seconds=min(timeout_seconds, hang_seconds or timeout_seconds),
-            hang_limits=HangLimits(hang_seconds, timeout_seconds),
+            fork_server=self._fork_server(),
+            stopped_timeout_seconds=stopped_seconds,
+            hang_limits=limits,
             memory=self._memory,
             signal_to_send=next_signal,
             prepare=prepare,
@@ -237,6 +225,22 @@ class SupervisedScript:
             starts_again=self._starts_again,
             rings=self.rings(number),
         )
+
+    @property
+    def _given_folder(self) -> str:
+        """Folder in which the session begins its run, whatever the script says; empty: as the script says."""
+        if self.hosts is not None:
+            return str(self.hosts.run.path)
+        return "" if self.terms is None else str(self.terms.folder)
+
+    def _token(self, number: int) -> dict[str, Any] | None:
+        """What lets the ranks of a generation write in the run's folder, where the hosts' leader owns it."""
+        if self.hosts is None:
+            return None
+        if number > 1:
+            self.hosts.lock.renew()
+        assert self.hosts.lock.token is not None, "who leads owns the folder"
+        return self.hosts.lock.token.to_json()
 
     def _fork_server(self) -> ForkServer:
         """The fork server of all generations; one that was killed with its ranks is replaced."""
@@ -261,10 +265,12 @@ class SupervisedScript:
             self._session = session
         if self._run is None and note.is_file():
             self._run = RunFolder(Path(note.read_text()))
-        if self._plans is None and self._run is not None and self._session.num_models == 1 and self._session.facts:
+        if self._plans is None and self._run is not None and session.num_models == 1 and session.facts:
             # What a restart needs is imported now, beside the ranks, and not when one has failed.
             threading.Thread(target=import_module, args=("weft.run.checkpoint",), daemon=True).start()
-            self._open.enter_context(named_as_supervisor(self._run))
+            if not self._is_named:
+                self._open.enter_context(named_as_supervisor(self._run))
+                self._is_named = True
             self._plans = PlanChanges(
                 self._run, load_plan(self._run.plan), None, check=self._checked, report=report_end, since=self._began
             )
@@ -338,13 +344,34 @@ class SupervisedScript:
         return plan, None
 
     def _plan_change(self, end: JobEnd) -> PlanChange | None:
+        # Who is there comes first: the plan that was asked for, or that before, may not fit those that are left.
+        if self.hosts is not None and (change := self._hosts_change(self.hosts, end)) is not None:
+            return change
         if self._plans is None:
             return None
         before = dump_plan(self._plans.plan)
         change = self._plans.change_after(end, handed_over=end.has_left_to_go_on)
         if change is not None:
             self._before = before
+        elif self.hosts is not None and self._has_asked and end.has_left_to_go_on:
+            return PlanChange(text=f"{self.launched.num_processes} ranks, since the host that had come is gone again")
         return change
+
+    def _hosts_change(self, hosts: HostsOfScript, end: JobEnd) -> PlanChange | None:
+        """Whether the next generation has other hosts.  The session then splits as the script says, for their ranks.
+
+        Raises:
+            LaunchError: too few hosts are left.
+        """
+        has_left = bool(end.outcomes) and end.has_left_to_go_on
+        if not has_left and (end.cause is None or not (self._goes_on or self.restarts_any)):
+            return None
+        if not (why := hosts.crew.change_after(end, hosts.wait_seconds)):
+            return None
+        before, after = self.launched.num_processes, hosts.crew.num_devices
+        self._before = "" if self._plans is None else dump_plan(self._plans.plan)
+        self._plans, self.launched = None, replace(self.launched, num_processes=after)
+        return PlanChange(text=f"{before} → {after} ranks, {why}" if before != after else f"{after} ranks, {why}")
 
     def _log(self, event: Event) -> None:
         if isinstance(event, GenerationEvent) and not self._goes_on:
@@ -353,18 +380,17 @@ class SupervisedScript:
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _status(self, end: JobEnd, reason: str) -> int:
-        """Say how the script ended, and return the status of that."""
+    def _end(self, end: JobEnd, reason: str) -> ScriptEnd:
+        """Return how the script ended."""
         if end.signals and (end.has_failed_rank or end.cause is not None or not end.outcomes):
             if end.signals[0] == signal.SIGTERM and self._goes_on:
-                print(f"stopped   {self._how_to_go_on()}", flush=True)
-                return os.EX_TEMPFAIL
-            return 128 + end.signals[0]
+                return ScriptEnd(status=os.EX_TEMPFAIL, text=f"stopped   {self._how_to_go_on()}")
+            return ScriptEnd(status=128 + end.signals[0])
         if end.cause is None:
-            return os.EX_TEMPFAIL if end.outcomes and end.has_left_to_go_on else 0
+            return ScriptEnd(status=os.EX_TEMPFAIL if end.outcomes and end.has_left_to_go_on else 0)
         texts = (end.report(self.launched.logs), reason, self._how_to_go_on())
-        print("\n".join(text for text in texts if text), file=sys.stderr, flush=True)
-        return end.cause.status
+        text = "\n".join(text for text in texts if text)
+        return ScriptEnd(status=end.cause.status, text=text, has_failed=True)
 
     def _how_to_go_on(self) -> str:
         """A sentence on what is saved and how to go on from it; empty where no save has finished."""
@@ -373,6 +399,8 @@ class SupervisedScript:
         sentence = self._run.how_to_go_on()
         if not sentence or not self._goes_on:
             return sentence
+        if self.hosts is not None:
+            return f"{sentence.partition(' Go on with')[0]} The same command goes on with it."
         launched = self.launched
         words = [f"--resume={os.path.relpath(self._run.path)}", f"-n{launched.num_processes}"]
         words += ["--module"] if launched.module else []

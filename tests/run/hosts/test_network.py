@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.api.training.hosts import HostsRequest
+from weft.api.training.host_agent import HostsRequest
 from weft.errors import LaunchError
 from weft.run.hosts.network import own_address, own_addresses
 

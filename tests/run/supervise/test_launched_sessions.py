@@ -20,8 +20,10 @@ from weft.config.recipe import OnFailure
 from weft.errors import LaunchError, PlanError
 from weft.events import RunFolder
 from weft.run.launch.launcher import ForkServer
+from weft.run.launched_script import LaunchedScript
+from weft.run.script_policies import policies_of
 from weft.run.supervise.replan import ask_for_plan
-from weft.run.supervised_script import LaunchedScript, SupervisedScript, policies_of
+from weft.run.supervised_script import SupervisedScript
 
 SCRIPT = Path(__file__).with_name("launched_session.py")
 STEPS = 20

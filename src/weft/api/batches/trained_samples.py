@@ -14,7 +14,7 @@ from weft.api.batches.batch_shares import BatchShare
 from weft.api.batches.stream import BatchStream, UserBatch, fields_of
 from weft.comm.mesh import Mesh
 from weft.errors import DataError
-from weft.events import StepEvent
+from weft.events import FolderToken, StepEvent
 from weft.events.folder_lock import FolderLock
 from weft.run.checkpoint import Peers
 from weft.run.data.ledger import SampleLedger, SampleOrder
@@ -27,7 +27,9 @@ class TrainedSamples:
     A batch is known again by its tensors.  A loop may make others of it; then it is the one that was handed out last.
     """
 
-    def __init__(self, folder: Path, lock: FolderLock, stream: BatchStream, mesh: Mesh, share: BatchShare) -> None:
+    def __init__(
+        self, folder: Path, lock: FolderLock | FolderToken, stream: BatchStream, mesh: Mesh, share: BatchShare
+    ) -> None:
         """Raises `DataError`, on every rank, for a loader whose order is not known."""
         if stream.dataset is None:
             raise DataError(
@@ -45,7 +47,8 @@ class TrainedSamples:
 
     def _open(self) -> None:
         """Open the file of this data rank, for a generation that begins: the folder's token grows with each."""
-        (number,) = self._peers.share(self._lock.token.owner.token if self._lock.token is not None else 0)
+        token = self._lock.token if isinstance(self._lock, FolderLock) else self._lock
+        (number,) = self._peers.share(token.owner.token if token is not None else 0)
         self._has_begun = False
         if any(place for axis, place in self._mesh.coordinates.items() if axis not in ("replicate", "shard")):
             return
@@ -75,6 +78,11 @@ class TrainedSamples:
         """The loop goes on from a save: what follows is of another generation than what it has done."""
         if not self._has_begun:
             return
+        if isinstance(self._lock, FolderToken):
+            raise DataError(
+                "weft.session(ledger=True): a loop on several hosts cannot go back to a save once it has begun. Let it"
+                " begin again, or leave ledger= out."
+            )
         self.close()
         if self._lock.token is not None:
             self._lock.renew()

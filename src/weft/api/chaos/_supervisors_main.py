@@ -170,7 +170,8 @@ def _train(request: dict[str, Any], server: ForkServer) -> int:
 def _launch(request: dict[str, Any], server: ForkServer) -> int:
     from weft.api.chaos.judge import POLICIES
     from weft.config.plan import load_plan
-    from weft.run.supervised_script import LaunchedScript, SessionTerms, SupervisedScript
+    from weft.run.launched_script import LaunchedScript
+    from weft.run.supervised_script import SessionTerms, SupervisedScript
 
     plan, folder = load_plan(Path(request["plan"])), Path(request["folder"])
     return SupervisedScript(

@@ -23,7 +23,18 @@ from weft.api.ranks.supervision import SupervisedSession
 from weft.comm.mesh import Mesh
 from weft.config.plan import Plan, dump_plan
 from weft.errors import LaunchError, WeftError
-from weft.events import Emitted, Event, Listening, OnEvent, Run, RunFolder, Track, loggers_to, sinks_of
+from weft.events import (
+    Emitted,
+    Event,
+    FolderToken,
+    Listening,
+    OnEvent,
+    Run,
+    RunFolder,
+    Track,
+    loggers_to,
+    sinks_of,
+)
 from weft.events.folder_lock import FolderLock
 from weft.events.progress import ProgressRow
 from weft.events.ring import RankRing
@@ -88,7 +99,7 @@ class ModelRun:
 
     folder: RunFolder
     run: Run
-    lock: FolderLock
+    lock: FolderLock | FolderToken
     progress: ProgressRow | None = None
     """Where the launcher reads how far the model's loop is; None: without a launcher, or for further models."""
     ring: RankRing | None = None
@@ -103,13 +114,16 @@ class ModelRun:
         return Checkpointer(self.folder.checkpoints, Peers.of_group(mesh["world"]), owned=self.lock)
 
     def tiers(self, durable: Checkpointer) -> TieredCheckpointer | None:
-        """Return what takes snapshots into the supervisor's memory beside these; None where there is no supervisor."""
-        if self.supervised is None or self.supervised.memory is None:
+        """Return what takes snapshots beside these, into the supervisor's memory, or for several hosts into the folder;
+        None where there is no supervisor."""
+        has_hosts = self.supervised is not None and self.supervised.token is not None
+        if self.supervised is None or (self.supervised.memory is None and not has_hosts):
             return None
         return TieredCheckpointer(
             durable,
             self.supervised.memory,
             ranks_on_host=self.supervised.ranks_on_host,
+            has_hosts=has_hosts,
             failure_seconds=self.supervised.failure_seconds,
         )
 
@@ -142,7 +156,7 @@ class SessionRuns:
         self._rank = rank_info.rank
         self._record = record
         self._folder: RunFolder | None = None
-        self._lock: FolderLock | None = None
+        self._lock: FolderLock | FolderToken | None = None
         self._note = ""
         self._runs: list[Run] = []
         self._stack = ExitStack()
@@ -191,8 +205,10 @@ class SessionRuns:
             self.supervised.prepared_another()
         return ModelRun(own, self._called(run, number), lock, keeps_ledger=self.keeps_ledger)
 
-    def _lock_of(self, folder: RunFolder, plan: Plan) -> FolderLock:
-        """The lock of the session's folder, which only rank 0 takes."""
+    def _lock_of(self, folder: RunFolder, plan: Plan) -> FolderLock | FolderToken:
+        """The lock of the session's folder, which only rank 0 takes; or the token of who owns it for this job."""
+        if self._lock is None and self.supervised is not None:
+            self._lock = self.supervised.token
         if self._lock is None:
             self._lock = FolderLock(folder.path, silent_seconds=2 * plan.compute.timeout_seconds)
             self._stack.callback(self._lock.release)
@@ -239,7 +255,8 @@ class SessionRuns:
         script = Path(sys.argv[0])
         own = create_folder(run_name(script) if script.suffix == ".py" else "session", folder_name)
         if self._folder is None:
-            note = self._lock_of(own, plan).acquire()
+            lock = self._lock_of(own, plan)
+            note = lock.acquire() if isinstance(lock, FolderLock) else ""
             # A generation takes the folder over from the one before, and its supervisor has said so.
             self._note = "" if self.supervised is not None and self.supervised.goes_on else note
         try:

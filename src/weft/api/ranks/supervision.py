@@ -13,6 +13,7 @@ from weft.comm.mesh import Mesh
 from weft.config.document import plain
 from weft.config.plan import ModelFacts, Plan, parse_plan
 from weft.config.recipe import Recipe
+from weft.events import FolderToken
 from weft.events.progress import ProgressRow
 from weft.run.engine import StopRequest
 from weft.run.launch import HAND_OVER, RankInfo
@@ -72,6 +73,13 @@ class SupervisedSession:
         return row if self._injector is None else self._injector.progress(row)
 
     @property
+    def token(self) -> FolderToken | None:
+        """The right to write in the run's folder, which the host that leads owns, where the job has several; None: the
+        session takes the folder itself."""
+        owner, folder = self._generation.owner, self.folder
+        return None if owner is None or folder is None else FolderToken.of_json(folder, owner)
+
+    @property
     def plan(self) -> Plan | None:
         """The plan that the session is under, whatever the script says; None: as it says."""
         return parse_plan(self._generation.plan) if self._generation.plan else None
@@ -90,6 +98,11 @@ class SupervisedSession:
     def failure_seconds(self) -> float:
         """Mean time between failures so far, in seconds."""
         return self._generation.failure_seconds
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the session's terms are set from outside, and its plan has been shown and proven."""
+        return self.goes_on or self._generation.faults is not None or bool(self._generation.plan)
 
     @property
     def goes_on(self) -> bool:

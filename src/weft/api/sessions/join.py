@@ -115,7 +115,9 @@ def session(
     if type(seed) is not int or seed < 0:
         raise RecipeError(f"seed = {seed!r} is no seed. Give a whole number from 0 on.")
     if supervised is not None and supervised.folder is not None:
-        own_folder, quiet, prove = supervised.folder, True, "never"
+        own_folder = supervised.folder
+        if supervised.is_set:
+            quiet, prove = True, "never"
     if supervised is not None and supervised.plan is not None:
         requested, plan_settings = supervised.plan, PlanSettings(local_steps=local_steps)
     requested = plan_settings.over(requested) if isinstance(requested, Plan) else requested

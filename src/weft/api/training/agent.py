@@ -13,14 +13,18 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weft.errors import LaunchError, WeftError
-from weft.events import read_owner
+from weft.events import RunFolder, read_owner
 from weft.run.places import place_of
-from weft.run.places.contract import AGENT_DONE, AGENT_LATER, ANSWER_SECONDS, PlaceSeat
+from weft.run.places.contract import AGENT_DONE, AGENT_LATER, AGENT_MEND, ANSWER_SECONDS, PlaceSeat
 from weft.run.places.mpi import leave_launcher
 from weft.run.places.proposal import order_parts, pool_cluster
-from weft.run.places.submission import AgentNote, JobOrder, agent_log
+from weft.run.places.submission import AgentNote, JobOrder, LaunchOrder, agent_log
+
+if TYPE_CHECKING:
+    from weft.api.training.host_agent import HostsRequest
 
 _RETURN_SECONDS = 30.0
 """Time for a machine whose network was away to come back, where no other can come."""
@@ -66,7 +70,7 @@ def run_agent(run: Path, given: PlaceSeat | None, *, until_eof: bool) -> int:
     try:
         with _printing_to(agent_log(run, seat.index)):
             try:
-                status = _train(run, order, seat)
+                status = _work(run, order, seat)
             except WeftError as error:
                 print(error, file=sys.stderr, flush=True)
                 raise
@@ -94,15 +98,12 @@ def _end_rest(run: Path, seat: PlaceSeat) -> None:
         time.sleep(_PAUSE_SECONDS)
 
 
-def _train(run: Path, order: JobOrder, seat: PlaceSeat) -> int:
-    from weft.api.training.hosts import HostsRequest, train_on_hosts
-
+def _work(run: Path, order: JobOrder, seat: PlaceSeat) -> int:
     # Where a host is lost, torch's sockets would print a page of C++ calls; Weft says in a line what it means.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    from weft.api.training.host_agent import HostsRequest  # it imports torch, which reads that
+
     os.chdir(order.folder)
-    if str(order.folder) not in sys.path:
-        sys.path.insert(0, str(order.folder))  # a recipe's factory lies there, as a rule
-    recipe, plan = order_parts(order)
     hosts = replace(
         HostsRequest.of_nodes(order.gang.nodes, rendezvous=order.pool.rendezvous, network=order.pool.network),
         index=seat.index,
@@ -113,6 +114,16 @@ def _train(run: Path, order: JobOrder, seat: PlaceSeat) -> int:
     if not place_of(order.pool.place).replaces_machines:
         # Its place starts the whole job again; until then the machines that are left do nothing.
         hosts = replace(hosts, replacement_seconds=_RETURN_SECONDS)
+    return _train(run, order, hosts) if order.launch is None else _launch(run, order.launch, hosts)
+
+
+def _train(run: Path, order: JobOrder, hosts: HostsRequest) -> int:
+    from weft.api.training.hosts import train_on_hosts
+
+    assert order.train is not None
+    if str(order.folder) not in sys.path:
+        sys.path.insert(0, str(order.folder))  # a recipe's factory lies there, as a rule
+    recipe, plan = order_parts(order)
     result = train_on_hosts(
         recipe,
         plan or "auto",
@@ -122,6 +133,20 @@ def _train(run: Path, order: JobOrder, seat: PlaceSeat) -> int:
         prove=order.train.prove,
     )
     return AGENT_LATER if result is not None and result.stopped_early else AGENT_DONE
+
+
+def _launch(run: Path, order: LaunchOrder, hosts: HostsRequest) -> int:
+    from weft.api.training.launch_hosts import launch_on_hosts
+    from weft.run.checkpoint import newest_saved_step
+
+    try:
+        end = launch_on_hosts(order, hosts, folder=run)
+    except WeftError as error:
+        # A place may start again what has failed, but not a script for which nothing is saved.
+        known = error.status in (AGENT_MEND, AGENT_LATER)
+        error.status = error.status if known else 1 if newest_saved_step(RunFolder(run).checkpoints) else AGENT_MEND
+        raise
+    return AGENT_DONE if end is None or not end.status else AGENT_LATER
 
 
 def _leave_at_end_of_input() -> None:

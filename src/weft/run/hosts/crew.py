@@ -27,11 +27,39 @@ from weft.run.launch.launcher import ForkServer, HangLimits, HostPart, run_funct
 _REPORT_SECONDS = 30.0
 """Time for a host that is there to report how its ranks ended, after those of another have: it only kills them."""
 _FUNCTION = "weft.run.worker:run_rank"
-"""All that one host can make another call."""
+"""All that one host can make another call in a training."""
 _REACH_SECONDS = 10.0
 _PAUSE_SECONDS = 0.1
 _TELEMETRY = "telemetry"
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRanks:
+    """The ranks that one host is to start for a generation."""
+
+    roster: Roster
+    seat: Seat
+    """Which of them are this host's."""
+    arguments: dict[str, Any]
+    """What the leader says to all ranks."""
+    fork_server: ForkServer | None
+    signal_to_send: Callable[[], Any]
+    is_over_elsewhere: Callable[[], bool]
+    """Whether ranks of other hosts have ended, so that these cannot go on."""
+    rings: Path | None
+
+    @property
+    def part(self) -> HostPart:
+        """What the launcher must know of the other hosts."""
+        return self.roster.part_of(self.seat)
+
+    @property
+    def hang_limits(self) -> HangLimits:
+        return HangLimits(self.roster.hang_seconds, self.roster.collective_timeout_seconds)
+
+
+StartRanks = Callable[[HostRanks], JobEnd]
+"""Runs a host's ranks of a generation to their end.  Raises `LaunchError` where none could be started."""
 Record = Callable[[str, bytes], AbstractContextManager[Path | None]]
 """Gives the folder in which a host's ranks of a generation record what they do, and sends that to the collector at an
 address (`Roster.collector`), with the key of the job's telemetry; None: they do not record."""
@@ -52,6 +80,8 @@ class HostCrew:
     ) -> None:
         """`least` and `most`: hosts that take part.  Further ones wait for the place of one that is lost.  `blocks`:
         see `in_order`."""
+        self.start: StartRanks = start_training
+        """Starts the ranks of this host."""
         self._membership = membership
         self._address = address
         self._least, self._most, self._blocks = least, most, tuple(blocks)
@@ -161,7 +191,7 @@ class HostCrew:
         )
         roster = self._roster = self._membership.propose(roster)
         record: Record = lambda collector, key: nullcontext(rings)  # noqa: E731 - the collector reads them itself
-        own = run_part(self._membership, roster, roster.seats[0], dict(arguments), fork_server, signal_to_send, record)
+        own = run_part(self._membership, roster, self.start, fork_server, signal_to_send, record)
         end = self._collect(roster, own)
         del store  # ranks have ended, and with them all that met here
         return end
@@ -233,11 +263,13 @@ class Followed:
     """The signal that has stopped this host's ranks."""
     has_saved: bool = False
     """Whether this host's ranks have saved before they stopped."""
+    has_run: bool = False
+    """Whether this host has started ranks."""
 
 
 def follow(
     membership: Membership,
-    arguments: Callable[[dict[str, Any]], dict[str, Any]],
+    start: StartRanks,
     *,
     fork_server: ForkServer | None,
     may_lead: bool,
@@ -246,7 +278,7 @@ def follow(
     """Start this host's ranks of one generation after another, as the leader says.
 
     Args:
-        arguments: makes of the leader's arguments of the ranks those of this host's.
+        start: starts the ranks of this host.
         record: records what this host's ranks do.
         may_lead: whether this host can lead.  Where it meets the others at the leader's store it cannot: it must look
             for them again.
@@ -259,41 +291,59 @@ def follow(
         if membership.view.verdict is not None:
             return Followed(why="verdict", verdict=membership.view.verdict)
         if membership.is_lost:
-            return Followed(why="lost")
+            return Followed(why="lost", has_run=done > 0)
         if membership.is_stopping:
             return Followed(why="stopped")
         leader = next(iter(membership.view.members.values()), membership.facts)
         if problem := membership.facts.difference(leader):
             raise LaunchError(problem)
         roster = membership.view.roster
-        seat = None if roster is None else roster.seat_of(membership.name)
-        if roster is None or seat is None or roster.number <= done:
+        if roster is None or roster.seat_of(membership.name) is None or roster.number <= done:
             if membership.is_leader:
-                return Followed(why="leads" if may_lead else "lost")
+                return Followed(why="leads" if may_lead else "lost", has_run=done > 0)
             membership.wait_for_change(0.5)
             continue
         done = roster.number
-        end = run_part(membership, roster, seat, arguments(roster.arguments), fork_server, lambda: None, record)
+        end = run_part(membership, roster, start, fork_server, lambda: None, record)
         if end.signals:
             return Followed(why="stopped", signal=end.signals[0], has_saved=end.cause is None)
+
+
+def start_training(ranks: HostRanks) -> JobEnd:
+    """Run a host's ranks of a training to their end.
+
+    Raises:
+        LaunchError: the leader asks for something else than a training, or no ranks could be started.
+    """
+    roster = ranks.roster
+    if roster.function != _FUNCTION:
+        raise LaunchError(f"the leader asks this host to call {roster.function!r}, and only {_FUNCTION!r} is called.")
+    return run_function(
+        roster.function,
+        ranks.arguments,
+        ranks.seat.num_ranks,
+        threads_per_rank=roster.threads_per_rank,
+        fork_server=ranks.fork_server,
+        stopped_timeout_seconds=roster.stopped_timeout_seconds,
+        hang_limits=ranks.hang_limits,
+        signal_to_send=ranks.signal_to_send,
+        part=ranks.part,
+        is_over_elsewhere=ranks.is_over_elsewhere,
+        rings=ranks.rings,
+    )
 
 
 def run_part(
     membership: Membership,
     roster: Roster,
-    seat: Seat,
-    arguments: dict[str, Any],
+    start: StartRanks,
     fork_server: ForkServer | None,
     signal_to_send: Callable[[], Any],
     record: Record,
 ) -> JobEnd:
-    """Run this host's ranks of a generation to their end, and report it to the others.
-
-    Raises:
-        LaunchError: the leader asks for something else than a training, or no ranks could be started.
-    """
-    if roster.function != _FUNCTION:
-        raise LaunchError(f"the leader asks this host to call {roster.function!r}, and only {_FUNCTION!r} is called.")
+    """Run this host's ranks of a generation to their end, and report it to the others."""
+    seat = roster.seat_of(membership.name)
+    assert seat is not None, "a host that has none only waits"
 
     def is_over_elsewhere() -> bool:
         """Whether the ranks of this generation cannot go on."""
@@ -304,23 +354,19 @@ def run_part(
         # A host that has reported may leave: its ranks have ended well, and these are about to.
         return failed or any(each.member not in {*view.members, *view.ends} for each in roster.seats)
 
-    part: HostPart = roster.part_of(seat)
     try:
         with record(roster.collector, membership.key(_TELEMETRY)) as rings:
-            end = run_function(
-                roster.function,
-                arguments,
-                seat.num_ranks,
-                threads_per_rank=roster.threads_per_rank,
+            ranks = HostRanks(
+                roster=roster,
+                seat=seat,
+                arguments=dict(roster.arguments),
                 # A fork server that was killed with its ranks is replaced: without one, the job starts its own.
                 fork_server=fork_server if fork_server is not None and fork_server.is_alive else None,
-                stopped_timeout_seconds=roster.stopped_timeout_seconds,
-                hang_limits=HangLimits(roster.hang_seconds, roster.collective_timeout_seconds),
                 signal_to_send=signal_to_send,
-                part=part,
                 is_over_elsewhere=is_over_elsewhere,
                 rings=rings,
             )
+            end = start(ranks)
     except LaunchError as error:
         end = _not_started(seat, error)
     deadline = time.monotonic() + _REACH_SECONDS

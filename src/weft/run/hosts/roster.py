@@ -27,8 +27,10 @@ class HostFacts:
     """Kind of its accelerators; empty: the ranks compute on processors."""
     version: str
     """Weft's."""
-    recipe: str
-    """Digest of the recipe that it was started with."""
+    recipe: str = ""
+    """Digest of the recipe that it was started with; empty: it was started with a script."""
+    script: str = ""
+    """Digest of the script, and of its command line."""
     index: int = 0
     """Its number by the place that started it."""
     topology: tuple[str, ...] = ()
@@ -36,7 +38,7 @@ class HostFacts:
 
     def difference(self, other: HostFacts) -> str:
         """Say what keeps two hosts from being in one job; empty: nothing."""
-        for what in ("recipe", "version", "accelerator"):
+        for what in ("recipe", "script", "version", "accelerator"):
             mine, theirs = getattr(self, what), getattr(other, what)
             if mine != theirs:
                 return (
@@ -87,7 +89,13 @@ class Roster:
 
     def part_of(self, seat: Seat) -> HostPart:
         """What the launcher of a host must know."""
-        return HostPart(first_rank=seat.first_rank, world_size=self.world_size, store=self.store)
+        return HostPart(
+            first_rank=seat.first_rank,
+            world_size=self.world_size,
+            store=self.store,
+            number=self.seats.index(seat),
+            num_hosts=len(self.seats),
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

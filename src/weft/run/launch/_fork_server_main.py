@@ -92,9 +92,10 @@ def parent_ranks(job: LaunchJob, folder: Path, commands: int, events: int) -> in
     wake_read, wake_write = os.pipe()
     for descriptor in (wake_read, wake_write):
         os.set_blocking(descriptor, False)  # a signal handler must never wait for a full pipe
-    # Scripts meet at MASTER_ADDR and MASTER_PORT, as under torchrun; functions meet at a file in the job's folder.  The
-    # port is bound before the fork, so that no other process can take it before the store listens.
-    listener = _loopback_listener() if job.kind != "function" else None
+    # Scripts meet at MASTER_ADDR and MASTER_PORT, as under torchrun; functions meet at a file in the job's folder, and
+    # ranks of several hosts at the leader's store.  The port is bound before the fork, so that no other process can
+    # take it before the store listens.
+    listener = _loopback_listener() if job.kind != "function" and job.part is None else None
     port = listener.getsockname()[1] if listener is not None else None
     parent = os.getpid()
     ranks: dict[int, int] = {}

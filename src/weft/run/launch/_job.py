@@ -21,6 +21,9 @@ class HostPart:
     """Ranks of all hosts."""
     store: str
     """Address (`host:port`) of the store at which the ranks of all hosts meet."""
+    number: int = 0
+    """Place of the host among those that have ranks."""
+    num_hosts: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

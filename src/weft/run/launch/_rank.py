@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from weft.errors import WeftError
 from weft.run.launch._failure_notice import RankFailure, failure_pipe_path, notify_other_ranks
-from weft.run.launch._job import LaunchJob, RankExit
+from weft.run.launch._job import HostPart, LaunchJob, RankExit
 from weft.run.launch._rank_info import RankInfo, stacks_path
 from weft.run.launch._secondary_errors import is_secondary_error
 from weft.run.launch._threads import set_threads_of_job
@@ -143,11 +143,14 @@ def _call(job: LaunchJob, rank: int, folder: Path) -> Any:
 
 def _set_rank_environment(job: LaunchJob, rank: int, folder: Path, port: int | None) -> None:
     """Say in the standard variables where this rank stands, as torchrun does."""
-    size = str(job.num_processes)
+    part = job.part or HostPart(first_rank=0, world_size=job.num_processes, store=f"127.0.0.1:{port}")
+    address, _, own_port = part.store.rpartition(":")
     os.environ.update(
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        # The store is the launcher's and listens on loopback only; rank 0's own would listen on every interface.
+        {"RANK": str(rank), "LOCAL_RANK": str(rank - part.first_rank)}
+        | {"WORLD_SIZE": str(part.world_size), "LOCAL_WORLD_SIZE": str(job.num_processes)}
+        | {"GROUP_RANK": str(part.number), "GROUP_WORLD_SIZE": str(part.num_hosts)}
+        | {"MASTER_ADDR": address, "MASTER_PORT": own_port}
+        # The store is the launcher's and listens on one address only; rank 0's own would listen on every interface.
         | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"}
         | {"TORCHELASTIC_RESTART_COUNT": str(job.num_restarts)}
         | {FAILURE_PIPE_VARIABLE: str(failure_pipe_path(folder, rank))}

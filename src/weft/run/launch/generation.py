@@ -20,7 +20,7 @@ _GENERATION, _SESSION = "generation.json", "session.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptGeneration:
-    """One start of all ranks of a script under `weft launch`."""
+    """One start of all ranks of a script under `weft launch`, on one host or on several."""
 
     number: int = 1
     """Counted from 1 for the first start."""
@@ -38,6 +38,9 @@ class ScriptGeneration:
     """Folder in which the session begins its run, whatever the script says; empty: as the script says."""
     faults: dict[str, Any] | None = None
     """What `weft chaos` injects into the ranks; None: nothing."""
+    owner: dict[str, Any] | None = None
+    """Token of the run's folder (`FolderToken`), where ranks have several hosts: the one that leads owns it.  None:
+    rank 0 takes the folder itself."""
 
     def write(self, folder: Path) -> None:
         """Write it into the job's private folder.  Call it before the ranks start."""

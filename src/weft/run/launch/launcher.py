@@ -143,6 +143,8 @@ def run_script(
     prepare: Callable[[Path], object] = lambda folder: None,
     conclude: Callable[[], object] = lambda: None,
     starts_again: Callable[[], bool] = lambda: True,
+    part: HostPart | None = None,
+    is_over_elsewhere: Callable[[], bool] = lambda: False,
     rings: Path | None = None,
 ) -> JobEnd:
     """Run a script as `launch_script` does, and return how that ended, as `run_function` does.
@@ -150,14 +152,14 @@ def run_script(
     `prepare` is called with the job's private folder before the ranks start, `conclude` when all have ended and the
     folder is still there, and `starts_again` when a signal has killed one: whether the others can be killed at once,
     because the script starts again.  A session records what it does in `rings`.  Ranks find `num_restarts` in
-    TORCHELASTIC_RESTART_COUNT.
+    TORCHELASTIC_RESTART_COUNT.  `part` and `is_over_elsewhere` are as of `run_function`.
 
     Raises:
         LaunchError: there is no such script, or no ranks could be started.
     """
     job = _script_job(script, arguments, num_processes, module, under, threads_per_rank, logs, preload)
-    job = replace(job, memory=None if memory is None else str(memory), num_restarts=num_restarts)
-    supervision = _Supervision(hang_limits, signal_to_send, prepare, conclude, starts_again, rings=rings)
+    job = replace(job, memory=None if memory is None else str(memory), num_restarts=num_restarts, part=part)
+    supervision = _Supervision(hang_limits, signal_to_send, prepare, conclude, starts_again, is_over_elsewhere, rings)
     return _run_to_end(job, fork_server, stopped_timeout_seconds, supervision=supervision)
 
 

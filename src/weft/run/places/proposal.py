@@ -19,7 +19,16 @@ from weft.planning.search import choose_plan
 from weft.run.hosts.signed import SECRET, JobSecret
 from weft.run.places import place_of
 from weft.run.places.contract import Gang, GangBlock, Job, PlacedJob, PlaceState, PlaceVerdict, Request, read_nodes
-from weft.run.places.submission import FOLDER, JobOrder, Submission, TrainOrder, ask_to_stop, forget_attempts, job_name
+from weft.run.places.submission import (
+    FOLDER,
+    JobOrder,
+    LaunchOrder,
+    Submission,
+    TrainOrder,
+    ask_to_stop,
+    forget_attempts,
+    job_name,
+)
 from weft.techniques.cost_terms import Layout
 
 _MUST = 0.1
@@ -33,8 +42,9 @@ class RunProposal:
     order: JobOrder
     job: Job
     request: Request
-    plan: Plan
-    """The plan that is expected; with `auto` the leader searches again, with the machines that are there."""
+    plan: Plan | None
+    """The plan that is expected; with `auto` the leader searches again, with the machines that are there.  None: the
+    session of a script says it."""
     cluster: Cluster
     """The machines as the planner sees them."""
     step_seconds: float
@@ -55,9 +65,10 @@ class RunProposal:
         likeness = "" if pool.cluster else "; as if each were like this one: the pool names no cluster"
         time = f"predicted {format_seconds(self.step_seconds)} per step" if self.step_seconds else "not predicted"
         what = gang.accelerator or "process" + ("es" if gang.num_devices > 1 else "")
+        plan = "as the script's session says" if self.plan is None else f"{_axes(self.plan)}, {time}{likeness}"
         lines = [
             f"pool      {pool.name} ({pool.place})",
-            f"plan      {_axes(self.plan)}, {time}{likeness}",
+            f"plan      {plan}",
             f"gang      {gang.nodes} machine{'s' if gang.most > 1 else ''} × {gang.num_devices} {what}",
         ]
         for block in gang.blocks:
@@ -100,8 +111,39 @@ def propose(
         # A gang that one leaf can hold is a block itself: what it costs elsewhere only the whole pool tells.
         whole = _cluster(order, given, max(most, (pool_cluster(order) or cluster).num_nodes))
         blocks = tuple(block_of(priced, whole) for priced in price_blocks(described.profile, whole, layout))
+    return _proposal(order, run, cluster, plan, seconds, blocks, limit_seconds)
+
+
+def propose_launch(
+    launch: LaunchOrder, pool: Pool, nodes: str, run: Path, folder: Path, *, limit_seconds: int | None = None
+) -> RunProposal:
+    """Return what would be submitted to run a script.  Its model is known only where it runs, so nothing is predicted,
+    and no machines are asked to lie together.
+
+    Args:
+        nodes, run, folder, limit_seconds: see `propose`.
+
+    Raises:
+        WeftError: the cluster is wrong, or the place refuses the gang.
+    """
+    least, most = read_nodes(nodes)
+    bare = Gang(least=least, most=most, num_devices=1, accelerator="")
+    order = JobOrder(launch=launch, folder=folder, pool=pool, gang=bare)
+    return _proposal(order, run, _cluster(order, None, most), None, 0.0, (), limit_seconds)
+
+
+def _proposal(
+    order: JobOrder,
+    run: Path,
+    cluster: Cluster,
+    plan: Plan | None,
+    seconds: float,
+    blocks: tuple[GangBlock, ...],
+    limit_seconds: int | None,
+) -> RunProposal:
+    pool = order.pool
     gang = replace(
-        bare,
+        order.gang,
         num_devices=cluster.nodes[0].devices.count,
         accelerator=cluster.kinds[0] if cluster.has_accelerators else "",
         num_cores=None if pool.cluster is None else cluster.nodes[0].cores,
@@ -200,6 +242,7 @@ def order_parts(order: JobOrder) -> tuple[Recipe, Plan | None]:
         WeftError: a file cannot be read, or is wrong.
     """
     asked = order.train
+    assert asked is not None, "asked of a training"
     given = Plan() if asked.plan == "auto" else load_plan(asked.plan)
     recipe, given = apply_overrides(load_recipe(asked.recipe), given, list(asked.overrides))
     if asked.plan == "auto" and given != Plan():
@@ -216,7 +259,8 @@ def _cluster(order: JobOrder, given: Plan | None, num_hosts: int) -> Cluster:
     """So many machines of the pool as the planner sees them."""
     described, own = pool_cluster(order), known_machine().cluster
     known = described or own
-    per_node = order.train.processes_per_node
+    asked = order.train or order.launch
+    per_node = None if asked is None else asked.processes_per_node
     if per_node is None:
         on_cores = given is not None and given.compute.device == "cpu"
         per_node = known.nodes[0].cores if on_cores else known.nodes[0].devices.count

@@ -45,10 +45,30 @@ class TrainOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOrder:
+    """What every agent of a run does: run a script on its ranks.  Paths are absolute."""
+
+    script: str
+    """Python file; with `module`, the name of a module."""
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    under: str | None = None
+    """Module that runs it, as in `python -m under script`."""
+    processes_per_node: int | None = None
+    threads: int | None = None
+    logs: Path | None = None
+    on_failure: tuple[str, ...] = ()
+    max_restarts: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobOrder:
     """One run as it was submitted: the same for every agent and every attempt."""
 
-    train: TrainOrder
+    train: TrainOrder | None = None
+    """The training; None: a script is launched."""
+    launch: LaunchOrder | None = None
+    """The script; None: a recipe is trained."""
     folder: Path
     """Working folder of the agents: that of the command which submitted."""
     pool: Pool

@@ -1,0 +1,109 @@
+"""`weft launch --on` and `--nodes`: scripts with a session on ranks of several machines."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import machines
+import pytest
+from hosts_kit import HostJob
+from machines import Machine
+from places_kit import PlacedRun, processes_of
+from sshd import serve_ssh
+from test_ssh import write_pool
+
+from weft.config.recipe import OnFailure
+from weft.run.launch.launcher import ForkServer
+from weft.run.launched_script import LaunchedScript
+from weft.run.supervised_script import SupervisedScript
+
+pytestmark = [pytest.mark.needs_root, pytest.mark.needs_sshd]
+SCRIPT = Path(__file__).with_name("host_session.py")
+EPOCHS, STEPS = 4, 80
+
+
+class PlacedScript(PlacedRun):
+    """A script on one pool."""
+
+    def launch(self, *options: str, nodes: str, words: tuple[str, ...] = ()) -> tuple[int, str]:
+        """Submit it."""
+        where = ["--on", str(self.pool), "--nodes", nodes, "--run-folder", str(self.job.run)]
+        given = options or ("--processes-per-node", "1")
+        return self.weft("launch", *where, *given, str(SCRIPT), "--epochs", str(EPOCHS), *words)
+
+
+@contextmanager
+def script_over_ssh(folder: Path, number: int) -> Generator[tuple[PlacedScript, list[Machine]]]:
+    """A script that has not been submitted, and its machines; commands are given on a further one."""
+    with machines.machines(number + 1, folder / "machines") as (login, *workers):
+        keys = serve_ssh(workers, folder / "ssh")
+        job = HostJob(folder / "none", folder / "run", "folder", str(number), folder / "none")
+        yield PlacedScript(job, write_pool(folder / "pool.toml", workers, keys), login), workers
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> list[float]:
+    """Those of one process."""
+    folder = tmp_path_factory.mktemp("one")
+    job = HostJob(folder, folder / "run", "folder", "1", folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        launched = LaunchedScript(script=str(SCRIPT), arguments=("--epochs", str(EPOCHS)), num_processes=1)
+        script = SupervisedScript(launched=launched, policies=OnFailure(), restarts_any=False, fork_server=fork_server)
+        assert script.run() == 0
+        assert script.run_folder is not None
+        job.run = script.run_folder
+    assert job.num_steps == STEPS
+    return job.losses()
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_losses_are_those_of_one_process_and_nothing_is_left(tmp_path: Path, losses: list[float], number: int) -> None:
+    with script_over_ssh(tmp_path, number) as (run, workers):
+        status, said = run.launch(nodes=str(number))
+        assert status == 0, said
+        assert run.wait_until_ended(seconds=180) == "done", run.said()
+        assert run.job.losses() == pytest.approx(losses, rel=1e-5)
+        (plan,) = [line for line in run.said().splitlines() if line.startswith("plan ")]
+        assert str(number) in plan
+        for host in (*workers, run.login):
+            assert "weft" not in processes_of(host)
+
+
+def test_a_stopped_script_goes_on_by_the_same_command(tmp_path: Path, losses: list[float]) -> None:
+    with script_over_ssh(tmp_path, 2) as (run, _):
+        assert run.launch(nodes="2", words=("--pause", "0.4"))[0] == 0
+        run.job.wait_for_step(10, seconds=180)
+        status, said = run.launch(nodes="2", words=("--pause", "0.4"))
+        assert (status, "running" in said) == (2, True), said
+        status, said = run.weft("stop", str(run.job.run))
+        assert status == 0, said
+        assert run.wait_until_ended(seconds=180) == "stopped, and can go on", run.said()
+        assert run.launch(nodes="2")[0] == 0
+        assert run.wait_until_ended(seconds=180) == "done", run.said()
+        steps = [each["step"] for each in run.job.events("step")]
+        assert steps == list(range(1, STEPS + 1)), "a step was lost"
+        assert run.job.losses() == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_session_goes_on_without_a_machine_that_loses_its_power(tmp_path: Path, losses: list[float]) -> None:
+    with script_over_ssh(tmp_path, 3) as (run, workers):
+        assert run.launch(nodes="2..3", words=("--pause", "0.4"))[0] == 0
+        run.job.wait_for_step(10, seconds=180)
+        workers[1].lose_power()
+        assert run.wait_until_ended(seconds=240) == "done", run.said()
+        assert "3 → 2 ranks, since host node2 was lost" in run.said()
+        assert run.job.losses() == pytest.approx(losses, rel=1e-5)
+
+
+def test_how_a_script_failed_is_told_and_one_without_a_save_is_not_started_again(tmp_path: Path) -> None:
+    with script_over_ssh(tmp_path, 2) as (run, _):
+        assert run.launch(nodes="2", words=("--exit", "7", "--at", "1"))[0] == 0
+        assert run.wait_until_ended(seconds=180) == "failed: something must be mended first", run.said()
+        assert "rank 1 on host node2" in run.said()
+        assert "exit status 7" in run.said()
+        assert not run.job.events("generation"), run.said()
+        status, said = run.launch("--on-failure", "killed=maybe", nodes="2")
+        assert (status, "killed" in said) == (2, True), said

@@ -179,8 +179,7 @@ class SupervisedScript:
             owner=self._token(number),
         )
         self._before = ""
-        hang_seconds = self.policies.hang_seconds
-        timeout_seconds = plan.compute.timeout_seconds
+        hang_seconds, timeout_seconds = self.policies.hang_seconds, plan.compute.timeout_seconds
         stopped_seconds = min(timeout_seconds, hang_seconds or timeout_seconds)
         limits = HangLimits(hang_seconds, timeout_seconds)
 
@@ -189,11 +188,10 @@ class SupervisedScript:
             generation.write(folder)
 
         if self.hosts is not None:
-            crew = self.hosts.crew
-            crew.start = lambda ranks: start_script(
+            self.hosts.crew.start = lambda ranks: start_script(
                 launched, ranks, prepare=prepare, conclude=self._look, starts_again=self._starts_again
             )
-            return crew.run(
+            return self.hosts.crew.run(
                 SCRIPT_FUNCTION,
                 asdict(generation),
                 plan.mesh.world_size,

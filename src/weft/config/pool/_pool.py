@@ -56,9 +56,9 @@ class MpiSettings(SshSettings):
     """`[mpi]`: machines on which an MPI's launcher starts agents, by ssh.  A job takes the first ones of its hosts."""
 
     launcher: str = "mpiexec"
-    """Command of MPICH or Open MPI, such as "mpirun" or "/opt/mpi/bin/mpiexec"; Weft asks it which of them it is."""
+    """Command of MPICH or Open MPI, such as "mpirun" or "mpiexec.hydra"; Weft asks it which of them it is."""
     options: tuple[str, ...] = ()
-    """Further options of the launcher that the site needs, such as ["--prefix", "/opt/openmpi"]."""
+    """Further options of the launcher that the site needs, such as ["--prefix", "/usr/lib64/openmpi"]."""
 
     def __post_init__(self) -> None:
         SshSettings.__post_init__(self)

@@ -22,9 +22,9 @@ class MeasuredPeak(NamedTuple):
     """FLOP/s of matrix products."""
 
     flops: float
-    """By the clock on the wall."""
+    """FLOP/s by the clock on the wall."""
     alone_flops: float
-    """By the processor time of this process's threads: what it had reached without others on its cores."""
+    """FLOP/s by the processor time of this process's threads: what it had reached without others on its cores."""
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> MeasuredPeak:

@@ -163,8 +163,11 @@ def failures(case: RunCase) -> Iterator[RunVerdict]:
 
 
 def _stored_hangs(case: RunCase, is_said: bool) -> Iterator[RunVerdict]:
-    """Yield the last hang that was seen while the run went on, unless its failure was reported, too."""
-    hangs = [verdict for verdict in case.record.stored_verdicts if verdict.get("kind") == "hang"]
+    """Yield the last hang that was seen, unless its failure was reported, too, or the run went on by itself: on a busy
+    machine a step may take as long."""
+    last = case.record.steps[-1].step if case.record.steps else 0
+    stored = case.record.stored_verdicts
+    hangs = [verdict for verdict in stored if verdict.get("kind") == "hang" and verdict["step"] >= last]
     if hangs and not is_said:
         names = RunVerdict.__dataclass_fields__
         values = {name: value for name, value in hangs[-1].items() if name in names}

@@ -217,7 +217,8 @@ def _means(window: StepWindow, number: int) -> StepWindow:
 def without_others(window: StepWindow) -> StepWindow:
     """Return steps as they had been, had other programs not computed meanwhile.
 
-    Of a rank's own times they took the same share of each, and others waited for the rank that lost most.
+    Of what a rank computed they took the same share everywhere, of its waits for data as of its whole step; and its
+    peers waited for the rank that lost most.
     """
     took = others_took(window)
     if not took.size or not took.any():
@@ -225,13 +226,16 @@ def without_others(window: StepWindow) -> StepWindow:
     most = took.max(axis=1, keepdims=True)
     values = window.values.copy()
     own_share = 1 - np.clip(took / np.maximum(np.nan_to_num(window.column("compute")), 1e-9), 0.0, 0.95)
+    input_share = 1 - np.clip(took / np.maximum(np.nan_to_num(window.column("wall")), 1e-9), 0.0, 0.95)
     for index, column in enumerate(window.columns):
         kind, _, name = column.partition(":")
         now = values[:, :, index]
         if column == "wall":
             now[:] = np.maximum(now - most, 0.05 * now)
-        elif kind in ("waits", "exposed", "total", "bubble") or column in ("communication", "input"):
+        elif kind in ("waits", "exposed", "total", "bubble") or column == "communication":
             now[:] = np.maximum(now - most, 0.0)
+        elif column == "input":
+            now[:] *= input_share
         elif column == "compute":
             now[:] *= own_share
         elif column == "descheduled":
@@ -239,7 +243,7 @@ def without_others(window: StepWindow) -> StepWindow:
         elif kind == "phase":
             waits = window.column(f"waits:{name}")
             own = np.maximum(now - waits, 0.0)
-            kept = np.maximum(own - most, 0.0) if name == "data_wait" else own * own_share
+            kept = own * (input_share if name == "data_wait" else own_share)
             now[:] = kept + np.maximum(waits - most, 0.0)
     return window._replace(values=values)
 

@@ -40,7 +40,13 @@ def live_verdicts(case: RunCase) -> Iterator[RunVerdict]:
     A rank that is slow in all that it does is one finding, and not one per phase."""
     if not case.is_timed:
         return
-    found = [verdict for verdict in judge(_judged(case), case.facts) if verdict.kind in _SUITABLE]
+    # Where much had to be taken out, little is known of what is left; and threads that read lack a processor, too.
+    least = {"slow_input": _BUSY, "slow_rank": _BUSY} if _is_busy(case) else {}
+    found = [
+        verdict
+        for verdict in judge(_judged(case), case.facts)
+        if verdict.kind in _SUITABLE and verdict.share >= least.get(verdict.kind, 0.0)
+    ]
     throttled = list(_throttled(case, found))
     ranks = {rank for verdict in throttled for rank in verdict.ranks}
     yield from throttled

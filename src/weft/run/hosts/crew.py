@@ -39,7 +39,7 @@ class HostRanks:
 
     roster: Roster
     seat: Seat
-    """Which of them are this host's."""
+    """Those of this host."""
     arguments: dict[str, Any]
     """What the leader says to all ranks."""
     fork_server: ForkServer | None

@@ -41,7 +41,7 @@ class _Seat:
     index: int
     group: RayGroup
     position: int
-    """Of its bundle in the group."""
+    """Position of its bundle in the group."""
     agent: RayAgent | None = None
     node: RayNode | None = None
     """None: its bundle has no node yet."""

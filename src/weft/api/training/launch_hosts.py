@@ -70,7 +70,7 @@ def launch_on_hosts(
         work = _ScriptOfHosts(
             launched=launched,
             run=run,
-            wait_seconds=hosts.wait_seconds,
+            wait_seconds=hosts.replacement_seconds,
             policies=policies,
             restarts_any=order.max_restarts is not None,
             fork_server=fork_server,

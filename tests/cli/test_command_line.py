@@ -44,7 +44,7 @@ def complain(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("replan", str(DEMO), "--set", "recipe.run.steps=3"), "a run that goes on keeps its recipe"),
         (("replan", str(DEMO), "--set", "plan.mesh.tensor=1"), "no training runs in"),
         (("replan", "absent", "--set", "plan.mesh.tensor=1"), "absent is no folder of a run: it does not exist."),
-        (("launch", "script.py"), "--processes"),
+        (("launch", "script.py"), "say how many processes"),
         (("launch", "-n", "2", "absent.py"), "there is no script absent.py"),
     ],
 )

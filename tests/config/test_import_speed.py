@@ -32,8 +32,12 @@ print(seconds, ",".join(sorted(heavy)) or "none")
 """
 
 
+LIMIT_SECONDS = 0.2
+"""Twice of what a quiet machine takes: one with slower caches took 0.12 (2026-11-29)."""
+
+
 def test_the_nouns_are_light() -> None:
-    assert pace.reference_seconds(_measure, 0.1) < 0.1
+    assert pace.reference_seconds(_measure, LIMIT_SECONDS) < LIMIT_SECONDS
 
 
 def _measure() -> float:

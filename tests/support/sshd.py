@@ -68,8 +68,8 @@ def _make_key(path: Path) -> None:
 def _wait_for(host: Machine, keys: SshKeys) -> None:
     """Wait until a server answers; asked from the machine itself, since only machines reach one another."""
     command = ["ssh", "-o", "BatchMode=yes", "-o", f"UserKnownHostsFile={keys.known_hosts}", "-i", str(keys.identity)]
-    deadline = time.monotonic() + 10
-    while host.start([*command, host.address, "true"]).wait(10):
+    deadline = time.monotonic() + 30
+    while host.start([*command, host.address, "true"]).wait(60):
         if time.monotonic() > deadline:
             raise TimeoutError(f"no ssh server on {host.name}")
         time.sleep(0.1)

@@ -169,7 +169,7 @@ def test_a_fault_is_named_while_the_run_goes_on(browser: Browser, tmp_path: Path
         expect(step).to_contain_text("step 90")
         opened.page.get_by_role("button", name="Go on").click()
         expect(step).to_contain_text("step 91")
-        expect(opened.page.get_by_role("status")).to_contain_text("Rank 2 on host host-1", timeout=7_000)
+        expect(opened.page.get_by_role("status")).to_contain_text("Rank 2 on host host-1", timeout=20_000)
 
 
 def test_a_run_that_stands_still_shows_who_is_missing(browser: Browser, tmp_path: Path) -> None:

@@ -118,19 +118,19 @@ class HostJob:
         """Send the job's command on a machine a signal."""
         host.signal(self.processes[host.name], number)
 
-    def wait_for_step(self, step: int, *, seconds: float = 60) -> None:
+    def wait_for_step(self, step: int, *, seconds: float = 180) -> None:
         """Wait until a step has been finished."""
         deadline = time.monotonic() + seconds
         while not any(each["step"] >= step for each in self.events("step")):
             self._go_on(deadline, f"step {step}")
 
-    def wait_for(self, texts: Sequence[str], host: Machine, *, seconds: float = 60) -> None:
+    def wait_for(self, texts: Sequence[str], host: Machine, *, seconds: float = 180) -> None:
         """Wait until the job has printed one of some texts on a machine."""
         deadline = time.monotonic() + seconds
         while not any(text in self.said(host) for text in texts):
             self._go_on(deadline, repr(texts))
 
-    def wait(self, host: Machine, *, seconds: float = 90) -> int:
+    def wait(self, host: Machine, *, seconds: float = 180) -> int:
         """Wait for the end of the job's command on a machine, and return its status."""
         try:
             return self.processes[host.name].wait(seconds)

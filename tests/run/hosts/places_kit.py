@@ -43,7 +43,7 @@ class PlacedRun:
         words += ["--on", str(self.pool), "--nodes", nodes or self.job.nodes, "--prove", "never"]
         return self.weft(*words, *(options or ("--processes-per-node", "1")))
 
-    def wait_until_ended(self, *, seconds: float = 90) -> str:
+    def wait_until_ended(self, *, seconds: float = 240) -> str:
         """Wait until the place says that the run has ended, and return why."""
         deadline = time.monotonic() + seconds
         while (state := self.state()["phase"]) != "ended":

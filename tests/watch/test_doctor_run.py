@@ -57,6 +57,7 @@ def test_what_other_programs_took_is_no_fault_of_the_run(tmp_path: Path, seed: i
     run.end()
     (finding,) = run.findings()
     assert finding.kind == "busy_machine"
+    assert not finding.is_of_run, "the command's status is 0"
     assert finding.ranks == (() if len(ranks) == 4 else tuple(sorted(ranks)))
 
 

@@ -91,16 +91,17 @@ def _of_run(run: Path, cluster: Cluster | None, *, fix: bool, json: bool) -> int
     with closing(RunRecord(run)) as record:
         case = RunCase(record=record, cluster=cluster or _machine_of(record))
         found = examine_run(case)
+        is_well = not any(finding.is_of_run for finding in found)
         if json:
             _print_json([finding.document() for finding in found])
         else:
             print(_heading(case))
             for number, finding in enumerate(found, 1):
                 _print_finding(number, finding)
-            print("\nNothing is known to be wrong." if not found else "")
+            print(f"\nNothing is known to be wrong{' with the run' if found else ''}." if is_well else "")
         if fix:
             _write_better_plan(case, run, is_quiet=json)
-    return WRONG_STATUS if found else 0
+    return 0 if is_well else WRONG_STATUS
 
 
 def _machine_of(record: RunRecord) -> Cluster | None:

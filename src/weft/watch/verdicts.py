@@ -55,6 +55,11 @@ class RunVerdict:
     promise: str = ""
     """What the planner, corrected by what was measured, says that it would bring; empty where it was not asked."""
 
+    @property
+    def is_of_run(self) -> bool:
+        """Whether it is a fault of the run, and not what other programs did to its machine."""
+        return self.kind != "busy_machine"
+
     def document(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""
         return {**asdict(self), "ranks": list(self.ranks), "evidence": list(self.evidence)}

@@ -14,7 +14,7 @@ from kube_api import KubeApi, kube_api, problem_of
 from weft.config.pool import ClaimedVolume, KubernetesSettings, Pool
 from weft.errors import LaunchError
 from weft.run.places import place_of
-from weft.run.places.contract import Gang, GangBlock, Job, Request
+from weft.run.places.contract import AGENT_LATER, AGENT_MEND, Gang, GangBlock, Job, Request
 
 JOB = Job(name="weft-run-1", run=Path("/shared/run-1"))
 PLACE = place_of("kubernetes")
@@ -38,7 +38,7 @@ def settings_of(draw: random.Random | None = None, **more: Any) -> KubernetesSet
         }
         drawn = {name: draw.choice(values) for name, values in choices.items()}
     volumes = (ClaimedVolume(claim="shared", path="/shared"),)
-    return KubernetesSettings(image="lab/weft:1", volumes=volumes, namespace="train", **{**drawn, **more})
+    return KubernetesSettings(**{"image": "lab/weft:1", "volumes": volumes, "namespace": "train", **drawn, **more})
 
 
 def pool_of(settings: KubernetesSettings, command: tuple[str, ...] = ()) -> Pool:
@@ -85,7 +85,47 @@ def test_every_request_passes_the_schemas_and_asks_for_the_whole_gang(seed: int)
     (apart,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     labels = spec["template"]["metadata"]["labels"].items()
     assert apart["labelSelector"]["matchLabels"].items() <= labels, "no two agents on one node"
-    assert {line.why for line in request.lines if '"podFailurePolicy"' in line.text} != {""}
+
+
+def test_what_an_agents_status_means_is_said() -> None:
+    spec = object_of(PLACE.request(gang_of(), JOB, pool_of(settings_of())))["spec"]
+    rules = spec["podFailurePolicy"]["rules"]
+    codes = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule}
+    assert codes == {"FailJob": [AGENT_MEND], "Ignore": [AGENT_LATER]}
+    (lost,) = [rule for rule in rules if "onPodConditions" in rule]
+    assert (lost["action"], lost["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+    assert spec["successPolicy"] == {"rules": [{"succeededCount": 1}]}
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("image", "lab/weft:2"),
+        ("volumes", (ClaimedVolume(claim="other", path="/shared"),)),
+        ("context", "lab"),
+        ("namespace", "other"),
+        ("queue", "team"),
+        ("priority", "high"),
+        ("service_account", "trainer"),
+        ("pull_secrets", ("registry",)),
+        ("user", 1000),
+        ("group", 1000),
+        ("device_resource", "amd.com/gpu"),
+        ("memory", "512Gi"),
+        ("node_labels", ("pool=train",)),
+        ("tolerations", ("lab/team=a:NoSchedule",)),
+        ("topology", ("lab/leaf",)),
+        ("host_network", True),
+    ],
+)
+def test_every_setting_is_obeyed(name: str, value: Any) -> None:
+    gang = gang_of(4, block_of(4, must=False))
+    plain, changed = (
+        PLACE.request(gang, JOB, pool_of(settings)) for settings in (settings_of(), settings_of(**{name: value}))
+    )
+    assert (changed.text, changed.command) != (plain.text, plain.command)
+    assert problem_of(object_of(changed)) == ""
 
 
 def test_an_altered_request_does_not_pass() -> None:

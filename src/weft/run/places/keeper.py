@@ -16,16 +16,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
 from weft.config.document import plain, typed
+from weft.config.pool import Pool
 from weft.errors import LaunchError
 from weft.files import write_whole
 from weft.process import machine_name, start_of
-from weft.run.places.contract import AGENT_DONE, AGENT_LATER, AGENT_MEND, PlacedJob, PlaceState
+from weft.run.places.contract import AGENT_DONE, AGENT_LATER, AGENT_MEND, Job, PlacedJob, PlaceSeat, PlaceState
 from weft.run.places.launched import LaunchedAgents
 from weft.run.places.submission import FOLDER
 
@@ -131,6 +133,22 @@ def stop_keeper(run: Path, placed: PlacedJob) -> None:
         )
     if told is not None and told.phase != "ended" and start_of(told.pid) == told.started:
         os.kill(told.pid, signal.SIGTERM)
+
+
+class KeptPlace:
+    """A place without a service of its own, whose jobs are kept by a process on the host that submitted them."""
+
+    def state(self, placed: PlacedJob, job: Job, pool: Pool) -> PlaceState:
+        """See `JobPlace`."""
+        return keeper_state(job.run, placed)
+
+    def stop(self, placed: PlacedJob, job: Job, pool: Pool) -> None:
+        """See `JobPlace`."""
+        stop_keeper(job.run, placed)
+
+    def seat(self, environment: Mapping[str, str]) -> PlaceSeat | None:
+        """See `JobPlace`."""
+        return None  # the command itself says
 
 
 def _state_of(run: Path) -> _KeeperState | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
 from typing import final
 
 from weft.config.pool import Pool
@@ -13,18 +12,16 @@ from weft.run.places.contract import (
     Gang,
     Job,
     PlacedJob,
-    PlaceSeat,
-    PlaceState,
     PlaceVerdict,
     Request,
     RequestLine,
     agent_command,
 )
-from weft.run.places.keeper import KeeperTask, KeptAgent, keeper_state, start_keeper, stop_keeper
+from weft.run.places.keeper import KeeperTask, KeptAgent, KeptPlace, start_keeper
 
 
 @final
-class LocalPlace:
+class LocalPlace(KeptPlace):
     """This machine."""
 
     name = "local"
@@ -51,14 +48,5 @@ class LocalPlace:
         )
         return start_keeper(job.run, task, self.name)
 
-    def state(self, placed: PlacedJob, job: Job, pool: Pool) -> PlaceState:
-        return keeper_state(job.run, placed)
-
-    def stop(self, placed: PlacedJob, job: Job, pool: Pool) -> None:
-        stop_keeper(job.run, placed)
-
     def free(self, pool: Pool) -> list[FreeNodes]:
         return [FreeNodes(num_nodes=1, num_free=1, devices=f"{os.cpu_count() or 1} cores")]
-
-    def seat(self, environment: Mapping[str, str]) -> PlaceSeat | None:
-        return None  # the command itself says

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from typing import final
 
 from weft.config.pool import MpiSettings, Pool, PoolHost
@@ -23,14 +23,12 @@ from weft.run.places.contract import (
     Gang,
     Job,
     PlacedJob,
-    PlaceSeat,
-    PlaceState,
     PlaceVerdict,
     Request,
     RequestLine,
     agent_command,
 )
-from weft.run.places.keeper import KeeperTask, KeptAgent, keeper_state, start_keeper, stop_keeper
+from weft.run.places.keeper import KeeperTask, KeptAgent, KeptPlace, start_keeper
 from weft.run.places.ssh import ALIVE, ask_hosts, free_hosts, ssh_options
 
 _VARIABLES = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDI_", "HYDRA_", "MPIR_", "MPI_LOCAL")
@@ -38,7 +36,7 @@ _VARIABLES = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDI_", "HYDRA_", "MPIR_", "MP
 
 
 @final
-class MpiPlace:
+class MpiPlace(KeptPlace):
     """Hosts of a file, and an MPI's launcher."""
 
     name = "mpi"
@@ -89,17 +87,8 @@ class MpiPlace:
         )
         return start_keeper(job.run, task, self.name)
 
-    def state(self, placed: PlacedJob, job: Job, pool: Pool) -> PlaceState:
-        return keeper_state(job.run, placed)
-
-    def stop(self, placed: PlacedJob, job: Job, pool: Pool) -> None:
-        stop_keeper(job.run, placed)
-
     def free(self, pool: Pool) -> list[FreeNodes]:
         return free_hosts(pool)
-
-    def seat(self, environment: Mapping[str, str]) -> PlaceSeat | None:
-        return None  # the command itself says
 
 
 def leave_launcher(environment: MutableMapping[str, str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +19,12 @@ from weft.run.places.contract import (
     Gang,
     Job,
     PlacedJob,
-    PlaceSeat,
-    PlaceState,
     PlaceVerdict,
     Request,
     RequestLine,
     agent_command,
 )
-from weft.run.places.keeper import KeeperTask, KeptAgent, keeper_state, start_keeper, stop_keeper
+from weft.run.places.keeper import KeeperTask, KeptAgent, KeptPlace, start_keeper
 from weft.version import VERSION
 
 _OPTIONS = ("BatchMode=yes", "StrictHostKeyChecking=yes", "ConnectTimeout=10", "LogLevel=ERROR")
@@ -37,7 +35,7 @@ _LAST_LINES = 4
 
 
 @final
-class SshPlace:
+class SshPlace(KeptPlace):
     """Hosts of a file."""
 
     name = "ssh"
@@ -82,17 +80,8 @@ class SshPlace:
         )
         return start_keeper(job.run, task, self.name)
 
-    def state(self, placed: PlacedJob, job: Job, pool: Pool) -> PlaceState:
-        return keeper_state(job.run, placed)
-
-    def stop(self, placed: PlacedJob, job: Job, pool: Pool) -> None:
-        stop_keeper(job.run, placed)
-
     def free(self, pool: Pool) -> list[FreeNodes]:
         return free_hosts(pool)
-
-    def seat(self, environment: Mapping[str, str]) -> PlaceSeat | None:
-        return None  # the command itself says
 
 
 def ssh_command(pool: Pool, host: PoolHost, words: Sequence[str], more: Sequence[str] = ()) -> list[str]:

@@ -104,8 +104,8 @@ def test_who_does_not_know_the_key_is_not_heard(server: CollectorServer, strange
     answer = b""
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(STRANGERS[stranger])
-        connection.shutdown(socket.SHUT_WR)
-        with suppress(ConnectionResetError):
+        with suppress(OSError):  # it may have hung up already
+            connection.shutdown(socket.SHUT_WR)
             while part := connection.recv(1024):
                 answer += part
     assert len(answer) <= 32, "a nonce, and no word more"

@@ -82,7 +82,10 @@ def test_a_planted_fault_is_named(tmp_path: Path, fork_server: ForkServer, fault
     said = said_of(run.train(fork_server))
     finding = one_of(said, kind)
     assert rank is None or rank in finding["ranks"], finding
-    assert kinds_of(said) == {kind}, said
+    # What it takes from the system to grow takes time, too: the rank that does so is slower than its peers.
+    follows = {"slow_rank"} if kind == "growing_memory" else set[str]()
+    assert kinds_of(said) - follows == {kind}, said
+    assert all(one["ranks"] == [rank] for one in said if one["kind"] in follows)
     assert finding["evidence"]
     assert finding["next"]
     if kind == "busy_cores":
@@ -192,7 +195,7 @@ WELL: dict[str, dict[str, Any]] = {
     "zero 2": {"zero": 2},
     "zero 3": {"mesh": {"shard": 2}, "zero": 3},
     "tensor 2": {"mesh": {"tensor": 2}, "size": 8},
-    "pipeline 2": {"mesh": {"pipeline": 2}, "layers": 6, "tokens": 64, "per_step": 2},
+    "pipeline 2": {"mesh": {"pipeline": 2}, "layers": 6, "tokens": 64, "batch": 16, "size": 2, "per_step": 8},
     "experts": {"mesh": {"shard": 2, "expert": 2}, "model": EXPERTS, "experts": 4, "choices": 2},
     "digits": {"model": DIGITS, "source": "digits", "batch": 64, "size": 32, "steps": 60},
     # As with accelerators: ranks wait most of the time, and do not take the processors from one another.

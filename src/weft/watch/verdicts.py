@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.watch.accounting import frontier, own_times, phase_names, phase_title
 from weft.watch.store import GenerationFacts, StepWindow
@@ -193,7 +194,7 @@ def _unequal_stages(window: StepWindow, facts: GenerationFacts, step: float) -> 
     stages = stages_of(facts)
     if len(stages) < 2:
         return
-    busy = np.nanmedian(own_times(window, ["forward", "backward"]).sum(axis=2), axis=0)
+    busy = _busy_of(window)
     by_stage = np.array([np.nanmedian(busy[ranks]) for ranks in stages])
     seconds = float(by_stage.max() - by_stage.mean())
     if seconds > _LEAST_SHARE * step:
@@ -209,9 +210,16 @@ def _unequal_stages(window: StepWindow, facts: GenerationFacts, step: float) -> 
         )  # fmt: skip
 
 
+def _busy_of(window: StepWindow) -> NDArray[np.float32]:
+    """Return each rank's own time in forward and backward, in seconds per step."""
+    return np.nanmedian(own_times(window, ["forward", "backward"]).sum(axis=2), axis=0)
+
+
 def _waits(window: StepWindow, facts: GenerationFacts, step: float) -> Iterator[RunVerdict]:
     """Yield that the pipeline's schedule, or communication, takes a large part of every rank's step."""
-    bubble = float(np.nanmedian(window.column("bubble")))
+    # Equal stages would wait less by what the busiest rank has more to do: that part is `unequal_stages`.
+    busy = _busy_of(window)
+    bubble = float(np.nanmedian(np.nanmedian(window.column("bubble"), axis=0) - (busy.max(initial=0.0) - busy)))
     if bubble > 0.2 * step:
         yield RunVerdict(
             kind="bubble", title=f"Ranks wait {_seconds(bubble)} of each step for other stages of the pipeline.",

@@ -31,6 +31,10 @@ _OTHERS_SHARE = 0.1
 """Share of a step that other programs must take from ranks to be named."""
 _BUSY = 0.2
 """Share of a step without a processor from which cores are busy with something else."""
+_LONG_PHASE = 0.1
+"""Share of what a rank computes from which a phase says whether the whole rank is slow."""
+_LONG_RUN = 3.0
+"""Seconds of steps that say who lacks a processor: that is counted once a second."""
 _SUITABLE = ("communication", "bubble", "slow_input", "unequal_stages", "busy_cores", "slow_rank")
 
 
@@ -113,7 +117,9 @@ def _throttled(case: RunCase, found: Sequence[RunVerdict]) -> Iterator[RunVerdic
         for rank in sorted(suspects.intersection(peers)):
             others = [peer for peer in peers if peer not in suspects] or [peer for peer in peers if peer != rank]
             mine, usual = (np.nanmedian(own[:, ranks, :], axis=(0, 1)) for ranks in ([rank], others))
-            factors = mine[usual > 0] / usual[usual > 0]
+            # A rank that is stopped now and then is seldom stopped in its short phases.
+            is_long = usual > _LONG_PHASE * usual.sum()
+            factors = mine[is_long] / usual[is_long]
             if len(factors) < 2 or factors.min() < 1.15:
                 continue
             seconds = float((mine - usual).sum())
@@ -123,12 +129,12 @@ def _throttled(case: RunCase, found: Sequence[RunVerdict]) -> Iterator[RunVerdic
                 f"its thread was without a processor for {format_seconds(lost, 2)} of each step: something takes its"
                 " time there, or a control group holds it back"
                 if lost > 0.3 * seconds
-                else "its thread had its processor all the time: the processor or device itself is slow"
+                else "its thread seldom waited for a processor: that is slow, or stops the process now and then"
             )
             yield RunVerdict(
                 kind="throttled_rank",
                 title=f"Rank {rank} computes {format_number(factor, 2)} times slower than ranks with as much to do, in"
-                f" every phase: the job waits {format_seconds(seconds)} per step for it.",
+                f" every long phase: the job waits {format_seconds(seconds)} per step for it.",
                 seconds=seconds, share=seconds / case.step_seconds, confidence="high", ranks=(rank,),
                 num_steps=len(case.window.steps),
                 evidence=(*(f"{name}: {format_seconds(float(one))}, its peers {format_seconds(float(other))}"
@@ -166,8 +172,9 @@ def _with_settings(case: RunCase, verdict: RunVerdict) -> RunVerdict | None:
     )
 
 
-def _with_threads(case: RunCase, verdict: RunVerdict, threads: int) -> RunVerdict:
-    """Say whether the job itself has more threads than there are cores, or something else takes them."""
+def _with_threads(case: RunCase, verdict: RunVerdict, threads: int) -> RunVerdict | None:
+    """Say whether the job itself has more threads than there are cores, or something else takes them; None where each
+    has a core and lacks it seldom, for the threads that read data and record, and the system."""
     most = max((len(ranks) for ranks in hosts_of(case.facts).values()), default=0)
     cores = None if case.cluster is None else case.cluster.nodes[0].cores
     told = f"{most} rank{'s' if most != 1 else ''} of {threads} thread{'s' if threads != 1 else ''} on one host"
@@ -176,6 +183,8 @@ def _with_threads(case: RunCase, verdict: RunVerdict, threads: int) -> RunVerdic
         change = f"Set compute.threads_per_rank = {1 if cores is None else max(1, cores // max(1, most))} in the plan."
     elif cores is not None and most > cores:
         change = f"Run at most {cores} ranks on this host: weft replan RUN --devices {cores}."
+    elif verdict.share < _BUSY or float(np.nansum(np.nanmax(case.recorded.column("wall"), axis=1))) < _LONG_RUN:
+        return None
     else:
         change = (
             "The job has a core for each of its threads, so something else computes there: look with top, stop it, or"

@@ -30,6 +30,7 @@ def train(
     network: str | None = None,
     processes_per_node: int | None = None,
     on: str | None = None,
+    watch: Annotated[bool, FLAG] = False,
     dry_run: Annotated[bool, FLAG] = False,
     time_limit: str | None = None,
 ) -> int:
@@ -62,6 +63,8 @@ def train(
         Processes of a host; by default one for each accelerator, or core.
     on
         Where to begin or go on: slurm, a pool's name, or PLACE:FILE.toml.
+    watch
+        Show in a browser where the time goes while it trains, as `weft watch RUN` does.
     dry_run
         With --on: show what would be submitted.
     time_limit
@@ -72,6 +75,8 @@ def train(
     from weft.run.launch.launcher import open_fork_server
     from weft.techniques.check import check_runnable
 
+    if watch and (on is not None or nodes is not None or RankInfo.from_environment() is not None):
+        raise LaunchError("--watch shows ranks that this command starts on this machine. For others: weft watch RUN.")
     if on is not None:
         refuse_beside_on(resume, processes, rendezvous, network)
         train_order = order_of(recipe, plan, overrides, processes_per_node, prove)
@@ -99,7 +104,7 @@ def train(
     if rank_info is not None and plan == "auto" and processes is None:
         processes = rank_info.world_size
     # The fork server imports torch while this process searches the plan and imports torch itself.
-    with open_fork_server() as fork_server:
+    with open_fork_server() as fork_server, _page_beside(run_folder, resume) if watch else contextlib.nullcontext():
         choice = read_choice(recipe, plan, overrides, processes, trials=trials, fork_server=fork_server)
         check_runnable(choice.plan)  # before torch is imported, so that a refusal comes at once
         from weft.api import run_name
@@ -124,6 +129,13 @@ def train(
     if rank_info is None or rank_info.rank == 0:
         _show_what_it_learnt(result.folder, recipe)
     return 0
+
+
+def _page_beside(run_folder: Path | None, resume: str | None) -> contextlib.AbstractContextManager[None]:
+    """Return what serves the run's page as long as it trains; `weft.watch` is imported only where it is wanted."""
+    from weft.watch.beside import page_beside
+
+    return page_beside(run_folder if resume in (None, "latest") else Path(resume))
 
 
 def _train_on_hosts(

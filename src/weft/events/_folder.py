@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import LaunchError
+from weft.events._owner import OWNER, FolderOwner, read_owner
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 
@@ -58,6 +59,11 @@ class RunFolder:
             why = "it is a file. Give the folder that it lies in" if path.is_file() else "it does not exist"
             raise LaunchError(f"{path} is no folder of a run: {why}.")
         return cls(path)
+
+    @property
+    def owner(self) -> FolderOwner | None:
+        """The process that writes here, or did last, as its file says; None where none is known."""
+        return read_owner(self.path / OWNER)
 
     @property
     def recipe(self) -> Path:

@@ -22,7 +22,7 @@ from typing import Any
 from weft.config.document import typed
 from weft.config.plan import MeshPlan, ModelFacts, Plan, complete_plan, dump_plan, load_plan, over_ranks
 from weft.config.recipe import OnFailure, Recipe
-from weft.events import Event, FolderToken, GenerationEvent, RunFolder, read_owner
+from weft.events import Event, FolderToken, GenerationEvent, RunFolder
 from weft.run.launch import HAND_OVER, threads_of_user
 from weft.run.launch._rank_info import run_folder_note
 from weft.run.launch.generation import ScriptGeneration, SessionReport
@@ -315,7 +315,7 @@ class SupervisedScript:
             from weft.run.checkpoint import KEEP
             from weft.run.checkpoint.tiers import DiskFolder, Drain
 
-            owner = read_owner(self._known_run.path / "owner.json")
+            owner = self._known_run.owner
             token = None if owner is None else FolderToken(self._known_run.path, owner)
             is_free = owner is None or owner.ended or owner.is_gone  # else another job has taken the folder over
             if is_free and not Drain(memory, DiskFolder(self._known_run.checkpoints, KEEP, token)).flush():

@@ -18,7 +18,7 @@ from typing import Any, Literal, final
 import numpy as np
 
 from weft.errors import LaunchError
-from weft.events import FolderOwner, RunFolder, read_owner
+from weft.events import FolderOwner, RunFolder
 from weft.watch.store import (
     FILE_NAME,
     Gap,
@@ -179,7 +179,7 @@ class RunRecord:
     def refresh(self) -> bool:
         """Take in what has come since.  Return whether anything has; nothing is raised for a file that is bad."""
         before = self._mark()
-        self.owner = read_owner(self.folder.path / "owner.json")
+        self.owner = self.folder.owner
         self.recipe = _text(self.folder.recipe)
         self.plan = _text(self.folder.plan)
         self._read_lines()

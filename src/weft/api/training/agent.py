@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.errors import LaunchError, WeftError
-from weft.events import RunFolder, read_owner
+from weft.events import RunFolder
 from weft.run.places import place_of
 from weft.run.places.contract import AGENT_DONE, AGENT_LATER, AGENT_MEND, ANSWER_SECONDS, PlaceSeat
 from weft.run.places.mpi import leave_launcher
@@ -89,7 +89,7 @@ def _end_rest(run: Path, seat: PlaceSeat) -> None:
     deadline = time.monotonic() + _REST_SECONDS
     while seat.end_command:
         silent = [note for note in AgentNote.all_of(run) if note.attempt == seat.attempt and note.status is None]
-        owner = read_owner(run / "owner.json")
+        owner = RunFolder(run).owner
         if not silent or (owner is not None and not owner.ended):
             return
         if time.monotonic() > deadline:

@@ -55,7 +55,7 @@ def ask_for_plan(run: RunFolder, request: Plan | PlanRequest, *, timeout_seconds
         LaunchError: no training runs there, or it does not answer.
         PlanError: the run does not take the plan, and goes on as it was.
     """
-    owners = (read_owner(run.path / "owner.json"), read_owner(_supervisor(run)))
+    owners = (run.owner, read_owner(_supervisor(run)))
     if all(owner is None or owner.ended or owner.is_gone for owner in owners):
         go_on = f"weft train {run.recipe} --plan PLAN --resume {run.path}"
         if not run.recipe.is_file():

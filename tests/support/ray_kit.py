@@ -30,6 +30,7 @@ _ENVIRONMENT = {
 }
 _STORE_BYTES = 80_000_000
 _STARTED_SECONDS = 600.0
+_POST = "import sys, urllib.request as u; u.urlopen(u.Request(sys.argv[1], method='POST'), timeout=20).read()"
 _GET = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=20).read().decode())"
 
 
@@ -46,6 +47,9 @@ class RayMachines:
     workers: list[Machine]
     folder: Path
     """Which each machine has for its own."""
+    racks: int
+    cores: int
+    """Of each worker."""
     processes: list[subprocess.Popen[str]] = field(default_factory=list[subprocess.Popen[str]])
 
     @property
@@ -57,6 +61,11 @@ class RayMachines:
         """Return what the dashboard answers on the head."""
         said, _ = self.head.start([sys.executable, "-c", _GET, f"{self.address}{path}"]).communicate(timeout=30)
         return json.loads(said)
+
+    def post(self, path: str) -> None:
+        """Send a request without content to the dashboard, on the head."""
+        said, _ = self.head.start([sys.executable, "-c", _POST, f"{self.address}{path}"]).communicate(timeout=30)
+        assert not said, said
 
     def nodes(self) -> list[dict[str, Any]]:
         """Return the living nodes."""
@@ -76,12 +85,19 @@ class RayMachines:
     def start(self, machine: Machine, *options: str) -> None:
         """Start Ray on a machine; it ends with the machine."""
         own = self.folder.with_name(machine.name)
+        shutil.rmtree(own, ignore_errors=True)  # of the same machine before it was started again
         own.mkdir()
         words = ["sh", "-c", _START, "sh", str(own), str(self.folder), sys.executable, "-m", "ray.scripts.scripts"]
         words += ["start", "--block", f"--node-ip-address={machine.address}"]
         words += [f"--object-store-memory={_STORE_BYTES}", *options]
         with own.with_suffix(".log").open("w") as output:
             self.processes.append(machine.start(words, output=output, environment=_ENVIRONMENT))
+
+    def join(self, machine: Machine) -> None:
+        """Start a node on a worker, for the first time or after it was started again."""
+        index = self.workers.index(machine)
+        options = [f"--address={self.head.address}:6379", f"--num-cpus={self.cores}"]
+        self.start(machine, *options, f"--labels=rack=r{index % self.racks}")
 
     def wait_for(self, number: int) -> None:
         """Wait until so many nodes live."""
@@ -110,14 +126,13 @@ def ray_on(hosts: Sequence[Machine], *, racks: int = 2, cores: int = 1) -> Gener
     top = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
     try:
         (top / "own").mkdir()
-        started = RayMachines(hosts[0], list(hosts[1:]), top / "own")
+        started = RayMachines(hosts[0], list(hosts[1:]), top / "own", racks, cores)
         address = started.head.address
         listen = [f"--dashboard-host={address}", f"--temp-dir={started.folder}", "--num-cpus=0"]
         started.start(started.head, "--head", "--port=6379", *listen)
         started.wait_for(1)
-        for index, worker in enumerate(started.workers):
-            labels = f"--labels=rack=r{index % racks}"
-            started.start(worker, f"--address={address}:6379", f"--num-cpus={cores}", labels)
+        for worker in started.workers:
+            started.join(worker)
         started.wait_for(len(hosts))
         yield started
     finally:

@@ -11,8 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hosts_kit import HostJob
 from machines import Machine
+
+from weft.config.recipe import OnFailure
+from weft.run.launch.launcher import ForkServer
+from weft.run.launched_script import LaunchedScript
+from weft.run.supervised_script import SupervisedScript
 
 COMMAND = ["env", f"PYTHONPATH={os.pathsep.join(sys.path)}", "CUDA_VISIBLE_DEVICES=", sys.executable, "-m", "weft.cli"]
 """What starts Weft on a pool's machines."""
@@ -48,7 +54,7 @@ class PlacedRun:
         deadline = time.monotonic() + seconds
         while (state := self.state()["phase"]) != "ended":
             assert time.monotonic() < deadline, f"{state} after {seconds} s:\n{self.said()}"
-            time.sleep(0.3)
+            time.sleep(1.0)  # each look starts a Python, beside the ranks of all machines
         return self.state()["why"]
 
     def state(self) -> dict[str, Any]:
@@ -67,6 +73,36 @@ class PlacedRun:
         """What agents and the keeper have said."""
         paths: Sequence[Path] = sorted((self.job.run / "submission").glob("*.log"))
         return "\n".join(f"── {path.name}\n{path.read_text()}" for path in paths)
+
+
+class PlacedScript(PlacedRun):
+    """A script with a session on one pool."""
+
+    path = Path(__file__).with_name("host_session.py")
+    epochs = 4
+    steps = 80
+    """Of so many epochs."""
+
+    def launch(self, *options: str, nodes: str, words: tuple[str, ...] = ()) -> tuple[int, str]:
+        """Submit it."""
+        where = ["--on", str(self.pool), "--nodes", nodes, "--run-folder", str(self.job.run)]
+        given = options or ("--processes-per-node", "1")
+        return self.weft("launch", *where, *given, str(self.path), "--epochs", str(self.epochs), *words)
+
+
+def losses_of_one_script(folder: Path, fork_server: ForkServer) -> list[float]:
+    """The losses of the script's session on one process."""
+    job = HostJob(folder, folder / "run", "folder", "1", folder)
+    arguments = ("--epochs", str(PlacedScript.epochs))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        launched = LaunchedScript(script=str(PlacedScript.path), arguments=arguments, num_processes=1)
+        script = SupervisedScript(launched=launched, policies=OnFailure(), restarts_any=False, fork_server=fork_server)
+        assert script.run() == 0
+        assert script.run_folder is not None
+        job.run = script.run_folder
+    assert job.num_steps == PlacedScript.steps
+    return job.losses()
 
 
 def processes_of(host: Machine) -> str:

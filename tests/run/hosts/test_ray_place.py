@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hosts_kit import HostJob, write_recipe
 from machines import machines
-from places_kit import COMMAND, PlacedRun, processes_of
+from places_kit import COMMAND, PlacedRun, PlacedScript, losses_of_one_script, processes_of
 from ray_kit import RayMachines, ray_on
 from test_hosts import losses_of_one_process
 
@@ -129,6 +129,20 @@ def test_a_stopped_run_goes_on_by_the_same_command(cluster: RayMachines, tmp_pat
     assert run.wait_until_ended(seconds=SECONDS) == "done", run.said()
     assert [each["step"] for each in run.job.events("step")] == list(range(1, STEPS + 1)), "a step was lost"
     assert run.job.losses() == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_session_gives_the_losses_of_one_process(
+    cluster: RayMachines, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    (tmp_path / "one").mkdir()
+    losses = losses_of_one_script(tmp_path / "one", fork_server)
+    run = run_on(cluster, tmp_path, "2", plan="replicate = 2")
+    script = PlacedScript(run.job, run.pool, run.login)
+    status, said = script.launch(nodes="2")
+    assert status == 0, said
+    assert script.wait_until_ended(seconds=SECONDS) == "done", script.said()
+    assert script.job.losses() == pytest.approx(losses, rel=1e-5)
+    check_that_nothing_is_left(cluster)
 
 
 def test_what_is_wrong_is_said_in_a_paragraph_and_nothing_is_submitted(cluster: RayMachines, tmp_path: Path) -> None:

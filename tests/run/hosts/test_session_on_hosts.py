@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import machines
 import pytest
+import test_mpi_place
 from hosts_kit import HostJob
 from machines import Machine
-from places_kit import PlacedRun, processes_of
+from places_kit import COMMAND, PlacedScript, losses_of_one_script, processes_of
+from slurm import slurm_on
 from sshd import serve_ssh
 from test_ssh import write_pool
 
-from weft.config.recipe import OnFailure
 from weft.run.launch.launcher import ForkServer
-from weft.run.launched_script import LaunchedScript
-from weft.run.supervised_script import SupervisedScript
 
 pytestmark = [pytest.mark.needs_root, pytest.mark.needs_sshd]
-SCRIPT = Path(__file__).with_name("host_session.py")
-EPOCHS, STEPS = 4, 80
-
-
-class PlacedScript(PlacedRun):
-    """A script on one pool."""
-
-    def launch(self, *options: str, nodes: str, words: tuple[str, ...] = ()) -> tuple[int, str]:
-        """Submit it."""
-        where = ["--on", str(self.pool), "--nodes", nodes, "--run-folder", str(self.job.run)]
-        given = options or ("--processes-per-node", "1")
-        return self.weft("launch", *where, *given, str(SCRIPT), "--epochs", str(EPOCHS), *words)
+STEPS = PlacedScript.steps
 
 
 @contextmanager
@@ -43,20 +32,45 @@ def script_over_ssh(folder: Path, number: int) -> Generator[tuple[PlacedScript, 
         yield PlacedScript(job, write_pool(folder / "pool.toml", workers, keys), login), workers
 
 
+@contextmanager
+def script_under_slurm(folder: Path, number: int) -> Generator[tuple[PlacedScript, list[Machine]]]:
+    """The same under Slurm."""
+    with (
+        machines.machines(number + 1, folder / "machines") as (login, *workers),
+        slurm_on(login, workers, folder / "slurm") as environment,
+    ):
+        job = HostJob(folder / "none", folder / "run", "folder", str(number), folder / "none")
+        pool, network = folder / "pool.toml", f'network = "{workers[0].address}/24"'
+        pool.write_text(f'place = "slurm"\ncommand = {COMMAND}\ngrace_seconds = 20\n{network}\n')
+        yield PlacedScript(job, pool, login, {"SLURM_CONF": environment["SLURM_CONF"]}), workers
+
+
+@contextmanager
+def script_by_mpi(
+    folder: Path, number: int, *, launcher: str = "mpiexec.mpich"
+) -> Generator[tuple[PlacedScript, list[Machine]]]:
+    """The same by an MPI's launcher."""
+    with machines.machines(number + 1, folder / "machines") as (login, *workers):
+        keys = serve_ssh(workers, folder / "ssh")
+        job = HostJob(folder / "none", folder / "run", "folder", str(number), folder / "none")
+        yield (
+            PlacedScript(job, test_mpi_place.write_pool(folder / "pool.toml", workers, keys, launcher), login),
+            workers,
+        )
+
+
+Placed = Callable[[Path, int], AbstractContextManager[tuple[PlacedScript, list[Machine]]]]
+PLACES: dict[str, Placed] = {
+    "Slurm": script_under_slurm,
+    "MPICH": script_by_mpi,
+    "Open MPI": partial(script_by_mpi, launcher="mpirun.openmpi"),
+}
+NEEDS = {"Slurm": "needs_slurm", "MPICH": "needs_mpi", "Open MPI": "needs_mpi"}
+
+
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> list[float]:
-    """Those of one process."""
-    folder = tmp_path_factory.mktemp("one")
-    job = HostJob(folder, folder / "run", "folder", "1", folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        launched = LaunchedScript(script=str(SCRIPT), arguments=("--epochs", str(EPOCHS)), num_processes=1)
-        script = SupervisedScript(launched=launched, policies=OnFailure(), restarts_any=False, fork_server=fork_server)
-        assert script.run() == 0
-        assert script.run_folder is not None
-        job.run = script.run_folder
-    assert job.num_steps == STEPS
-    return job.losses()
+    return losses_of_one_script(tmp_path_factory.mktemp("one"), fork_server)
 
 
 @pytest.mark.parametrize("number", [2, 4])
@@ -69,6 +83,17 @@ def test_losses_are_those_of_one_process_and_nothing_is_left(tmp_path: Path, los
         (plan,) = [line for line in run.said().splitlines() if line.startswith("plan ")]
         assert str(number) in plan
         for host in (*workers, run.login):
+            assert "weft" not in processes_of(host)
+
+
+@pytest.mark.parametrize("place", [pytest.param(each, marks=getattr(pytest.mark, NEEDS[each])) for each in PLACES])
+def test_losses_are_those_of_one_process_under_other_places(tmp_path: Path, losses: list[float], place: str) -> None:
+    with PLACES[place](tmp_path, 2) as (run, workers):
+        status, said = run.launch(nodes="2")
+        assert status == 0, said
+        assert run.wait_until_ended(seconds=180).endswith("done"), run.said()
+        assert run.job.losses() == pytest.approx(losses, rel=1e-5)
+        for host in workers:
             assert "weft" not in processes_of(host)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,6 +91,22 @@ def test_a_machine_of_the_reserve_takes_the_place_of_one_without_power(tmp_path:
         changes = [each for each in run.job.events("generation") if each["number"] > 1]
         assert changes, run.said()
         assert "host node3 has come" in run.said()
+
+
+def test_a_machine_that_is_away_for_longer_than_the_others_wait_is_waited_for(
+    tmp_path: Path, losses: list[float]
+) -> None:
+    with run_over_ssh(tmp_path, 2, "2") as (run, workers):
+        assert run.submit()[0] == 0
+        run.job.wait_for_step(20)
+        workers[1].cut_off()
+        deadline = time.monotonic() + 120
+        while "no other has come in 30 s" not in run.said():
+            assert time.monotonic() < deadline, run.said()
+            time.sleep(0.5)
+        workers[1].reconnect()
+        assert run.wait_until_ended(seconds=180) == "done", run.said()
+        assert run.job.losses() == pytest.approx(losses, rel=1e-5)
 
 
 def test_what_is_wrong_is_said_in_a_paragraph_and_nothing_is_submitted(tmp_path: Path) -> None:

@@ -36,8 +36,10 @@ _LOST = 255
 """Status of ssh where it could not connect, or has lost its connection."""
 _AGAIN_SECONDS = 5.0
 """Pause before a machine that was lost is tried again."""
+_REACHED_SECONDS = 12.0
+"""Time after which an ssh that still runs has reached its machine: it gives up after 10 s."""
 _PATIENCE_SECONDS = 600.0
-"""Time without any agent after which machines that are lost are waited for no longer."""
+"""Time without any agent, or all of a launcher's, after which machines that are lost are waited for no longer."""
 _BEAT_SECONDS = 0.2
 _STARTED_SECONDS = 15.0
 
@@ -166,10 +168,20 @@ class _Child:
     """Status of its newest process; None: it runs, or was never started."""
     again_at: float = 0.0
     """When it may be started again."""
+    started_at: float = 0.0
+    was_lost: bool = False
+    """Whether its process before the one that runs has lost its machine."""
     agents: LaunchedAgents | None = None
     """What a launcher's agents say; None: the command starts one agent, and its status says all."""
 
+    @property
+    def is_back(self) -> bool:
+        """Whether its machine was lost, and is reached again."""
+        has_reached = time.monotonic() - self.started_at > _REACHED_SECONDS
+        return self.was_lost and self.process is not None and has_reached
+
     def start(self) -> None:
+        self.was_lost, self.started_at = self.status == _LOST, time.monotonic()
         self.status = None
         if self.agents is not None:
             self.agents.begin()
@@ -185,7 +197,7 @@ class _Child:
             self.kill()
         if (status := self.process.poll()) is None:
             return False
-        self._ended(status)
+        self._ended(status, was_told=False)
         return True
 
     def leave(self, seconds: float) -> None:
@@ -196,7 +208,7 @@ class _Child:
         except subprocess.TimeoutExpired:
             self.kill()
             status = self.process.wait()
-        self._ended(status)
+        self._ended(status, was_told=True)
 
     def kill(self) -> None:
         assert self.process is not None
@@ -204,13 +216,13 @@ class _Child:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def _ended(self, status: int) -> None:
+    def _ended(self, status: int, *, was_told: bool) -> None:
         assert self.process is not None
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process, self.again_at = None, time.monotonic() + _AGAIN_SECONDS
-        self.status = status if self.agents is None else self.agents.status(status)
+        self.status = status if self.agents is None else self.agents.status(status, were_told=was_told)
 
 
 @dataclass(slots=True)
@@ -222,7 +234,7 @@ class _Keeper:
     told: _KeeperState | None = None
     """What was told last."""
     ran_at: float = field(default_factory=time.monotonic)
-    """When an agent ran last."""
+    """When an agent ran last; of a launcher, when all of them did."""
 
     def keep(self) -> int:
         """Keep agents until the job has ended; return its status."""
@@ -251,7 +263,7 @@ class _Keeper:
         statuses = {child.status for child in self.children}
         finished = statuses & {AGENT_DONE, AGENT_MEND}
         running = [child for child in self.children if child.process is not None]
-        if any(child.agents is None or child.agents.have_begun for child in running):
+        if any(child.agents is None or child.agents.have_all_begun for child in running):
             self.ran_at = time.monotonic()
         if running:
             return False
@@ -263,14 +275,21 @@ class _Keeper:
         return child.status == _LOST
 
     def _bring_up(self) -> None:
-        """Replace machines that were lost: by those of the reserve, or, where there are none, by themselves."""
+        """Replace machines that were lost: by those of the reserve, or, where there are none, by themselves.
+
+        Agents that have left meanwhile, for want of others, are started again once a lost machine is back.
+        """
         running = [child for child in self.children if child.process is not None]
-        lost = sum(self._is_lost(child) for child in self.children)
-        if not lost or any(child.status in (AGENT_DONE, AGENT_MEND, AGENT_LATER) for child in self.children):
+        is_back = any(child.is_back for child in running)
+        has_lost = any(self._is_lost(child) for child in self.children)
+        if not (is_back or has_lost) or any(child.status in (AGENT_DONE, AGENT_MEND) for child in self.children):
             return
+        have_left = [child for child in self.children if child.status == AGENT_LATER]
         fresh = [child for child in self.children if child.process is None and child.status is None]
+        if have_left and not is_back:  # without a machine that was lost there are not enough of them
+            have_left, fresh = [], []
         ready = [each for each in self.children if self._is_lost(each) and time.monotonic() > each.again_at]
-        for child in [*fresh, *ready][: self.task.num_wanted - len(running)]:
+        for child in [*fresh, *ready, *have_left][: self.task.num_wanted - len(running)]:
             print(f"{time.strftime('%F %T')}  starting an agent on {child.agent.name}", flush=True)
             child.start()
 

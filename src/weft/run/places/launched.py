@@ -27,14 +27,15 @@ class LaunchedAgents:
         self._began = self._looked = 0.0
         self._ended: float | None = None
         """When an agent was first seen to have ended."""
-        self._have_ever_begun = False
-        self.have_begun = False
-        """Whether agents of the launcher that runs have begun."""
+        self._have_ever_begun = self._have_begun = False
+        self.have_all_begun = False
+        """Whether all agents of the launcher that runs have begun."""
 
     def begin(self) -> None:
         """Call before the launcher starts."""
         forget_attempts(self._run)
-        self._began, self._ended, self.have_begun = time.monotonic(), None, False
+        self._began, self._ended = time.monotonic(), None
+        self._have_begun = self.have_all_begun = False
 
     @property
     def is_stuck(self) -> bool:
@@ -45,10 +46,15 @@ class LaunchedAgents:
             self._look()
         if self._ended is not None:
             return now - self._ended > _END_SECONDS
-        return not self.have_begun and now - self._began > _BEGIN_SECONDS
+        return not self._have_begun and now - self._began > _BEGIN_SECONDS
 
-    def status(self, launcher: int) -> int:
-        """Return how the agents have ended, as one agent's status; `launcher` is that of the launcher itself."""
+    def status(self, launcher: int, *, were_told: bool) -> int:
+        """Return how the agents have ended, as one agent's status.
+
+        Args:
+            launcher: status of the launcher itself.
+            were_told: whether the agents had been told to save and leave.
+        """
         notes = self._look()
         statuses = {note.status for note in notes}
         if not self._have_ever_begun:
@@ -56,13 +62,15 @@ class LaunchedAgents:
         for status in (AGENT_DONE, AGENT_MEND, 1):
             if status in statuses:
                 return status
-        # A machine that was lost takes its agent's last word with it.
-        return self._lost if None in statuses or len(notes) < self._number else AGENT_LATER
+        # A machine that was lost takes its agent's last word with it.  Agents that leave untold, to go on later, do so
+        # since others are missing, which may be back when all are started again.
+        is_lost = not were_told or None in statuses or len(notes) < self._number
+        return self._lost if is_lost else AGENT_LATER
 
     def _look(self) -> list[AgentNote]:
         notes = AgentNote.all_of(self._run)
-        self.have_begun = bool(notes)
-        self._have_ever_begun |= self.have_begun
+        self._have_begun, self.have_all_begun = bool(notes), len(notes) >= self._number
+        self._have_ever_begun |= self._have_begun
         if self._ended is None and any(note.status is not None for note in notes):
             self._ended = time.monotonic()
         return notes

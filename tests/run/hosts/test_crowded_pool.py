@@ -109,6 +109,8 @@ class Crowd:
     runs: list[PoolRun]
     dead: dict[str, float] = field(default_factory=dict[str, float])
     """Machines that have died, and when they come back."""
+    soon: set[str] = field(default_factory=set[str])
+    """Jobs that were requeued, and start soon."""
     looks: int = 0
 
     def ask(self, *words: str) -> str:
@@ -145,8 +147,13 @@ class Crowd:
         for line in self.ask("squeue", "-h", "-o", "%i|%T|%r|%N").splitlines():
             number, state, why, names = line.split("|")
             jobs[number] = state, expand_nodes(names)
+            if state != "PENDING":
+                self.soon.discard(number)
             if state == "PENDING" and why == "BeginTime":  # Slurm waits two minutes with what was requeued
-                self.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
+                if number not in self.soon:
+                    self.soon.add(number)
+                    # Its daemons refuse what they have just ended as long as its credential holds: five seconds here.
+                    self.ask("scontrol", "update", f"JobId={number}", "StartTime=now+10")
             if state in ("RUNNING", "COMPLETING"):
                 for name in jobs[number][1]:
                     assert name not in held, f"{name} is held by jobs {held[name]} and {number}"

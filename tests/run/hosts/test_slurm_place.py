@@ -36,13 +36,14 @@ class SlurmRun(PlacedRun):
         return said.strip()
 
     def start_now(self, seconds: float = 60) -> None:
-        """Wait until the job is requeued, and let it start at once, for which Slurm waits two minutes."""
+        """Wait until the job is requeued, and let it start soon, for which Slurm waits two minutes: its daemons refuse
+        a job that they have just ended for as long as its credential holds, which is five seconds here."""
         number = self.state()["job"]
         deadline = time.monotonic() + seconds
         while self.ask("squeue", "-h", "-j", number, "-o", "%T") != "PENDING":
             assert time.monotonic() < deadline, self.ask("squeue")
             time.sleep(0.2)
-        self.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
+        self.ask("scontrol", "update", f"JobId={number}", "StartTime=now+10")
 
 
 @contextmanager

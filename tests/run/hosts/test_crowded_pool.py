@@ -149,11 +149,11 @@ class Crowd:
             jobs[number] = state, expand_nodes(names)
             if state != "PENDING":
                 self.soon.discard(number)
-            if state == "PENDING" and why == "BeginTime":  # Slurm waits two minutes with what was requeued
-                if number not in self.soon:
-                    self.soon.add(number)
-                    # Its daemons refuse what they have just ended as long as its credential holds: five seconds here.
-                    self.ask("scontrol", "update", f"JobId={number}", "StartTime=now+10")
+            if state == "PENDING" and why == "BeginTime" and number not in self.soon:
+                # Slurm waits two minutes with what was requeued.  Its daemons refuse a job that they have just ended
+                # as long as its credential holds, which is five seconds here.
+                self.soon.add(number)
+                self.ask("scontrol", "update", f"JobId={number}", "StartTime=now+10")
             if state in ("RUNNING", "COMPLETING"):
                 for name in jobs[number][1]:
                     assert name not in held, f"{name} is held by jobs {held[name]} and {number}"

@@ -56,6 +56,37 @@ def phase_title(name: str) -> str:
     return PHASE_TITLES.get(name, name or "between phases")
 
 
+_MEANINGS: Mapping[str, str] = {
+    "start": "begin of the step after that of the rank that began first",
+    "wall": "the whole step",
+    "compute": "computing",
+    "communication": "waits for other ranks that computing does not hide, without the pipeline's bubble",
+    "bubble": "waits of a pipeline's stage for other stages",
+    "input": "waiting for data",
+    "checkpoint": "saving and evaluating",
+    "idle": "outside of phases",
+    "descheduled": "part of computing in which the thread was ready to run and had no processor",
+    "others": "processor time of other programs on the rank's host during the step",
+    "memory": "memory that the rank holds at the step's end",
+    "bubble:fill": "bubble before the first microbatch",
+    "bubble:drain": "bubble behind the last microbatch",
+    "bubble:imbalance": "bubble between microbatches",
+}
+_MEANINGS_OF_KINDS: Mapping[str, str] = {
+    "phase": "time in phase {}, waits inside of it included",
+    "waits": "waits for other ranks in phase {}",
+    "exposed": "time inside of waits for collectives along axis {}",
+    "total": "time from launch to end of collectives along axis {}",
+}
+
+
+def column_meaning(column: str) -> tuple[str, str]:
+    """Return the unit of a column, `seconds` or `bytes`, and what it says; an unknown one has its name alone."""
+    kind, _, name = column.partition(":")
+    known = _MEANINGS.get(column) or _MEANINGS_OF_KINDS.get(kind, column).format(name)
+    return "bytes" if column == "memory" else "seconds", known
+
+
 class StepFrontier(NamedTuple):
     """The phases that set the pace of the job, step by step.
 

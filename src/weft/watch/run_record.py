@@ -11,9 +11,9 @@ import os
 import sqlite3
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, cast, final
 
 import numpy as np
 
@@ -219,13 +219,8 @@ class RunRecord:
             return
         whole = content.rfind(b"\n") + 1
         self._offset += whole
-        for line in content[:whole].splitlines():
-            try:
-                values: Any = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(values, dict):
-                (self.reports if values.get("kind", "step") == "step" else self.events).append(values)
+        for values in objects_of(content[:whole]):
+            (self.reports if is_report(values) else self.events).append(values)
         self.reports, self.events = _thinned(self.reports), self.events[-_MOST_ROWS:]
 
     def _read_telemetry(self) -> None:
@@ -245,7 +240,7 @@ class RunRecord:
         rows = reader.step_rows(after=after)
         if rows and self.steps and rows[0].step <= self.steps[-1].step:
             self.steps = [row for row in self.steps if row.step < rows[0].step]
-        self.steps = _thinned(_without_repeats([*self.steps, *rows]))
+        self.steps = _thinned(without_repeats([*self.steps, *rows]))
         self._read_window(reader)
 
     def _read_window(self, reader: TelemetryReader) -> None:
@@ -274,6 +269,22 @@ class RunRecord:
             )
 
 
+def objects_of(lines: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the objects in whole lines of `metrics.jsonl`; a line that has none is left out."""
+    for line in lines.splitlines():
+        try:
+            values: Any = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(values, dict):
+            yield cast("dict[str, Any]", values)
+
+
+def is_report(values: Mapping[str, Any]) -> bool:
+    """Return whether a line of `metrics.jsonl` is the report of a step, and no other event."""
+    return values.get("kind", "step") == "step"
+
+
 def _text(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
@@ -294,7 +305,7 @@ def _thinned(rows: list[Any]) -> list[Any]:
     return rows
 
 
-def _without_repeats(rows: Sequence[StepRow]) -> list[StepRow]:
+def without_repeats(rows: Sequence[StepRow]) -> list[StepRow]:
     """Leave out steps that a later generation repeated."""
     kept: list[StepRow] = []
     least = None

@@ -271,6 +271,18 @@ class TelemetryReader:
         names = StepRow.__dataclass_fields__
         return [StepRow(**dict(zip(names, row[:-1], strict=True))) for row in rows]
 
+    def recorded_steps(self) -> dict[int, list[int]]:
+        """Return the steps that have a row, in rising order, by generation; those that a later one repeated, too."""
+        found: dict[int, list[int]] = {}
+        for generation, step in self._database.execute("SELECT generation, step FROM step ORDER BY generation, step"):
+            found.setdefault(generation, []).append(step)
+        return found
+
+    def columns(self) -> tuple[str, ...]:
+        """Return the columns that any step of the run has, in the order in which they came."""
+        rows = self._database.execute("SELECT columns FROM names ORDER BY id").fetchall()
+        return tuple(dict.fromkeys(name for (text,) in rows for name in json.loads(text)))
+
     def window(self, generation: int, first: int = 0, last: int | None = None, *, most: int = 512) -> StepWindow:
         """Return the newest `most` recorded steps between two of a generation, both included."""
         bounds = (generation, first, (1 << 62) if last is None else last)

@@ -99,7 +99,7 @@ class ParquetExporter:
         schema = arrow.schema([self._field(field) for field in fields], self._about())
         with (
             written_aside(self._folder / f"{name}.parquet") as aside,
-            self._parquet.ParquetWriter(aside, schema, compression="zstd") as writer,
+            self._parquet.ParquetWriter(aside, schema) as writer,
         ):
             for piece in pieces:
                 # Of arrays nan is what is not known; a list has None there.

@@ -52,13 +52,18 @@ def serve_ssh(hosts: Sequence[Machine], folder: Path) -> SshKeys:
         known.append(f"{host.address} {(folder / f'host-{host.name}.pub').read_text()}")
         configuration = folder / f"sshd-{host.name}"
         configuration.write_text(_CONFIGURATION.format(address=host.address, folder=folder, name=host.name))
-        with (folder / f"sshd-{host.name}.log").open("w") as output:
-            host.start([SSHD, "-D", "-e", "-f", str(configuration)], output=output)
+        start_ssh(host, folder)
     (folder / "known_hosts").write_text("".join(known))
     keys = SshKeys(folder / "user", folder / "known_hosts")
     for host in hosts:
         _wait_for(host, keys)
     return keys
+
+
+def start_ssh(host: Machine, folder: Path) -> None:
+    """Start the server of one of the machines, as its boot would."""
+    with (folder / f"sshd-{host.name}.log").open("a") as output:
+        host.start([SSHD, "-D", "-e", "-f", str(folder / f"sshd-{host.name}")], output=output)
 
 
 def _make_key(path: Path) -> None:

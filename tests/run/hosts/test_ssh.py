@@ -11,7 +11,7 @@ import pytest
 from hosts_kit import job_on_machines
 from machines import Machine
 from places_kit import COMMAND, PlacedRun, processes_of
-from sshd import SshKeys, serve_ssh
+from sshd import SshKeys, serve_ssh, start_ssh
 from test_hosts import losses_of_one_process
 
 from weft.run.launch.launcher import ForkServer
@@ -99,12 +99,13 @@ def test_a_machine_that_is_away_for_longer_than_the_others_wait_is_waited_for(
     with run_over_ssh(tmp_path, 2, "2") as (run, workers):
         assert run.submit()[0] == 0
         run.job.wait_for_step(20)
-        workers[1].cut_off()
+        workers[1].lose_power()
         deadline = time.monotonic() + 120
         while "no other has come in 30 s" not in run.said():
             assert time.monotonic() < deadline, run.said()
             time.sleep(0.5)
-        workers[1].reconnect()
+        workers[1].boot()
+        start_ssh(workers[1], tmp_path / "ssh")
         assert run.wait_until_ended(seconds=180) == "done", run.said()
         assert run.job.losses() == pytest.approx(losses, rel=1e-5)
 

@@ -36,8 +36,6 @@ _LOST = 255
 """Status of ssh where it could not connect, or has lost its connection."""
 _AGAIN_SECONDS = 5.0
 """Pause before a machine that was lost is tried again."""
-_REACHED_SECONDS = 12.0
-"""Time after which an ssh that still runs has reached its machine: it gives up after 10 s."""
 _PATIENCE_SECONDS = 600.0
 """Time without any agent, or all of a launcher's, after which machines that are lost are waited for no longer."""
 _BEAT_SECONDS = 0.2
@@ -168,20 +166,10 @@ class _Child:
     """Status of its newest process; None: it runs, or was never started."""
     again_at: float = 0.0
     """When it may be started again."""
-    started_at: float = 0.0
-    was_lost: bool = False
-    """Whether its process before the one that runs has lost its machine."""
     agents: LaunchedAgents | None = None
     """What a launcher's agents say; None: the command starts one agent, and its status says all."""
 
-    @property
-    def is_back(self) -> bool:
-        """Whether its machine was lost, and is reached again."""
-        has_reached = time.monotonic() - self.started_at > _REACHED_SECONDS
-        return self.was_lost and self.process is not None and has_reached
-
     def start(self) -> None:
-        self.was_lost, self.started_at = self.status == _LOST, time.monotonic()
         self.status = None
         if self.agents is not None:
             self.agents.begin()
@@ -261,13 +249,14 @@ class _Keeper:
     def _is_over(self) -> bool:
         """Whether an agent has told how the job ended, or none is left."""
         statuses = {child.status for child in self.children}
-        finished = statuses & {AGENT_DONE, AGENT_MEND}
+        finished = statuses & {AGENT_DONE, AGENT_MEND, AGENT_LATER}
         running = [child for child in self.children if child.process is not None]
         if any(child.agents is None or child.agents.have_all_begun for child in running):
             self.ran_at = time.monotonic()
         if running:
             return False
-        # Where one is done the others are about to be; one that must be mended may be alone with that.
+        # Where one is done the others are about to be; one that must be mended, or has waited for others in vain, may
+        # be alone with that.
         is_hopeless = time.monotonic() - self.ran_at > _PATIENCE_SECONDS
         return bool(finished) or is_hopeless or not any(self._is_lost(child) for child in self.children)
 
@@ -275,21 +264,14 @@ class _Keeper:
         return child.status == _LOST
 
     def _bring_up(self) -> None:
-        """Replace machines that were lost: by those of the reserve, or, where there are none, by themselves.
-
-        Agents that have left meanwhile, for want of others, are started again once a lost machine is back.
-        """
+        """Replace machines that were lost: by those of the reserve, or, where there are none, by themselves."""
         running = [child for child in self.children if child.process is not None]
-        is_back = any(child.is_back for child in running)
-        has_lost = any(self._is_lost(child) for child in self.children)
-        if not (is_back or has_lost) or any(child.status in (AGENT_DONE, AGENT_MEND) for child in self.children):
+        lost = sum(self._is_lost(child) for child in self.children)
+        if not lost or any(child.status in (AGENT_DONE, AGENT_MEND, AGENT_LATER) for child in self.children):
             return
-        have_left = [child for child in self.children if child.status == AGENT_LATER]
         fresh = [child for child in self.children if child.process is None and child.status is None]
-        if have_left and not is_back:  # without a machine that was lost there are not enough of them
-            have_left, fresh = [], []
         ready = [each for each in self.children if self._is_lost(each) and time.monotonic() > each.again_at]
-        for child in [*fresh, *ready, *have_left][: self.task.num_wanted - len(running)]:
+        for child in [*fresh, *ready][: self.task.num_wanted - len(running)]:
             print(f"{time.strftime('%F %T')}  starting an agent on {child.agent.name}", flush=True)
             child.start()
 

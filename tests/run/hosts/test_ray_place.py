@@ -114,9 +114,9 @@ def test_losses_are_those_of_one_process_and_nothing_is_left(
 
 
 def test_a_stopped_run_goes_on_by_the_same_command(cluster: RayMachines, tmp_path: Path, losses: list[float]) -> None:
-    run = run_on(cluster, tmp_path, "2", plan="replicate = 2")
+    run = run_on(cluster, tmp_path, "2", plan="replicate = 2", pause=0.5)  # commands take their time, too
     assert run.submit()[0] == 0
-    run.job.wait_for_step(20, seconds=SECONDS)
+    run.job.wait_for_step(10, seconds=SECONDS)
     status, said = run.submit()
     assert (status, "running" in said) == (2, True), said
     status, said = run.weft("stop", str(run.job.run))
@@ -124,7 +124,7 @@ def test_a_stopped_run_goes_on_by_the_same_command(cluster: RayMachines, tmp_pat
     assert run.wait_until_ended(seconds=SECONDS) == "stopped, and can go on", run.said()
     check_that_nothing_is_left(cluster)
     done = run.job.num_steps
-    assert 20 <= done < STEPS
+    assert 10 <= done < STEPS
     assert run.submit()[0] == 0
     assert run.wait_until_ended(seconds=SECONDS) == "done", run.said()
     assert [each["step"] for each in run.job.events("step")] == list(range(1, STEPS + 1)), "a step was lost"

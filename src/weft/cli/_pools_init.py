@@ -20,7 +20,7 @@ def init(
 ) -> None:
     """Write the files that start Ray or Slurm on machines without a queue, and the pool that --on takes then.
 
-    Each machine is asked over ssh what it is. Nothing is started, and nothing is changed there: read the scripts, and
+    Each machine is asked over ssh what it is. Nothing is started, and nothing is changed there: read the scripts, then
     give the commands that are printed.
 
     Parameters
@@ -30,7 +30,7 @@ def init(
     ray
         Write start.sh, stop.sh and pool.toml for Ray.
     slurm
-        Write slurm.conf, topology.conf, start.sh, stop.sh and pool.toml for Slurm.
+        Write slurm.conf, what goes with it, start.sh, stop.sh and pool.toml for Slurm.
     folder
         Where to write them; by default beside the file, in ray or slurm.
     """
@@ -50,10 +50,9 @@ def init(
     files = ray_files(pool, asked) if ray else slurm_files(pool, asked)
     write_files(files, folder)
     start, written = shlex.quote(str(folder / "start.sh")), shlex.quote(f"{engine}:{folder / 'pool.toml'}")
-    first = asked[0].facts.host
     print(f"asked     {len(asked)} hosts: {', '.join(each.facts.host for each in asked)}")
     print(f"wrote     {', '.join(files)} in {folder}; nothing was started")
     print(f"first     sh {start}")
     print(f"then      weft train recipe.toml --on {written} --nodes {len(asked)} --run-folder RUN --dry-run")
-    if slurm or "127.0.0.1" in files["pool.toml"]:
-        print(f"          on {first}, which keeps the queue")
+    if slurm or '"http://127.0.0.1:' in files["pool.toml"]:
+        print(f"          given on {asked[0].facts.host}: other machines do not reach the queue")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,14 @@ from sshd import serve_ssh
 from test_ssh import write_pool
 
 STEPS = 20
-_OWN = 'set -e; for folder in $1; do mkdir -p "$folder"; mount -t tmpfs -o mode=755 tmpfs "$folder"; done; mkdir -p /run/sshd'
+_OWN = """
+set -e
+for folder in $1; do
+    mkdir -p "$folder"
+    mount -t tmpfs -o mode=755 tmpfs "$folder"
+done
+mkdir -p /run/sshd
+"""
 """Gives a machine folders of its own: all fake machines see the same files."""
 
 
@@ -96,13 +104,12 @@ def test_slurm_starts_trains_and_ends_by_what_is_written(tmp_path: Path) -> None
 @pytest.mark.needs_ray
 def test_ray_starts_trains_and_ends_by_what_is_written(tmp_path: Path) -> None:
     # A node gives up after 30 s, which it may need where all machines share two cores.
-    with lab_of(tmp_path, 2, ["/tmp/ray", "/run"], {"RAY_raylet_start_wait_time_s": "300"}) as lab:
+    with lab_of(tmp_path, 2, [f"{tempfile.gettempdir()}/ray", "/run"], {"RAY_raylet_start_wait_time_s": "300"}) as lab:
         first = lab.hosts[0]
         said = lab.run(lab.login, *COMMAND, "pools", "init", "--ray", "hosts.toml")
         assert "asked     2 hosts: node1, node2" in said
         lab.run(lab.login, "sh", "ray/start.sh", seconds=900)
         listening = lab.run(first, "ss", "-Hltn")
-        print(listening)
         assert f"{first.address}:8265" in listening
         assert "0.0.0.0:8265" not in listening
         pool = tmp_path / "ray" / "pool.toml"

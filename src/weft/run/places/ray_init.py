@@ -60,7 +60,8 @@ def _start(pool: Pool, hosts: Sequence[EngineHost]) -> str:
             "# The pool names no private network, so commands reach it on the head, or by ssh -L 8265:127.0.0.1:8265."
         )
     lines += [
-        "# Ray's other ports ask nobody either: keep the machines on a network of your own.",
+        f"# Ray's other ports, {_PORT} and some that it draws, listen on all addresses of a host, and ask nobody",
+        "# either: keep them from all but these hosts by a firewall.",
         "# Nothing is told to Ray's makers: --disable-usage-stats.",
     ]
     options = ["--head", f"--port={_PORT}", f"--dashboard-host={shown}", f"--dashboard-port={_DASHBOARD_PORT}"]

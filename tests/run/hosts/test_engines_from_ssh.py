@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,12 @@ done
 mkdir -p /run/sshd
 """
 """Gives a machine folders of its own: all fake machines see the same files."""
+_RACKS = """
+import json, sys, urllib.request
+answer = urllib.request.urlopen(f"http://{sys.argv[1]}:8265/api/v0/nodes?detail=1", timeout=60)
+for node in json.load(answer)["data"]["result"]["result"]:
+    print(node["labels"]["rack"])
+"""
 
 
 @dataclass
@@ -112,6 +119,7 @@ def test_ray_starts_trains_and_ends_by_what_is_written(tmp_path: Path) -> None:
         listening = lab.run(first, "ss", "-Hltn")
         assert f"{first.address}:8265" in listening
         assert "0.0.0.0:8265" not in listening
+        assert sorted(lab.run(first, sys.executable, "-c", _RACKS, first.address).split()) == ["rack0", "rack1"]
         pool = tmp_path / "ray" / "pool.toml"
         assert train_on(lab, pool, lab.login, "2", seconds=480) == "done"
         lab.run(lab.login, "sh", "ray/stop.sh")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shlex
 import socket
 import subprocess
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from weft.run.places.engines import EngineHost, check_topology, write_files
 from weft.run.places.look import HostFacts
 from weft.run.places.ray_init import level_names, ray_files
 from weft.run.places.slurm_init import slurm_files
+from weft.run.places.ssh import read_answer
+from weft.version import VERSION
 
 DRAWS = 60
 ODD = ["$(id)", "`id`", "a'b", 'a"b', "a;b", "a&&b", "a|b>c", "*", "a\\b", "#a", "alice@10.0.0.9", "10.0.0.8"]
@@ -30,7 +33,7 @@ ALL_PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 
 def facts_of(index: int, **more: Any) -> HostFacts:
     told: dict[str, Any] = {
-        "version": "1",
+        "version": VERSION,
         "address": f"10.0.0.{index + 1}",
         "devices": "8 cores",
         "host": f"node{index}.lab.org",
@@ -305,6 +308,16 @@ def test_a_file_that_is_there_is_said_before_a_host_is_asked(
     (tmp_path / "slurm" / "gres.conf").write_text("")
     assert run(["pools", "init", "--slurm", str(tmp_path / "hosts.toml")]) == 2
     assert "gres.conf is there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["", "Welcome!", "[]", "{}", f'{{"version": "{VERSION}"}}', json.dumps({**asdict(facts_of(0)), "address": "1\n2"})],
+)
+def test_what_is_no_answer_of_weft_is_said(said: str) -> None:
+    answer = read_answer(PoolHost(address="10.0.0.1"), said)
+    assert answer.is_wrong
+    assert "is no answer of Weft" in answer.problem
 
 
 @pytest.mark.needs_sshd

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import shutil
@@ -43,6 +44,9 @@ class HostFacts:
     """The command `ray` of the Python that Weft has there; empty: that has no Ray."""
     programs: tuple[str, ...] = ()
     """Which of Slurm's daemons, and of what they need, are installed."""
+
+    def __post_init__(self) -> None:
+        ipaddress.IPv4Address(self.address)  # ValueError: it comes from another machine, and is written into files
 
 
 def look(run: Path, network: str | None) -> str:

@@ -54,6 +54,10 @@ SlurmdPidFile=/run/weft-slurm/slurmd.pid
 SlurmctldLogFile=/var/lib/weft-slurm/slurmctld.log
 SlurmdLogFile=/var/lib/weft-slurm/slurmd.log
 """
+_HOSTS = """\
+# The hosts, with the cores and the memory (MiB) that each has told, but for a hundredth: a new kernel may leave a
+# little less, and Slurm would use the host no longer.
+"""
 _TREE = f"""\
 # Which switches join the hosts: topology.conf.  A job may wait for few switches as long as it says.
 TopologyPlugin=topology/tree
@@ -111,18 +115,14 @@ def node_name(each: EngineHost) -> str:
 
 
 def _configuration(pool: Pool, hosts: Sequence[EngineHost]) -> str:
-    controller = f"{node_name(hosts[0])}({hosts[0].facts.address})"
-    text = _CONFIGURATION.format(
-        count=len(hosts), pool=comment(pool.name), controller=controller, grace=pool.grace_seconds
-    )
-    if hosts[0].host.topology:
+    first, name = hosts[0], comment(pool.name)
+    controller = f"{node_name(first)}({first.facts.address})"
+    text = _CONFIGURATION.format(count=len(hosts), pool=name, controller=controller, grace=pool.grace_seconds)
+    if first.host.topology:
         text += _TREE
     if any(each.facts.num_accelerators for each in hosts):
         text += "GresTypes=gpu\n"
-    text += (
-        "# The hosts, with the cores and the memory (MiB) that each has told, but for a hundredth: a new kernel may\n"
-    )
-    text += "# leave a little less, and Slurm would use the host no longer.\n"
+    text += _HOSTS
     for each in hosts:
         memory = each.facts.memory_bytes * 99 // 100 >> 20
         gpus = f" Gres=gpu:{each.facts.num_accelerators}" if each.facts.num_accelerators else ""

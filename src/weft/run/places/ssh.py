@@ -157,11 +157,22 @@ def _ask(pool: Pool, host: PoolHost, job: Job | None) -> HostAnswer:
         return HostAnswer(host=host, problem=f"no answer in {ANSWER_SECONDS:.0f} s")
     if done.returncode:
         return _refused(host, done.returncode, (done.stderr or done.stdout).strip())
-    told: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    if told["version"] != VERSION:
-        problem = f"it has Weft {told['version']}, and this machine {VERSION}: give both the same"
+    return read_answer(host, done.stdout.strip())
+
+
+def read_answer(host: PoolHost, said: str) -> HostAnswer:
+    """Return what a host has answered, of which the last line counts: shells may greet."""
+    try:
+        told: dict[str, Any] = json.loads(said.splitlines()[-1])
+        if told["version"] != VERSION:
+            problem = f"it has Weft {told['version']}, and this machine {VERSION}: give both the same"
+            return HostAnswer(host=host, problem=problem, is_wrong=True)
+        return HostAnswer(host=host, facts=typed(HostFacts, told))
+    except (ValueError, KeyError, TypeError, IndexError):
+        problem = (
+            f"what it said is no answer of Weft {VERSION}: {said[-80:]!r}. See what the pool's command starts there"
+        )
         return HostAnswer(host=host, problem=problem, is_wrong=True)
-    return HostAnswer(host=host, facts=typed(HostFacts, told))
 
 
 def _refused(host: PoolHost, status: int, said: str) -> HostAnswer:

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from weft.cli._main import run
+from weft.cli import run
 from weft.config.pool import Pool, PoolHost, RaySettings, SlurmSettings, SshSettings, parse_pool
 from weft.errors import ClusterError, LaunchError, WeftError
 from weft.run.places.engines import EngineHost, check_topology, write_files
-from weft.run.places.look import HostFacts
+from weft.run.places.look import MachineFacts
 from weft.run.places.ray_init import level_names, ray_files
 from weft.run.places.slurm_init import slurm_files
 from weft.run.places.ssh import read_answer
@@ -31,7 +31,7 @@ ODD = ["$(id)", "`id`", "a'b", 'a"b', "a;b", "a&&b", "a|b>c", "*", "a\\b", "#a",
 ALL_PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 
 
-def facts_of(index: int, **more: Any) -> HostFacts:
+def facts_of(index: int, **more: Any) -> MachineFacts:
     told: dict[str, Any] = {
         "version": VERSION,
         "address": f"10.0.0.{index + 1}",
@@ -43,7 +43,7 @@ def facts_of(index: int, **more: Any) -> HostFacts:
         "ray": ("/shared/venv/bin/ray",),
         "programs": ALL_PROGRAMS,
     }
-    return HostFacts(**{**told, **more})
+    return MachineFacts(**{**told, **more})
 
 
 def draw_lab(seed: int) -> tuple[Pool, list[EngineHost]]:
@@ -81,7 +81,7 @@ def draw_lab(seed: int) -> tuple[Pool, list[EngineHost]]:
     return pool, [EngineHost(host=host, facts=facts) for host, facts in zip(hosts, told, strict=True)]
 
 
-def lab_of(*facts: HostFacts, topology: tuple[tuple[str, ...], ...] = ()) -> tuple[Pool, list[EngineHost]]:
+def lab_of(*facts: MachineFacts, topology: tuple[tuple[str, ...], ...] = ()) -> tuple[Pool, list[EngineHost]]:
     """A pool of as many hosts as have said something."""
     paths = topology or ((),) * len(facts)
     hosts = tuple(PoolHost(address=f"10.0.0.{index + 1}", topology=path) for index, path in enumerate(paths))
@@ -230,7 +230,7 @@ def test_files_of_ssh_are_found_from_everywhere_and_comments_stay_comments() -> 
     ],
 )
 def test_slurm_is_not_written_for_hosts_that_cannot_run_it(
-    facts: list[HostFacts], words: str, error: type[WeftError]
+    facts: list[MachineFacts], words: str, error: type[WeftError]
 ) -> None:
     with pytest.raises(error, match=re.escape(words)):
         slurm_files(*lab_of(*facts))

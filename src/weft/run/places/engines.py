@@ -18,7 +18,7 @@ from weft.config.document import dump, format_value
 from weft.config.pool import Pool, PoolHost, SshSettings
 from weft.errors import ClusterError, LaunchError
 from weft.files import write_whole
-from weft.run.places.look import HostFacts
+from weft.run.places.look import MachineFacts
 from weft.run.places.ssh import ask_hosts, ssh_options
 
 EngineName = Literal["ray", "slurm"]
@@ -31,7 +31,7 @@ class EngineHost:
     """One machine on which an engine is to run: what the pool says of it, and what it says of itself."""
 
     host: PoolHost
-    facts: HostFacts
+    facts: MachineFacts
 
     @property
     def shown(self) -> str:

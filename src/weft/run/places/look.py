@@ -24,7 +24,7 @@ _SYSTEM_FOLDERS = "/usr/local/sbin:/usr/sbin:/sbin"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostFacts:
+class MachineFacts:
     """What a machine says of itself."""
 
     version: str
@@ -43,14 +43,14 @@ class HostFacts:
     ray: tuple[str, ...] = ()
     """The command `ray` of the Python that Weft has there; empty: that has no Ray."""
     programs: tuple[str, ...] = ()
-    """Which of Slurm's daemons, and of what they need, are installed."""
+    """Names of Slurm's daemons, and of commands that they need, which are installed."""
 
     def __post_init__(self) -> None:
         ipaddress.IPv4Address(self.address)  # ValueError: it comes from another machine, and is written into files
 
 
 def look(run: Path, network: str | None) -> str:
-    """Say what this machine is, for the command that is about to submit a run to it: `HostFacts` as JSON.
+    """Say what this machine is, for the command that is about to submit a run to it: `MachineFacts` as JSON.
 
     Raises:
         LaunchError: the machine has no address in the network, or does not see the run's folder.
@@ -62,7 +62,7 @@ def look(run: Path, network: str | None) -> str:
     cluster = known_machine().cluster
     count = cluster.num_accelerators
     path = f"{os.environ.get('PATH', os.defpath)}:{_SYSTEM_FOLDERS}"
-    facts = HostFacts(
+    facts = MachineFacts(
         version=VERSION,
         address=address.address,
         devices=f"{count} × {cluster.kinds[0]}" if count else f"{cluster.num_cores} cores",

@@ -26,7 +26,7 @@ from weft.run.places.contract import (
     agent_command,
 )
 from weft.run.places.keeper import KeeperTask, KeptAgent, KeptPlace, start_keeper
-from weft.run.places.look import HostFacts
+from weft.run.places.look import MachineFacts
 from weft.version import VERSION
 
 _OPTIONS = ("BatchMode=yes", "StrictHostKeyChecking=yes", "ConnectTimeout=10", "LogLevel=ERROR")
@@ -108,7 +108,7 @@ class HostAnswer:
     """What a host has answered."""
 
     host: PoolHost
-    facts: HostFacts | None = None
+    facts: MachineFacts | None = None
     """None: it has a problem."""
     problem: str = ""
     """Why it cannot be used; empty: it can."""
@@ -167,7 +167,7 @@ def read_answer(host: PoolHost, said: str) -> HostAnswer:
         if told["version"] != VERSION:
             problem = f"it has Weft {told['version']}, and this machine {VERSION}: give both the same"
             return HostAnswer(host=host, problem=problem, is_wrong=True)
-        return HostAnswer(host=host, facts=typed(HostFacts, told))
+        return HostAnswer(host=host, facts=typed(MachineFacts, told))
     except (ValueError, KeyError, TypeError, IndexError):
         problem = (
             f"what it said is no answer of Weft {VERSION}: {said[-80:]!r}. See what the pool's command starts there"

@@ -18,7 +18,7 @@ from places_kit import COMMAND, PlacedRun, processes_of
 from sshd import serve_ssh
 from test_ssh import write_pool
 
-STEPS = 20
+STEPS, SECONDS = 20, 480
 _OWN = """
 set -e
 for folder in $1; do
@@ -73,7 +73,7 @@ def processes_named(host: Machine, *names: str) -> list[str]:
     return [line for line in lines if re.search("|".join(names), line) and not re.search("<defunct>|sshd", line)]
 
 
-def train_on(lab: Lab, pool: Path, machine: Machine, nodes: str, *, seconds: float = 240) -> str:
+def train_on(lab: Lab, pool: Path, machine: Machine, nodes: str) -> str:
     """Train by the pool that was written; return how the run ended."""
     recipe = write_recipe(lab.folder, steps=STEPS)
     (lab.folder / "plan.toml").write_text(f"[mesh]\nreplicate = {nodes}\n")
@@ -81,7 +81,7 @@ def train_on(lab: Lab, pool: Path, machine: Machine, nodes: str, *, seconds: flo
     run = PlacedRun(job, pool, machine)
     status, said = run.submit()
     assert status == 0, said
-    return run.wait_until_ended(seconds=seconds)
+    return run.wait_until_ended(seconds=SECONDS)
 
 
 @pytest.mark.needs_root
@@ -121,7 +121,7 @@ def test_ray_starts_trains_and_ends_by_what_is_written(tmp_path: Path) -> None:
         assert "0.0.0.0:8265" not in listening
         assert sorted(lab.run(first, sys.executable, "-c", _RACKS, first.address).split()) == ["rack0", "rack1"]
         pool = tmp_path / "ray" / "pool.toml"
-        assert train_on(lab, pool, lab.login, "2", seconds=480) == "done"
+        assert train_on(lab, pool, lab.login, "2") == "done"
         lab.run(lab.login, "sh", "ray/stop.sh")
         for host in lab.hosts:
             assert processes_named(host, "ray") == []

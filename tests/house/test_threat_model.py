@@ -101,6 +101,8 @@ TESTS: dict[str, str | tuple[str, ...]] = {
         "tests/run/hosts/test_ray_request.py::test_a_token_is_read_from_a_file_that_its_user_alone_may_read",
         "tests/run/hosts/test_ray_request.py::test_an_address_that_is_none_or_public_is_refused",
         "tests/run/hosts/test_ray_request.py::test_what_is_no_ray_or_too_old_is_said",
+        "tests/run/hosts/test_pools_init.py::test_ray_is_started_on_each_host_and_its_pool_is_what_was_meant",
+        "tests/run/hosts/test_pools_init.py::test_a_dashboard_listens_on_no_public_address",
     ),
     "environment": (
         "tests/run/launch/test_launch_script.py::test_half_an_environment",

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,8 +41,8 @@ class SshKeys:
     known_hosts: Path
 
 
-def serve_ssh(hosts: Sequence[Machine], folder: Path) -> SshKeys:
-    """Start a server on each machine; it ends with the machine."""
+def serve_ssh(hosts: Sequence[Machine], folder: Path, environment: Mapping[str, str] | None = None) -> SshKeys:
+    """Start a server on each machine, which gives commands a further environment; it ends with the machine."""
     folder.mkdir(exist_ok=True)
     Path("/run/sshd").mkdir(exist_ok=True)
     _make_key(folder / "user")
@@ -51,7 +51,9 @@ def serve_ssh(hosts: Sequence[Machine], folder: Path) -> SshKeys:
         _make_key(folder / f"host-{host.name}")
         known.append(f"{host.address} {(folder / f'host-{host.name}.pub').read_text()}")
         configuration = folder / f"sshd-{host.name}"
-        configuration.write_text(_CONFIGURATION.format(address=host.address, folder=folder, name=host.name))
+        text = _CONFIGURATION.format(address=host.address, folder=folder, name=host.name)
+        words = [f"{name}={value}" for name, value in (environment or {}).items()]
+        configuration.write_text(text + (f"SetEnv {' '.join(words)}\n" if words else ""))
         start_ssh(host, folder)
     (folder / "known_hosts").write_text("".join(known))
     keys = SshKeys(folder / "user", folder / "known_hosts")

@@ -29,6 +29,7 @@ from weft.cli import (
     _metrics,
     _migrate,
     _plan,
+    _pools_init,
     _probe,
     _replan,
     _report,
@@ -72,8 +73,12 @@ def build_app() -> App:
     app.command(_report.report)
     app.command(_migrate.migrate)
     app.command(_launch.launch)
-    for command in (_jobs.jobs, _jobs.logs, _jobs.stop, _jobs.pools):
+    for command in (_jobs.jobs, _jobs.logs, _jobs.stop):
         app.command(command)
+    pools = App(name="pools", help_format="plaintext")
+    pools.default(_jobs.pools)
+    pools.command(_pools_init.init)
+    app.command(pools)
     app.command(_agent.agent, show=False)
     checkpoint = App(name="checkpoint", help="List, verify, compare and keep saved states.", help_format="plaintext")
     for command in (_checkpoint.ls, _checkpoint.show, _checkpoint.verify, _checkpoint.diff, _checkpoint.pin):

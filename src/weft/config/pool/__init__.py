@@ -11,4 +11,5 @@ from weft.config.pool._pool import SshSettings as SshSettings
 from weft.config.pool._ray import RaySettings as RaySettings
 from weft.config.pool._read import all_pools as all_pools
 from weft.config.pool._read import find_pool as find_pool
+from weft.config.pool._read import load_pool as load_pool
 from weft.config.pool._read import parse_pool as parse_pool

@@ -22,17 +22,17 @@ def find_pool(given: str) -> Pool:
     """
     place, colon, file = given.partition(":")
     if given.endswith(".toml") and not colon:
-        return _load(Path(given))
+        return load_pool(Path(given))
     if colon:
         if place not in get_args(PlaceName):
             raise unknown_pool(given, _names())
-        pool = _load(Path(file))
+        pool = load_pool(Path(file))
         if pool.place != place:
             raise ClusterError(f'--on {given}: {file} has place = "{pool.place}". Give --on {pool.place}:{file}.')
         return pool
     path = _folder() / f"{given}.toml"
     if os.sep not in given and path.is_file():
-        return _load(path)
+        return load_pool(path)
     for name in get_args(PlaceName):
         if name == given:
             return Pool.of_place(name)
@@ -44,7 +44,7 @@ def all_pools() -> dict[str, Pool | ClusterError]:
     found: dict[str, Pool | ClusterError] = {}
     for name in _names():
         try:
-            found[name] = _load(_folder() / f"{name}.toml")
+            found[name] = load_pool(_folder() / f"{name}.toml")
         except ClusterError as error:
             found[name] = error
     return found
@@ -59,7 +59,12 @@ def parse_pool(text: str, *, name: str = "pool.toml") -> Pool:
     return bind(Pool, parse_document(text, "pool", ClusterError, name=name))
 
 
-def _load(path: Path) -> Pool:
+def load_pool(path: Path) -> Pool:
+    """Read a pool's file, after which the pool is named.
+
+    Raises:
+        ClusterError: there is none, or it is wrong.
+    """
     pool = bind(Pool, read_document(path, "pool", ClusterError))
     if pool.cluster is not None and (pool.cluster.endswith(".toml") or os.sep in pool.cluster):
         pool = replace(pool, cluster=str(path.absolute().parent / pool.cluster))

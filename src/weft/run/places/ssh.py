@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from weft.config.document import typed
 from weft.config.pool import Pool, PoolHost, SshSettings
 from weft.errors import LaunchError
 from weft.run.places.contract import (
@@ -25,6 +26,7 @@ from weft.run.places.contract import (
     agent_command,
 )
 from weft.run.places.keeper import KeeperTask, KeptAgent, KeptPlace, start_keeper
+from weft.run.places.look import MachineFacts
 from weft.version import VERSION
 
 _OPTIONS = ("BatchMode=yes", "StrictHostKeyChecking=yes", "ConnectTimeout=10", "LogLevel=ERROR")
@@ -106,7 +108,8 @@ class HostAnswer:
     """What a host has answered."""
 
     host: PoolHost
-    devices: str = ""
+    facts: MachineFacts | None = None
+    """None: it has a problem."""
     problem: str = ""
     """Why it cannot be used; empty: it can."""
     is_wrong: bool = False
@@ -128,7 +131,7 @@ def free_hosts(pool: Pool) -> list[FreeNodes]:
     hosts = _settings(pool).hosts
     answers = ask_hosts(pool, hosts, None)
     problems = "; ".join(f"{answer.host.address}: {answer.problem}" for answer in answers if answer.problem)
-    devices = {answer.devices for answer in answers if not answer.problem}
+    devices = {answer.facts.devices for answer in answers if answer.facts is not None}
     return [
         FreeNodes(
             num_nodes=len(hosts),
@@ -154,11 +157,22 @@ def _ask(pool: Pool, host: PoolHost, job: Job | None) -> HostAnswer:
         return HostAnswer(host=host, problem=f"no answer in {ANSWER_SECONDS:.0f} s")
     if done.returncode:
         return _refused(host, done.returncode, (done.stderr or done.stdout).strip())
-    told: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    if told["version"] != VERSION:
-        problem = f"it has Weft {told['version']}, and this machine {VERSION}: give both the same"
+    return read_answer(host, done.stdout.strip())
+
+
+def read_answer(host: PoolHost, said: str) -> HostAnswer:
+    """Return what a host has answered, of which the last line counts: shells may greet."""
+    try:
+        told: dict[str, Any] = json.loads(said.splitlines()[-1])
+        if told["version"] != VERSION:
+            problem = f"it has Weft {told['version']}, and this machine {VERSION}: give both the same"
+            return HostAnswer(host=host, problem=problem, is_wrong=True)
+        return HostAnswer(host=host, facts=typed(MachineFacts, told))
+    except (ValueError, KeyError, TypeError, IndexError):
+        problem = (
+            f"what it said is no answer of Weft {VERSION}: {said[-80:]!r}. See what the pool's command starts there"
+        )
         return HostAnswer(host=host, problem=problem, is_wrong=True)
-    return HostAnswer(host=host, devices=told["devices"])
 
 
 def _refused(host: PoolHost, status: int, said: str) -> HostAnswer:

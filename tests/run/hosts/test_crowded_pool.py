@@ -44,6 +44,11 @@ PreemptMode=REQUEUE
 PartitionName=low Nodes=ALL PriorityTier=1 GraceTime=20 State=UP
 PartitionName=high Nodes=ALL PriorityTier=10 State=UP
 """
+_NEXT = """
+from weft.run.launch.memory_folder import RINGS, SAVES, create_memory_folder, remove_memory_folder
+for kind in (RINGS, SAVES):
+    remove_memory_folder(create_memory_folder(kind))
+"""
 POOL = """
 place = "slurm"
 command = {command}
@@ -246,6 +251,8 @@ def test_every_run_ends_as_one_process_would_or_says_why_not(crowd: Crowd, losse
             assert "stopped" in run.why or "no agent has started" in run.why, run
     for host in crowd.workers.values():
         assert "weft" not in processes_of(host)
+        # An agent that Slurm has killed leaves its folder in memory to the next one there, which removes it.
+        assert printed(host, *COMMAND[:-2], "-c", _NEXT) == ""
         assert printed(host, "ls", "/dev/shm") == ""
         listening = printed(host, "ss", "-Htln")
         assert all(":6818 " in line for line in listening.splitlines()), listening

@@ -36,8 +36,7 @@ def train(
 ) -> int:
     """Train a recipe.
 
-    On several hosts: `--on` a place that starts Weft there, or the same command on each; with `--nodes` and a
-    `--run-folder` that all see.
+    On several hosts: `--on` a place that starts Weft there, or the same command on each, with `--nodes`.
 
     Parameters
     ----------
@@ -64,7 +63,7 @@ def train(
     on
         Where to begin or go on: slurm, a pool's name, or PLACE:FILE.toml.
     watch
-        Show in a browser where the time goes while it trains, as `weft watch RUN` does.
+        Show in a browser where its time goes meanwhile.
     dry_run
         With --on: show what would be submitted.
     time_limit

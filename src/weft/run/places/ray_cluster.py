@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, final
@@ -68,12 +69,15 @@ class RayCluster:
         """Ask for so many bundles on as many nodes, all or none.
 
         Args:
+            name: of the group, for people; a drawn part is added.
             selectors: labels of the node for each bundle; empty: any nodes.
         """
         bundles = [dict(bundle)] * count
         labelled = [dict(each) for each in selectors] or None
+        # Ray frees the name of a group some time after it was given back, and refuses another of the same name till then.
+        own_name = f"{name}-{secrets.token_hex(3)}"
         group = self._groups.placement_group(
-            bundles, strategy="STRICT_SPREAD", name=name, bundle_label_selector=labelled
+            bundles, strategy="STRICT_SPREAD", name=own_name, bundle_label_selector=labelled
         )
         return RayGroup(self._groups, group, dict(bundle), count)
 

@@ -74,7 +74,7 @@ class RayCluster:
         """
         bundles = [dict(bundle)] * count
         labelled = [dict(each) for each in selectors] or None
-        # Ray frees the name of a group some time after it was given back, and refuses another of the same name till then.
+        # Ray frees the name of a group a while after it was given back, and refuses another group of it till then.
         own_name = f"{name}-{secrets.token_hex(3)}"
         group = self._groups.placement_group(
             bundles, strategy="STRICT_SPREAD", name=own_name, bundle_label_selector=labelled

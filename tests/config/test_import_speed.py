@@ -32,7 +32,8 @@ print(seconds, ",".join(sorted(heavy)) or "none")
 """
 
 
-LIMIT_SECONDS = 0.1
+LIMIT_SECONDS = 0.2
+"""Twice of what a quiet machine takes: in company each import waits longer for the caches than numpy does."""
 
 
 def test_the_nouns_are_light() -> None:

@@ -180,8 +180,9 @@ def test_a_job_goes_on_without_a_machine_that_loses_its_power(
     assert run.wait_until_ended(seconds=SECONDS) == "done", run.said()
     assert run.job.losses() == pytest.approx(losses, rel=1e-5)
     numbers = [each["world_size"] for each in run.job.events("generation")]
-    assert numbers[0] == 2, numbers  # the generations after the first one
-    assert 3 in numbers[1:], f"no machine took the place of the lost one: {numbers}\n{run.said()}"
+    # Where all three met before ranks began there is no generation of three in front.
+    assert 2 in numbers, numbers
+    assert 3 in numbers[numbers.index(2) :], f"no machine took the place of the lost one: {numbers}\n{run.said()}"
     steps = [each["step"] for each in run.job.events("step")]
     assert len(steps) - STEPS <= 25, f"{len(steps) - STEPS} steps were repeated, of {before}"
     check_that_nothing_is_left(cluster)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Generator
+import subprocess
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,20 @@ def object_of(request: Request) -> dict[str, Any]:
     return json.loads(request.text)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_every_request_passes_the_schemas_and_asks_for_the_whole_gang(seed: int) -> None:
+def drawn_request(seed: int) -> tuple[Gang, Request]:
+    """A request for drawn settings and a drawn gang."""
     draw = random.Random(seed)
     settings, most = settings_of(draw), draw.choice((1, 2, 4, 12))
     blocks = [block_of(draw.choice((2, 4)), must=draw.random() < 0.5)] if draw.random() < 0.7 else []
     least = draw.randint(1, most)
     gang = gang_of(most, *blocks, accelerator=draw.choice(("", "h100")), least=least)
-    request = PLACE.request(gang, JOB, pool_of(settings))
+    return gang, PLACE.request(gang, JOB, pool_of(settings))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_request_passes_the_schemas_and_asks_for_the_whole_gang(seed: int) -> None:
+    gang, request = drawn_request(seed)
+    most = gang.most
     asked = object_of(request)
     assert problem_of(asked) == ""
     spec, pod = asked["spec"], asked["spec"]["template"]["spec"]
@@ -85,6 +92,45 @@ def test_every_request_passes_the_schemas_and_asks_for_the_whole_gang(seed: int)
     (apart,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     labels = spec["template"]["metadata"]["labels"].items()
     assert apart["labelSelector"]["matchLabels"].items() <= labels, "no two agents on one node"
+
+
+def through_own_types(asked: dict[str, Any]) -> dict[str, Any]:
+    """The same object, read into Kubernetes' own Go types and written again by kubectl, without any server.
+
+    It gets a variable on the way, since kubectl writes nothing that it has not changed.
+    """
+    words = ["kubectl", "set", "env", "--local", "-f", "-", "-o", "json", "WEFT_TRIED=1"]
+    done = subprocess.run(words, input=json.dumps(asked), capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(done.stderr)
+    written = json.loads(done.stdout)
+    (container,) = written["spec"]["template"]["spec"]["containers"]
+    container["env"] = [each for each in container["env"] if each["name"] != "WEFT_TRIED"]
+    return written
+
+
+def lost(asked: Any, written: Any, path: str = "") -> Iterator[str]:
+    """What of an object is not in another one."""
+    if isinstance(asked, dict) and isinstance(written, dict):
+        for key, value in asked.items():
+            yield from lost(value, written.get(key), f"{path}.{key}")
+    elif isinstance(asked, list) and isinstance(written, list) and len(asked) == len(written):
+        for index, pair in enumerate(zip(asked, written, strict=True)):
+            yield from lost(*pair, f"{path}[{index}]")
+    elif asked != written and asked not in (None, {}, [], ""):
+        yield f"{path}: {asked!r} became {written!r}"
+
+
+@pytest.mark.needs_kubectl
+def test_nothing_of_a_request_is_lost_in_kubernetes_own_types() -> None:
+    for seed in range(20):
+        asked = object_of(drawn_request(seed)[1])
+        assert list(lost(asked, through_own_types(asked))) == []
+    asked["spec"]["complations"] = 2
+    assert list(lost(asked, through_own_types(asked))) == [".spec.complations: 2 became None"]
+    asked["spec"]["completions"] = "two"
+    with pytest.raises(ValueError, match="cannot unmarshal string into Go struct field JobSpec.spec.completions"):
+        through_own_types(asked)
 
 
 def test_what_an_agents_status_means_is_said() -> None:

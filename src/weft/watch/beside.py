@@ -7,7 +7,7 @@ import sys
 import threading
 import webbrowser
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from weft.errors import LaunchError
@@ -49,10 +49,13 @@ class _Page:
         """Wait for the run, and show it until `stop`."""
         while not self._is_over.wait(_LOOK_SECONDS):
             for folder in self._folders():
-                # The folder is there a moment before anything is in it.
-                with suppress(LaunchError), closing(RunRecord(folder)) as record:
+                try:
+                    record = RunRecord(folder)
+                except LaunchError:  # the folder is there a moment before anything is in it
+                    continue
+                with closing(record):
                     self._show(record)
-                    return
+                return
 
     def stop(self) -> None:
         with self._lock:
@@ -64,7 +67,11 @@ class _Page:
         with self._lock:
             if self._is_over.is_set():
                 return
-            self._server = WatchServer([record])
+            try:
+                self._server = WatchServer([record])
+            except LaunchError as error:  # the run is worth more than its page
+                print(f"watch     no page: {error}", flush=True)
+                return
         print(f"watch     {self._server.url}", flush=True)
         if _has_desktop():
             webbrowser.open(self._server.url)

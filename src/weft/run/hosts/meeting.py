@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import LaunchError
-from weft.events import read_owner
+from weft.events import RunFolder
 from weft.events.folder_lock import FolderLock
 from weft.files import write_whole
 from weft.run.hosts.etcd import EtcdRegistry
@@ -29,7 +29,6 @@ FOLDER = "folder"
 """`--rendezvous` of hosts that meet by the run's folder."""
 _MEETING = "meeting.json"
 _PAUSE_SECONDS = 0.2
-_OWNER = "owner.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +75,7 @@ class Meeting:
     def _is_of_a_lost_host(self) -> bool:
         """Whether the folder's owner led this job's last generation and has lost its lease.  The leader of another job,
         of which this registry knows nothing, is not lost."""
-        owner, view = read_owner(self.lock.folder / _OWNER), self.membership.view
+        owner, view = RunFolder(self.lock.folder).owner, self.membership.view
         if owner is None or view.roster is None:
             return False
         token = view.roster.arguments.get("owner")
@@ -192,7 +191,7 @@ def _store_of_folder(
     """Serve the store, if this host gets the folder; else connect to the one that does."""
     path, problem = lock.folder / _MEETING, ""
     while True:
-        owner = read_owner(lock.folder / _OWNER)
+        owner = RunFolder(lock.folder).owner
         content = secret.open(_MEETING, path.read_text()) if path.is_file() else None
         # A file that a lost leader has left names another owner.
         if content is not None and owner is not None and content["owner"] == owner.process and not owner.ended:

@@ -129,7 +129,7 @@ def _throttled(case: RunCase, found: Sequence[RunVerdict]) -> Iterator[RunVerdic
                 f"its thread was without a processor for {format_seconds(lost, 2)} of each step: something takes its"
                 " time there, or a control group holds it back"
                 if lost > 0.3 * seconds
-                else "its thread seldom waited for a processor: that is slow, or stops the process now and then"
+                else "its thread seldom waited for a processor: the processor is slow, or the process was stopped"
             )
             yield RunVerdict(
                 kind="throttled_rank",

@@ -224,7 +224,8 @@ def _waits(window: StepWindow, facts: GenerationFacts, step: float) -> Iterator[
         yield RunVerdict(
             kind="bubble", title=f"Ranks wait {_seconds(bubble)} of each step for other stages of the pipeline.",
             seconds=bubble, share=bubble / step, confidence=_confidence(len(window.steps), 1.0),
-            num_steps=len(window.steps), axis="pipeline", evidence=("median over ranks and steps",),
+            num_steps=len(window.steps), axis="pipeline",
+            evidence=("median over ranks and steps, without what unequal stages cost",),
             next="Use more microbatches (microbatch.size smaller), or a schedule with less bubble.",
         )  # fmt: skip
     for column in window.columns:

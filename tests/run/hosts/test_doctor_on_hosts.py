@@ -16,7 +16,9 @@ pytestmark = pytest.mark.needs_root
 def _on_two_machines(folder: Path, *, steps: int, pause: float | None = None, tc: Sequence[str] = ()) -> Path:
     """Train on two fake machines, whose cards `tc` may slow down, and return the run's folder."""
     with job_on_machines(2, folder, rendezvous="folder", nodes="2", steps=steps, pause=pause) as (job, hosts):
-        job.recipe.write_text(job.recipe.read_text().replace("save_every = 25", "save_every = 1000"))
+        text = job.recipe.read_text()
+        assert "save_every = 25\n" in text
+        job.recipe.write_text(text.replace("save_every = 25\n", "save_every = 1000\n"))  # saves take time of their own
         for host in hosts:
             if tc:
                 assert host.start(["tc", "qdisc", "add", "dev", "eth0", "root", *tc]).wait(10) == 0

@@ -21,6 +21,7 @@ BENCHMARKS = (
         "long_sequence",
         "beyond_memory",
         "search",
+        "starting",
         "peers",
         "auto",
         "learned",

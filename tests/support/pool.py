@@ -360,26 +360,34 @@ def _tail(log: Path, lines: int = 20) -> str:
 def descendants(root: int) -> dict[int, str]:
     """Process id → command line of every live descendant of `root` (zombies left out)."""
     children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            stat = (entry / "stat").read_text()
-        except OSError:
-            continue
-        state, parent = stat.rpartition(")")[2].split()[:2]
-        if state != "Z":
-            children.setdefault(int(parent), []).append(int(entry.name))
+    # Twice for each test: with Path.read_text this takes five times as long.
+    for name in os.listdir("/proc"):
+        if name[0].isdigit() and (stat := _read(f"/proc/{name}/stat")):
+            state, parent, _ = stat.rpartition(b")")[2].split(None, 2)
+            if state != b"Z":
+                children.setdefault(int(parent), []).append(int(name))
     found: dict[int, str] = {}
     pending = list(children.get(root, ()))
     while pending:
         pid = pending.pop()
-        try:
-            found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-        except OSError:  # it has just ended
-            continue
-        pending.extend(children.get(pid, ()))
+        if command := _read(f"/proc/{pid}/cmdline"):
+            found[pid] = command.decode(errors="replace").replace("\0", " ").strip()
+            pending.extend(children.get(pid, ()))
     return found
+
+
+def _read(path: str) -> bytes:
+    """Return the first 64 KiB of a file of /proc; nothing where its process has just ended."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError:
+        return b""
+    try:
+        return os.read(file, 1 << 16)
+    except OSError:
+        return b""
+    finally:
+        os.close(file)
 
 
 def listening_ports(pids: set[int]) -> set[str]:

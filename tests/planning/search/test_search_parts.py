@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import combinations, permutations, product
 from math import gcd
 from random import Random
 
 import numpy as np
-import pace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -163,22 +160,6 @@ def test_uneven_shares_go_into_the_plan() -> None:
         plan_of(layout, global_batch_size=12)
     with pytest.raises(PlanError, match='"fp8" can be priced, but no plan has it'):
         plan_of(replace(layout, precision="fp8"), global_batch_size=13)
-
-
-NO_TORCH = ["planning.search", "planning.explain", "planning.price", "model.profile", "model.description"]
-
-
-@pytest.mark.parametrize("room", [*NO_TORCH, "verify.program"])
-def test_imports_in_less_than_300_ms_without_torch(room: str) -> None:
-    code = f"import time, sys; import weft.{room}; print(time.process_time(), 'torch' in sys.modules)"
-
-    def measure() -> float:
-        told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-        seconds, has_torch = told.split()
-        assert has_torch == "False"
-        return float(seconds)
-
-    assert pace.reference_seconds(measure, 0.3, pace=pace.import_slowness) < 0.3
 
 
 @settings(max_examples=30, deadline=None)

@@ -117,13 +117,19 @@ def open_meeting(
         lock = stack.enter_context(FolderLock(folder, silent_seconds=LEADER_SILENT_SECONDS, beats=True))
         is_etcd = rendezvous != FOLDER
         deadline = time.monotonic() + seconds
-        try:
+
+        def find() -> _Place:
             if is_etcd:
-                place = _Place(EtcdRegistry(rendezvous, secret.job), "")
-            else:
-                place = _store_of_folder(lock, secret, facts, deadline, is_stopping, log)
-            membership = Membership(place.registry, secret.of_meeting(place.mark), facts, is_stopping=is_stopping)
-            membership = _joined(stack, membership, deadline, is_stopping)
+                return _Place(EtcdRegistry(rendezvous, secret.job), "")
+            lock.beat()  # between two tries of the host that owns the folder
+            return _store_of_folder(lock, secret, facts, deadline, is_stopping, log)
+
+        def join(place: _Place) -> Membership:
+            own = secret.of_meeting(place.mark)
+            return stack.enter_context(Membership(place.registry, own, facts, is_stopping=is_stopping))
+
+        try:
+            place, membership = _joined(find, join, deadline, is_stopping)
             if place.port:
                 assert lock.token is not None
                 # Only now that this host has joined: whoever joins first leads, and must own the folder.
@@ -169,12 +175,17 @@ def _beating(lock: FolderLock, membership: Membership) -> Generator[None]:
         thread.join(LEASE_SECONDS)
 
 
-def _joined(stack: ExitStack, membership: Membership, deadline: float, is_stopping: Callable[[], bool]) -> Membership:
-    """Join, as soon as the registry answers."""
+def _joined(
+    find: Callable[[], _Place], join: Callable[[_Place], Membership], deadline: float, is_stopping: Callable[[], bool]
+) -> tuple[_Place, Membership]:
+    """Join, as soon as the registry answers.  One that did not answer in time, as under load, is looked for again: a
+    connection that has waited in vain once is of no use any more."""
     while True:
+        place = find()
         try:
-            return stack.enter_context(membership)
+            return place, join(place)
         except RegistryLostError:
+            place.registry.close()
             if time.monotonic() > deadline or is_stopping():
                 raise
         time.sleep(_PAUSE_SECONDS)
@@ -188,7 +199,8 @@ def _store_of_folder(
     is_stopping: Callable[[], bool],
     log: Callable[[str], object],
 ) -> _Place:
-    """Serve the store, if this host gets the folder; else connect to the one that does."""
+    """Serve the store, if this host gets the folder or has it; else connect to the one that does.  Nobody is told of a
+    store before this host has joined, so that it may serve another when the first has not answered it."""
     path, problem = lock.folder / _MEETING, ""
     while True:
         owner = RunFolder(lock.folder).owner

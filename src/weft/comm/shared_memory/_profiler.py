@@ -1,9 +1,15 @@
-"""Collectives in torch's profilers, as Gloo shows its own: `weft:all_reduce` with shapes, from launch to end."""
+"""Collectives in torch's profilers: `weft:all_reduce` with shapes while one is launched, as Gloo has it, and
+`weft:wait(all_reduce)` while somebody waits for its end.
+
+Gloo's own records last until the collective has ended.  One that ends after its profiler was stopped writes into memory
+that torch has given back: ranks that profiled a few steps with reductions under way crashed when the trace was written
+(torch 2.13, 2026-11).  So no record stays open longer than the call that opened it.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -17,31 +23,26 @@ is_profiling = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivate
 """Whether a profiler runs in this thread: 0.1 µs."""
 
 
-class Record:
-    """What the profiler is told of one collective, from now on.  It is told of the end on another thread than the one
-    that launched: what ends on its own is taken for a part of what the thread computed."""
+@contextmanager
+def launching(title: str, tensors: object) -> Generator[None]:
+    """Show the launch of a collective.  `tensors` are what this rank gives: one, or lists of them.
 
-    def __init__(self, title: str, tensors: object) -> None:
-        """`tensors` are what this rank gives: one, or lists of them."""
-        self._function = _RecordFunctionFast(f"weft:{title}", list(_flat(tensors)))
-        self._telling = threading.Lock()
-        self._has_told = False
-        self._told: Future[Any] = Future()
-        self._function.__enter__()
-        self._ended = ending(self._told)
+    Its end is told on another thread, which this one waits for: torch takes what ends on its own thread for a part of
+    what that has computed, and calls the other kind asynchronous.
+    """
+    function, told = _RecordFunctionFast(f"weft:{title}", list(_flat(tensors))), Future[Any]()
+    function.__enter__()
+    ended = ending(told)
+    try:
+        yield
+    finally:
+        told.set_result(lambda: function.__exit__(None, None, None))
+        ended.wait()
 
-    def tell(self) -> None:
-        """It is over.  By any thread; the first counts."""
-        with self._telling:
-            if self._has_told:
-                return
-            self._has_told = True
-        self._told.set_result(lambda: self._function.__exit__(None, None, None))
 
-    def end(self) -> None:
-        """It is over, and when this returns the profiler knows."""
-        self.tell()
-        self._ended.wait()
+def waiting(title: str) -> _RecordFunctionFast:
+    """Show a wait for a collective's end, within `with`."""
+    return _RecordFunctionFast(f"weft:wait({title})")
 
 
 def _flat(tensors: object) -> Iterator[Tensor]:

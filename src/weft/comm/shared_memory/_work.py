@@ -17,7 +17,7 @@ from torch.futures import Future
 from weft.comm.shared_memory._call import Call, GroupFailed
 from weft.comm.shared_memory._failure import explain
 from weft.comm.shared_memory._future import of_tensors
-from weft.comm.shared_memory._profiler import Record
+from weft.comm.shared_memory._profiler import is_profiling, waiting
 from weft.comm.shared_memory._tensors import CopyBack
 from weft.comm.shared_memory.engine import Engine
 from weft.comm.trace_event import TraceEvent
@@ -122,8 +122,8 @@ class SharedMemoryWork(dist.Work):
     """A call or a message under way.  `wait` raises `CollectiveError` where it could not be carried out; it may be
     waited for more than once, and by several threads, of which one finishes it."""
 
-    record: Record | None = None
-    """The profiler's record of the call, which is told of the end; None: no profiler runs."""
+    title: str | None = None
+    """How profilers call it; None: none ran when it was launched."""
 
     def __init__(self, tensors: list[Tensor], under_way: UnderWay | None, seen: TraceEvent | None) -> None:
         """With nothing `under_way` it is over."""
@@ -135,20 +135,17 @@ class SharedMemoryWork(dist.Work):
         self._source = -1
         self._waiting = threading.Lock()
 
-    def __del__(self) -> None:
-        if self.record is not None:  # of what nobody has waited for
-            self.record.tell()
-
     def wait(self, timeout: timedelta | None = None) -> bool:
         seen = None if self._under_way is None else self._seen
         entered = 0 if seen is None else seen.enter_wait()
         try:
+            if self.title is not None and is_profiling():
+                with waiting(self.title):
+                    return self._wait(timeout)
             return self._wait(timeout)
         finally:
             if seen is not None:
                 seen.exit_wait(entered)
-            if self.record is not None:
-                self.record.end()
 
     def _wait(self, timeout: timedelta | None = None) -> bool:
         """Wait without being seen to; raise what went wrong, each time."""

@@ -14,18 +14,17 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from weft.comm._process import Process
 from weft.comm.shared_memory._call import DTYPES, OPS, Call, GroupFailed, Kind, Region
 from weft.comm.shared_memory._failure import explain, undefined
 from weft.comm.shared_memory._mailbox import Mailbox
-from weft.comm.shared_memory._profiler import Record, is_profiling
+from weft.comm.shared_memory._profiler import is_profiling, launching
 from weft.comm.shared_memory._tensors import CopyBack, check_memory, contiguous, is_as_stored, region
 from weft.comm.shared_memory._work import CallsUnderWay, Completer, SharedMemoryWork
 from weft.comm.shared_memory.engine import Engine
@@ -40,7 +39,6 @@ _ABOUT: Mapping[str, GroupMethod] = {
     "reduce_scatter_regions": GroupMethod("reduce_scatter", 0, "reduce_scatter", 0),
     "all_gather_regions": GroupMethod("all_gather", 1, "all_gather", 0),
 }
-_MESSAGES = ("send", "recv", "recv_anysource")
 _MANY = 32
 """Works under way before it is looked which of them are done."""
 
@@ -57,20 +55,10 @@ def _shown(method: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
     def launch(self: Any, *args: Any, **options: Any) -> dist.Work:
         if not is_profiling():
             return method(self, *args, **options)
-        record = Record(about.title, None if about.given is None else args[about.given])
-        try:
+        with launching(about.title, None if about.given is None else args[about.given]):
             work = method(self, *args, **options)
-        except BaseException:
-            record.end()
-            raise
-        if (
-            method.__name__ not in _MESSAGES
-        ):  # which end in any order: a thread that waited for one would hold up others
-            cast("Future[Any]", work.get_future()).add_done_callback(lambda _: record.tell())
-        if work.is_completed():
-            record.end()
-        elif isinstance(work, SharedMemoryWork):
-            work.record = record
+        if isinstance(work, SharedMemoryWork):
+            work.title = about.title
         return work
 
     return launch

@@ -51,6 +51,7 @@ from weft.config.recipe import (
     MlpShape,
     OnFailure,
     ParameterGroup,
+    ProfileRecipe,
     Recipe,
 )
 
@@ -67,7 +68,7 @@ def recipe_page() -> str:
         " `--set recipe.<section>.<name>=<value>`. Unknown names, wrong types and impossible sizes are errors.",
     ]
     lines += _sections(Recipe, {"model": _shapes(), "data": _items("train and validation", DataSource)})
-    lines += _items("[run.on_failure]", OnFailure)
+    lines += _items("[run.profile]", ProfileRecipe) + _items("[run.on_failure]", OnFailure)
     lines += _items("[model.adapter]", AdapterRecipe) + _items("[[optimizer.groups]]", ParameterGroup)
     return _text(lines)
 

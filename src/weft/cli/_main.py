@@ -31,6 +31,7 @@ from weft.cli import (
     _plan,
     _pools_init,
     _probe,
+    _profile,
     _replan,
     _report,
     _trace,
@@ -64,6 +65,7 @@ def build_app() -> App:
     app.command(_describe.describe)
     app.command(_doctor.doctor)
     app.command(_trace.trace)
+    app.command(_profile.profile)
     app.command(_metrics.metrics)
     app.command(_probe.probe)
     app.command(_generate.generate)

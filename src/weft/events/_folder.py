@@ -90,6 +90,14 @@ class RunFolder:
         return self.path / "export"
 
     @property
+    def profiles(self) -> Path:
+        return self.path / "profiles"
+
+    @property
+    def profile_request(self) -> Path:
+        return self.profiles / "request.json"
+
+    @property
     def launcher_log(self) -> Path:
         return self.path / "launcher.log"
 

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,9 +52,17 @@ Predict = Callable[[str], Mapping[str, Any]]
 """Returns the prediction for a plan (TOML), as `GenerationFacts.predicted` has it."""
 
 
+Judged = Callable[[Sequence[RunVerdict], GenerationFacts, StepWindow], object]
+"""Hears what was found in the newest steps, every time that they are judged; it raises nothing."""
+
+
 def no_prediction(plan: str) -> Mapping[str, Any]:
     """Predict nothing: see `Predict`."""
     return {}
+
+
+def unheard(verdicts: Sequence[RunVerdict], facts: GenerationFacts, window: StepWindow) -> None:
+    """Do nothing: see `Judged`."""
 
 
 @dataclass(slots=True)
@@ -89,12 +97,13 @@ class Collector:
         *,
         removes_after: int = 0,
         server: CollectorServer | None = None,
+        judged: Judged = unheard,
     ) -> None:
         """`run` returns the run's folder once it is known.  `rings` has a folder for each generation, named by its
         number (`generation_folder`); with `removes_after`, it is removed once so many ranks have been found in it.
-        `server` takes the reports of other hosts, who see the run's folder, too."""
+        `server` takes the reports of other hosts, who see the run's folder, too.  `judged` hears what is found."""
         self._run, self._rings, self._predict, self._removes_after = run, rings, predict, removes_after
-        self._server = server
+        self._server, self._judged = server, judged
         self._file = TelemetryFile(is_shared=server is not None)
         self._number = 0
         self._reader: HostReader | None = None
@@ -329,6 +338,7 @@ class Collector:
     def _judge(self, writer: TelemetryWriter) -> None:
         facts = self._facts or GenerationFacts(number=self._generation, unix_time=0.0, world_size=len(self._ranks))
         found = [verdict for verdict in self._verdicts(facts) if verdict.kind != "unknown"]
+        self._judged(found, facts, self._window())
         said = tuple((verdict.kind, verdict.ranks, verdict.phase, verdict.axis) for verdict in found)
         if said != self._said:
             self._said = said
@@ -389,14 +399,18 @@ class Collecting:
         rings: Path | None = None,
         removes_after: int = 0,
         listen: tuple[str, bytes] | None = None,
+        judged: Judged = unheard,
     ) -> None:
-        """`run`, `predict` and `removes_after`: see `Collector`.  `rings` is a folder that ranks know; by default one
-        is made.  `listen`: an address of this host on which other hosts report, and the key that they must know."""
+        """`run`, `predict`, `removes_after` and `judged`: see `Collector`.  `rings` is a folder that ranks know; by
+        default one is made.  `listen`: an address of this host on which other hosts report, and the key that they must
+        know."""
         self._rings = create_memory_folder(RINGS) if rings is None else rings
         self._server = _server(listen)
         self._collector = None
         if self._rings is not None:
-            self._collector = Collector(run, self._rings, predict, removes_after=removes_after, server=self._server)
+            self._collector = Collector(
+                run, self._rings, predict, removes_after=removes_after, server=self._server, judged=judged
+            )
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._collect, name="weft-collector", daemon=True)
 

@@ -19,6 +19,8 @@ import numpy as np
 
 from weft.errors import LaunchError
 from weft.events import FolderOwner, RunFolder
+from weft.events.profile_request import ProfileRequest, window_folder
+from weft.watch.profiles import RankProfile, read_window
 from weft.watch.store import (
     FILE_NAME,
     Gap,
@@ -86,6 +88,8 @@ class RunRecord:
         self._reader: TelemetryReader | None = None
         self._judged: tuple[int, int, list[RunVerdict]] | None = None
         self._generations_read = (0, 0)
+        self._profiled: tuple[object, list[RankProfile]] | None = None
+        """Files of the newest profile, and what they hold."""
         self.refresh()
 
     @property
@@ -167,6 +171,16 @@ class RunRecord:
         if self._reader is None or not len(self.window.steps):
             return {}
         return self._reader.traffic(self.window.generation, int(self.window.steps[-1]))
+
+    @property
+    def profiles(self) -> list[RankProfile]:
+        """What ranks have written in the newest window of a profile (`weft profile`), as far as it is there."""
+        asked = ProfileRequest.newest(self.folder)
+        window = None if asked is None else window_folder(self.folder, asked.number)
+        key = (window, () if window is None else tuple(sorted(path.name for path in window.glob("rank-*.json"))))
+        if self._profiled is None or self._profiled[0] != key:
+            self._profiled = key, [] if asked is None or window is None else read_window(window, asked.ranks)
+        return self._profiled[1]
 
     def detailed_steps(self) -> list[int]:
         """Return the steps of the newest generation whose spans are kept."""

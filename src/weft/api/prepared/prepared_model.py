@@ -177,7 +177,8 @@ class PreparedModel:
         self._rounds = parts.rounds.of(self._training, self._name, self._guard)
         self._run = parts.recorded.run
         self._samples_per_step = recipe.batch.global_batch_size
-        self._reporter = StepReporter(self._run, self._recorder, self._training)
+        profiled = parts.recorded.folder if parts.recorded.ring is not None else None
+        self._reporter = StepReporter(self._run, self._recorder, self._training, profiled=profiled)
         self._supervised = parts.recorded.supervised
         self._is_to_go_on = self._can_go_on and self._supervised is not None and self._supervised.goes_on
         """Whether an earlier generation's save is still to be taken up."""
@@ -338,9 +339,7 @@ class PreparedModel:
         try:
             self._reporter.report()
             self._run.emit(EndEvent(step=self._steps, stopped=False))
-            if self._recorder.progress is not None:
-                self._recorder.progress.end()
-            self._recorder.ring.end()
+            self._reporter.end()
         finally:  # whatever a callback raises
             if self._ledger is not None:
                 self._ledger.close()

@@ -46,6 +46,7 @@ from weft.run.supervise import (
 from weft.run.supervise.replan import PlanRequest
 from weft.techniques.check import mesh_sizes
 from weft.watch.collector import Collecting
+from weft.watch.profile_run import OwnProfile
 
 if TYPE_CHECKING:
     from weft.run.checkpoint.store_tier import StoreSaves
@@ -112,7 +113,7 @@ class SupervisedTraining:
             SupervisorSignals() if self.hosts is None else nullcontext(self.hosts.signals) as signals,
             self._saves() as (memory, store),
             LossBoard.temporary(self.recipe.run.steps, memory) as losses,
-            Collecting(lambda: self.run.path, self.replanner.predicted, listen=self._listen) as collecting,
+            self._collecting() as collecting,
         ):
             if store is not None:
                 store.begin(resumes=resumes)
@@ -166,6 +167,10 @@ class SupervisedTraining:
         line = self.replanner.learn(self.run.path)
         if line and not self.quiet:
             print(line, flush=True)
+
+    def _collecting(self) -> Collecting:
+        profiler = OwnProfile(self.run, self.recipe.run.profile)
+        return Collecting(lambda: self.run.path, self.replanner.predicted, listen=self._listen, judged=profiler)
 
     @property
     def _listen(self) -> tuple[str, bytes] | None:

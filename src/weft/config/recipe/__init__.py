@@ -29,6 +29,7 @@ from weft.config.recipe._recipe import OptimizerRecipe as OptimizerRecipe
 from weft.config.recipe._recipe import ParameterGroup as ParameterGroup
 from weft.config.recipe._recipe import PermitRecipe as PermitRecipe
 from weft.config.recipe._recipe import Precision as Precision
+from weft.config.recipe._recipe import ProfileRecipe as ProfileRecipe
 from weft.config.recipe._recipe import Recipe as Recipe
 from weft.config.recipe._recipe import RunRecipe as RunRecipe
 from weft.config.recipe._recipe import SplitKind as SplitKind

@@ -320,6 +320,24 @@ class OptimizerRecipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRecipe:
+    """`[run.profile]`: a run that profiles some of its steps by itself, once.
+
+    `weft profile` asks for further windows while it runs.  Steps of a window take longer, by 5 to 30 %.
+    """
+
+    ranks: Literal["none", "suspects", "all"] = "none"
+    """`suspects`: when ranks are found that hold the run back, they and one healthy rank.  `all`: every rank, after its
+    first steps."""
+    steps: int = 3
+    """Steps of the window."""
+
+    def __post_init__(self) -> None:
+        _RULES.types(self)
+        _RULES.between(self, 1, 101, "steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecipe:
     """How long to train, and what to do on the way."""
 
@@ -349,6 +367,8 @@ class RunRecipe:
     sample of an epoch was used once, whatever failed."""
     telemetry: bool = True
     """Record where the time of every step goes on every rank, in `telemetry.sqlite` of the run's folder."""
+    profile: ProfileRecipe = field(default_factory=ProfileRecipe)
+    """`[run.profile]`: steps that the run profiles by itself."""
     on_failure: OnFailure = field(default_factory=OnFailure)
     """`[run.on_failure]`: what the run does when something fails."""
 

@@ -6,27 +6,45 @@ import math
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from weft.comm.device import memory_bytes, peak_memory_bytes
 from weft.comm.telemetry import Recorder
-from weft.events import CollectiveEvent, MemoryEvent, MessageEvent, PhaseEvent, Run, StartEvent, StepEvent
+from weft.events import (
+    CollectiveEvent,
+    MemoryEvent,
+    MessageEvent,
+    PhaseEvent,
+    Run,
+    RunFolder,
+    StartEvent,
+    StepEvent,
+)
 from weft.events.ring import StepScalars
 from weft.formatting import format_number
 from weft.run.engine._rank_facts import RankFacts
 from weft.run.engine._setup import TrainingState
 from weft.run.engine._throughput import ThroughputMeter, measure_peak_flops
 
+if TYPE_CHECKING:
+    from weft.run.engine._profiler import StepProfiler
+
 _MEMORY_SECONDS = 0.1
+LOOK_SECONDS = 0.5
+"""Time between two looks for a request to profile: a look costs some microseconds, on a file server some hundred."""
 
 
 class StepReporter:
     """Says on one rank how its loop goes: every step, from time to time what the last of them took, and what is none of
     a step."""
 
-    def __init__(self, run: Run, recorder: Recorder, training: TrainingState) -> None:
+    def __init__(
+        self, run: Run, recorder: Recorder, training: TrainingState, *, profiled: RunFolder | None = None
+    ) -> None:
+        """`profiled` is the folder in which somebody may ask for a profile of some steps."""
         self._run = run
         self._recorder = recorder
         self._training = training
@@ -39,6 +57,8 @@ class StepReporter:
         self._outside: int | None = None
         self._memory, self._memory_at = 0, -math.inf
         self._alone_flops: float | None = None
+        self._profiled, self._look_at = profiled, 0.0
+        self._profiler = None if profiled is None or not profiled.profile_request.exists() else self._load(profiled)
 
     def measure_peak(self, known: float | None = None) -> None:
         """Measure the FLOP/s of matrix products of all ranks together, by all at once so that shared cores are shared:
@@ -114,6 +134,35 @@ class StepReporter:
         )
         self._recorder.end_ring_step(event.step, self._memory_bytes(), scalars)
         self._run.emit(event)
+        self._profile(event.step)
+
+    def _profile(self, step: int) -> None:
+        """Begin or end a profile that was asked for.  Its time is none of a step's."""
+        if self._profiled is None:
+            return
+        if self._profiler is None:
+            if (now := time.monotonic()) < self._look_at:
+                return
+            self._look_at = now + LOOK_SECONDS
+            if not self._profiled.profile_request.exists():
+                return
+            self._profiler = self._load(self._profiled, seen=0)
+        if self._profiler.after_step(step, self.leave_step):
+            self.enter_step()
+            self.begin()
+
+    def _load(self, profiled: RunFolder, seen: int | None = None) -> StepProfiler:
+        from weft.run.engine._profiler import StepProfiler  # most runs are never asked
+
+        return StepProfiler(profiled, self._run.rank or 0, seen)
+
+    def end(self) -> None:
+        """The loop is over: no steps follow."""
+        if self._profiler is not None:
+            self._profiler.close(self._step)
+        if self._recorder.progress is not None:
+            self._recorder.progress.end()
+        self._recorder.ring.end()
 
     def _memory_bytes(self) -> int:
         """Memory that this rank holds, as of at most a tenth of a second ago: asking costs 15 µs."""

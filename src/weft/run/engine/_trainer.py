@@ -17,7 +17,7 @@ from weft.comm.telemetry import Recorder, StepTraffic
 from weft.config.document import Json, JsonObject
 from weft.config.recipe import Recipe, learning_rate
 from weft.errors import CheckpointError, NotFiniteError, RecipeError
-from weft.events import EndEvent, EvaluationEvent, MessageEvent, Run, StepEvent
+from weft.events import EndEvent, EvaluationEvent, MessageEvent, Run, RunFolder, StepEvent
 from weft.model.blueprint import Batch
 from weft.model.losses import count_labels
 from weft.run.checkpoint.tiers import TieredCheckpointer
@@ -88,9 +88,10 @@ class Trainer:
         checkpointer: TieredCheckpointer | None,
         run: Run | None = None,
         ledger: SampleLedger | None = None,
+        folder: RunFolder | None = None,
     ) -> None:
         """Join the parts.  What happens is said through `run`; without a checkpointer nothing is saved.  `ledger` keeps
-        which samples were in each step."""
+        which samples were in each step, and `folder` is the run's, where profiles may be asked for."""
         self._recipe = recipe
         self._training = training
         self._data = data
@@ -99,7 +100,7 @@ class Trainer:
         self._checkpointer = checkpointer
         self._run = run if run is not None else Run(mesh.rank)
         self._ledger = ledger
-        self._reporter = StepReporter(self._run, recorder, training)
+        self._reporter = StepReporter(self._run, recorder, training, profiled=folder)
         self._traffic: list[StepTraffic] = []
         self._first_step = 0
         self._saves = (
@@ -223,9 +224,7 @@ class Trainer:
                 self._save(saves, step, at_once=True)
             reporter.report(recipe.run.steps - step)
             self._advise()
-            if self._recorder.progress is not None:
-                self._recorder.progress.end()
-            self._recorder.ring.end()
+            reporter.end()
         self._run.emit(EndEvent(step=step, stopped=stopped))
         return TrainingResult(
             steps=step,

@@ -244,7 +244,8 @@ def training_of(
         durable, memory, ranks_on_host=local, has_hosts=has_hosts, failure_seconds=failure_seconds
     )
     try:
-        yield Trainer(recipe, training, data, mesh, recorder, checkpointer=checkpointer, run=events, ledger=ledger)
+        parts = recipe, training, data, mesh, recorder
+        yield Trainer(*parts, checkpointer=checkpointer, run=events, ledger=ledger, folder=folder)
     finally:
         data.close()
         if ledger is not None:

@@ -43,6 +43,7 @@ from weft.watch.views._common import (
     recent,
     span_of_steps,
 )
+from weft.watch.views._profile import profile_block
 
 MOST_ROWS = 512
 """Rows of a heat map; of more ranks, neighbours share one, which shows the largest."""
@@ -65,7 +66,8 @@ def ranks(record: RunRecord, options: Mapping[str, str]) -> list[Block]:
     rank = chosen(options, "rank", map(str, range(window.values.shape[1])), "")
     if rank:
         shown.append(_one_rank(record, int(rank)))
-    return [*shown, _split(record, order)]
+    profiled = profile_block(record)
+    return [*shown, *([] if profiled is None else [profiled]), _split(record, order)]
 
 
 def _metrics(window: StepWindow) -> dict[str, str]:

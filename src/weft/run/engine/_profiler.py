@@ -1,0 +1,119 @@
+"""Windows of `torch.profiler` on one rank: some steps, when somebody asks for them while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from weft.events import RunFolder
+from weft.events.profile_request import ProfileRequest, facts_path, trace_path, window_folder
+from weft.files import write_whole
+from weft.run.engine._report import LOOK_SECONDS
+
+logger = logging.getLogger(__name__)
+
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
+
+
+class StepProfiler:
+    """Profiles steps of one rank when the run is asked to.  No rank waits for another because of it.
+
+    Starting and writing a trace take their time between two steps; while it is on, a step takes longer (5 to 30 %).
+    """
+
+    def __init__(self, run: RunFolder, rank: int, seen: int | None = None) -> None:
+        """`seen` is the number of the newest window that was asked of others; None: all that there are until now."""
+        self._run, self._rank = run, rank
+        if seen is None:
+            newest = ProfileRequest.newest(run)
+            seen = 0 if newest is None else newest.number
+        self._seen = seen
+        self._looked_at = -float("inf")
+        self._asked: ProfileRequest | None = None
+        """What this rank is to do, or does."""
+        self._profile: profile | None = None
+        self._first_step = 0
+        self._began_ns = 0
+
+    def after_step(self, step: int, elsewhere: Callable[[], object] = lambda: None) -> bool:
+        """`step` steps are finished: begin or end a window, if it is time.  Return whether that took time.
+
+        Args:
+            elsewhere: called before, if so: until the next step this rank does something that is none of a step.
+        """
+        asked = self._asked
+        if asked is None:
+            if (now := time.monotonic()) - self._looked_at < LOOK_SECONDS:
+                return False
+            self._looked_at = now
+            asked = self._asked = self._look()
+        if asked is None:
+            return False
+        if self._profile is None:
+            if step < asked.after_step:
+                return False
+            elsewhere()
+            self._begin(step)
+        elif step >= self._first_step + asked.num_steps - 1:
+            elsewhere()
+            self._end(asked, step)
+        else:
+            return False
+        return True
+
+    def close(self, step: int) -> None:
+        """The loop is over: write what there is."""
+        if self._profile is not None and self._asked is not None:
+            self._end(self._asked, step)
+
+    def _look(self) -> ProfileRequest | None:
+        newest = ProfileRequest.newest(self._run)
+        if newest is None or newest.number <= self._seen:
+            return None
+        self._seen = newest.number
+        return newest if self._rank in newest.ranks else None
+
+    def _begin(self, step: int) -> None:
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profile, self._first_step = profile(activities=activities), step + 1
+        with _silent_kineto():
+            self._profile.start()
+        self._began_ns = time.perf_counter_ns()
+
+    def _end(self, asked: ProfileRequest, step: int) -> None:
+        """Stop, and write the trace.  A full disk costs the trace, and nothing else."""
+        assert self._profile is not None
+        seconds = (time.perf_counter_ns() - self._began_ns) / 1e9
+        ended, self._profile, self._asked = self._profile, None, None
+        ended.stop()
+        window, host = window_folder(self._run, asked.number), socket.gethostname()
+        facts = {"rank": self._rank, "host": host, "first_step": self._first_step, "last_step": step}
+        try:
+            ended.export_chrome_trace(str(trace_path(window, self._rank)))
+            write_whole(facts_path(window, self._rank), json.dumps({**facts, "seconds": seconds}))
+        except (OSError, RuntimeError) as problem:
+            logger.warning("the trace of steps %d to %d was not written: %s", self._first_step, step, problem)
+            with suppress(OSError):
+                trace_path(window, self._rank).unlink(missing_ok=True)
+
+
+@contextmanager
+def _silent_kineto() -> Generator[None]:
+    """Let torch's tracer print nothing of what it begins and ends.  It reads the variable once, when it is loaded."""
+    before = os.environ.get(_LOG_LEVEL)
+    os.environ.setdefault(_LOG_LEVEL, "6")  # errors are 4
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LOG_LEVEL]

@@ -17,7 +17,7 @@ from recorded_runs import MadeUpRun
 from weft.errors import LaunchError
 from weft.events import RunFolder
 from weft.events.profile_request import ProfileRequest, facts_path, trace_path, window_folder
-from weft.run.engine._profiler import StepProfiler
+from weft.run.engine.profiler import StepProfiler
 from weft.watch.profile_run import ranks_to_profile
 from weft.watch.profiles import NO_OPERATOR, compare, operators_of, read_window
 from weft.watch.run_record import RunRecord

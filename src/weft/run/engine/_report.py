@@ -30,7 +30,7 @@ from weft.run.engine._setup import TrainingState
 from weft.run.engine._throughput import ThroughputMeter, measure_peak_flops
 
 if TYPE_CHECKING:
-    from weft.run.engine._profiler import StepProfiler
+    from weft.run.engine.profiler import StepProfiler
 
 _MEMORY_SECONDS = 0.1
 LOOK_SECONDS = 0.5
@@ -152,7 +152,7 @@ class StepReporter:
             self.begin()
 
     def _load(self, profiled: RunFolder, seen: int | None = None) -> StepProfiler:
-        from weft.run.engine._profiler import StepProfiler  # most runs are never asked
+        from weft.run.engine.profiler import StepProfiler  # most runs are never asked
 
         return StepProfiler(profiled, self._run.rank or 0, seen)
 

@@ -27,7 +27,9 @@ _DRIVER = pytest.StashKey[int]()
 @contextlib.contextmanager
 def chromium(config: pytest.Config) -> Iterator[Browser]:
     """Start Chromium.  Its processes, which come and go as it likes, count as left behind by no test."""
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
+
+    expect.set_options(timeout=30_000)  # the tests say what is to come, and where it matters, when
 
     before = set(children_of(os.getpid()))
     with sync_playwright() as playwright:

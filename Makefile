@@ -92,7 +92,7 @@ chaos: setup
 # Sphinx is installed when it is first needed: nothing else wants it.
 docs: setup $(VENV)/.docs
 	@$(BIN)/python docs/make_reference.py
-	@$(BIN)/python -m pytest -q tests/docs tests/house/test_documentation.py tests/house/test_quoted_formatting.py
+	@$(BIN)/python -m pytest -q tests/docs tests/house/test_documentation.py tests/house/test_quoted_figures.py
 	@$(BIN)/sphinx-build -q -W --keep-going -c docs . build/site
 	@echo "docs      build/site/index.html"
 

@@ -17,6 +17,8 @@ import torch
 from e2e_kit import RECIPE, WEFT, Act, Done, watch, write_corpus
 from metrics_lines import STEP_KEYS
 
+from weft.watch.samples import newest_samples
+
 TRAIN = (WEFT, "train", "recipe.toml", "--processes", "2")
 LONG = ("--set", "recipe.run.steps=3000", "--set", "recipe.run.evaluate_every=3000")
 THREE_D = "[mesh]\ntensor = 2\npipeline = 2\n[microbatch]\nsize = 2\nper_step = 4\n"
@@ -117,6 +119,10 @@ def test_generate(home: Path, trained: Done) -> None:
     assert done.status == 0
     assert done.text.startswith("text 3")
     assert len(done.text) > 10
+    (sample,) = newest_samples(home / "runs" / "whole" / "samples.jsonl", most=8)
+    assert sample["text"].strip() == done.text.strip()
+    assert (sample["prompt"], sample["temperature"], sample["seed"]) == ("text 3", 0.0, 0)
+    assert sample["step"] > 0
 
 
 def test_three_dimensions_give_the_same_curve(home: Path, trained: Done) -> None:

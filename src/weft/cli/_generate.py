@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 
@@ -17,6 +18,8 @@ def generate(
     seed: int = 0,
 ) -> None:
     """Let a trained language model continue a text.
+
+    The run may go on meanwhile. What was generated is kept in its folder, and shown on the page of its training.
 
     Parameters
     ----------
@@ -36,7 +39,18 @@ def generate(
         The same seed gives the same text.
     """
     from weft.api import generate as continue_text
+    from weft.events import RunFolder
+    from weft.run.checkpoint import newest_saved_step
+    from weft.watch.samples import keep_sample
 
-    print(
-        continue_text(run, prompt, max_new_tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    folder = RunFolder.open(run)
+    step = newest_saved_step(folder.checkpoints)
+    text = continue_text(
+        run, prompt, max_new_tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
+    print(text)
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    try:
+        keep_sample(folder.samples, {"step": step, "prompt": prompt, "text": text, **settings})
+    except OSError as problem:
+        print(f"note      {folder.samples} was not written: {problem.strerror}", file=sys.stderr)

@@ -88,6 +88,7 @@ class RunRecord:
         self._reader: TelemetryReader | None = None
         self._judged: tuple[int, int, list[RunVerdict]] | None = None
         self._generations_read = (0, 0)
+        self._samples_bytes = 0
         self._profiled: tuple[object, list[RankProfile]] | None = None
         """Files of the newest profile, and what they hold."""
         self.refresh()
@@ -196,6 +197,7 @@ class RunRecord:
         self.owner = self.folder.owner
         self.recipe = _text(self.folder.recipe)
         self.plan = _text(self.folder.plan)
+        self._samples_bytes = _size(self.folder.samples)
         self._read_lines()
         try:
             self._read_telemetry()
@@ -216,7 +218,7 @@ class RunRecord:
     def _mark(self) -> tuple[object, ...]:
         newest = (self.steps[-1].generation, self.steps[-1].step) if self.steps else None
         return (newest, len(self.steps), self._offset, len(self.gaps), len(self._stored), len(self.generations),
-                self.seen_at, self.recipe, self.plan, self.problem, self.state)  # fmt: skip
+                self.seen_at, self.recipe, self.plan, self.problem, self.state, self._samples_bytes)  # fmt: skip
 
     def _first_time(self) -> float:
         return float(self.reports[0].get("unix_time_seconds") or 0.0) if self.reports else 0.0
@@ -304,6 +306,13 @@ def _text(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _no_window() -> StepWindow:

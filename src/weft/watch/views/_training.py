@@ -8,9 +8,13 @@ from typing import Any
 from weft.events import format_loss
 from weft.formatting import format_number
 from weft.watch.run_record import RunRecord
+from weft.watch.samples import newest_samples
 from weft.watch.store import StepRow
 from weft.watch.views._blocks import Block, block, lines, note, number, plural, rounded, table, text
 from weft.watch.views._common import step_marks
+
+_MOST_SAMPLES = 8
+_MOST_LETTERS = 2_000
 
 
 def training(record: RunRecord, options: Mapping[str, str], others: Sequence[RunRecord] = ()) -> list[Block]:
@@ -23,7 +27,7 @@ def training(record: RunRecord, options: Mapping[str, str], others: Sequence[Run
     if validation:
         shown.append(_validation(validation))
     shown += _rates(record, rows)
-    shown += [made for made in (_auxiliary(record), _experts(record)) if made]
+    shown += [made for made in (_auxiliary(record), _experts(record), _samples(record)) if made]
     return shown
 
 
@@ -89,6 +93,22 @@ def _auxiliary(record: RunRecord) -> Block | None:
     series = {name: [report["auxiliary"].get(name) for report in reports] for name in names[:8]}
     says = "Terms that are added to the loss, such as the balance of experts; unweighted, and not in the loss above."
     return lines("Auxiliary terms", says, [int(report["step"]) for report in reports], series)
+
+
+def _samples(record: RunRecord) -> Block | None:
+    """Return the texts that `weft generate` has made of the run's checkpoints, the newest first."""
+    samples = newest_samples(record.folder.samples, _MOST_SAMPLES)
+    if not samples:
+        return None
+    texts = [{"title": _about(each), "text": str(each["text"])[:_MOST_LETTERS]} for each in samples]
+    says = f"What the model made of a prompt, by weft generate: {plural(len(texts), 'text')}, the newest first."
+    return block("texts", "Generated texts", says, texts=texts)
+
+
+def _about(sample: Mapping[str, Any]) -> str:
+    settings = [f"{name.replace('_', ' ')} {sample[name]}" for name in ("temperature", "top_k", "top_p", "seed")
+                if sample.get(name) is not None]  # fmt: skip
+    return ", ".join([f"step {sample.get('step', 0):,}", *settings, f"prompt {str(sample.get('prompt', ''))[:60]!r}"])
 
 
 def _experts(record: RunRecord) -> Block | None:

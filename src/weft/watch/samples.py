@@ -1,0 +1,41 @@
+"""Texts that the model of a run has generated, kept in its folder for the page of its training."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.watch.run_record import objects_of
+
+_MOST_BYTES = 256 * 1024
+"""Read from the end of the file."""
+
+
+def keep_sample(path: Path, sample: Mapping[str, Any]) -> None:
+    """Append one sample: `step` of the checkpoint, `prompt`, `text` with it in front, and the settings of the draw.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    line = json.dumps(sample, ensure_ascii=False).encode() + b"\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, line)  # one write: two commands at once leave two whole lines
+    finally:
+        os.close(descriptor)
+
+
+def newest_samples(path: Path, most: int) -> list[dict[str, Any]]:
+    """Return the newest samples, the newest first; none where there are none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_BYTES))
+            content = file.read()
+    except OSError:
+        return []
+    lines = objects_of(content)
+    kept = [each for each in lines if isinstance(each.get("text"), str) and isinstance(each.get("step"), int)]
+    return kept[::-1][:most]

@@ -44,7 +44,7 @@ function figuresOf(block) {
 function textsOf(block) {
   return block.texts.flatMap((each) => [
     el("h3", {}, each.title),
-    el("pre", { tabindex: 0, role: "region", "aria-label": each.title }, each.text),
+    el("pre", { tabindex: 0, role: "region", "aria-label": each.title, class: block.wraps ? "wraps" : "" }, each.text),
   ]);
 }
 

@@ -102,7 +102,7 @@ def _samples(record: RunRecord) -> Block | None:
         return None
     texts = [{"title": _about(each), "text": str(each["text"])[:_MOST_LETTERS]} for each in samples]
     says = f"What the model made of a prompt, by weft generate: {plural(len(texts), 'text')}, the newest first."
-    return block("texts", "Generated texts", says, texts=texts)
+    return block("texts", "Generated texts", says, texts=texts, wraps=True)
 
 
 def _about(sample: Mapping[str, Any]) -> str:

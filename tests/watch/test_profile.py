@@ -165,6 +165,18 @@ def test_a_trace_that_cannot_be_written_costs_nothing_else(tmp_path: Path, caplo
     assert steps(profiler, 6, 9) == [6, 8]
 
 
+def test_a_loop_that_profiles_itself_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = RunFolder(tmp_path)
+    profiler = StepProfiler(run, 0)
+    ProfileRequest(ranks=(0,), after_step=0, num_steps=2).ask(run)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as own:
+        assert steps(profiler, 1, 4) == [1]
+    assert "the loop has a profiler of its own on" in caplog.text
+    assert sum(event.count for event in own.key_averages() if event.key == "aten::mm") == 4
+    ProfileRequest(ranks=(0,), after_step=0, num_steps=2).ask(run)
+    assert steps(profiler, 5, 8) == [5, 7]
+
+
 @pytest.mark.parametrize(
     "text", ["", "{}", "[]", '{"ranks": [0], "after_step": 1, "num_steps": 1000, "number": 1}', '{"ranks": 3}']
 )

@@ -82,6 +82,11 @@ class StepProfiler:
         return newest if self._rank in newest.ranks else None
 
     def _begin(self, step: int) -> None:
+        if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateUsage]  # torch has no public one
+            # A second profiler would take the first one's events, without a word.
+            logger.warning("no steps are profiled for weft profile: the loop has a profiler of its own on.")
+            self._asked = None
+            return
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 from living_run import living_run
 from recorded_runs import MadeUpRun
 
+from weft.cli._profile import _lines
 from weft.errors import LaunchError
 from weft.events import RunFolder
 from weft.events.profile_request import ProfileRequest, facts_path, trace_path, window_folder
@@ -120,6 +122,10 @@ def test_a_rank_profiles_what_it_is_asked_for(tmp_path: Path) -> None:
     assert (found.rank, found.steps) == (1, (8, 10))
     assert found.operators["aten::mm"].calls == 1.0
     assert found.operators["aten::mm"].seconds > 0
+    printed = _lines([found])
+    assert printed[0].startswith("steps     8 to 10 of rank 1: ")
+    assert any(re.fullmatch(r"aten::mm +\d+\.\d{3} +1", line) for line in printed)
+    assert f"trace     {trace_path(window_folder(run, 2), 1)}" in printed
     assert compare([found])[0][1] == [next(iter(found.operators.values()))]
     ProfileRequest(ranks=(0,), after_step=0, num_steps=3).ask(run)
     assert steps(profiler, 13, 20) == []
@@ -151,6 +157,65 @@ def test_the_end_of_a_run_ends_the_window(tmp_path: Path) -> None:
     profiler.close(4)
     (found,) = read_window(window_folder(run, 1), (0,))
     assert found.steps == (2, 4)
+
+
+def test_a_window_behind_the_last_step_is_none(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    profiler = StepProfiler(run, 0)
+    ProfileRequest(ranks=(0,), after_step=5, num_steps=2).ask(run)
+    assert steps(profiler, 1, 5) == [5]
+    profiler.close(5)
+    assert read_window(window_folder(run, 1), (0,)) == []
+    assert not torch.autograd._profiler_enabled()
+
+
+OWN_PROFILER = """
+import sys
+from pathlib import Path
+import torch
+from weft.events import RunFolder
+from weft.events.profile_request import ProfileRequest
+from weft.run.engine.profiler import StepProfiler
+
+run, own_at, weft_at = RunFolder(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
+is_scheduled = sys.argv[4] == "True"
+profiler, activities = StepProfiler(run, 0), [torch.profiler.ProfilerActivity.CPU]
+schedule = torch.profiler.schedule(wait=own_at, warmup=2, active=3, repeat=1) if is_scheduled else None
+own = torch.profiler.profile(activities=activities, schedule=schedule)
+if is_scheduled:
+    own.start()
+for step in range(1, 16):
+    if step == own_at and not is_scheduled:
+        own.start()
+    if step == weft_at:
+        ProfileRequest(ranks=(0,), after_step=0, num_steps=4).ask(run)
+    for _ in range(50):
+        torch.ones(32, 32) @ torch.ones(32, 32)
+    profiler._looked_at = -float("inf")
+    profiler.after_step(step)
+    if is_scheduled:
+        own.step()
+    elif step == own_at + 2:
+        own.stop()
+own.export_chrome_trace(f"{sys.argv[1]}/own.json")
+profiler.close(15)
+print(sum(event.count for event in own.key_averages() if event.key == "aten::mm"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("own_at", "weft_at", "is_scheduled", "both"),
+    [(3, 4, False, False), (5, 3, False, False), (8, 1, False, True), (3, 2, True, False), (3, 4, True, False),
+     (3, 5, True, False), (6, 1, True, True), (2, 9, True, True)],
+)  # fmt: skip
+def test_a_loops_own_profiler_comes_first(
+    tmp_path: Path, own_at: int, weft_at: int, is_scheduled: bool, both: bool
+) -> None:
+    words = [str(tmp_path), str(own_at), str(weft_at), str(is_scheduled)]
+    done = subprocess.run([sys.executable, "-c", OWN_PROFILER, *words], text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["150"]
+    assert bool(read_window(window_folder(RunFolder(tmp_path), 1), (0,))) is both
 
 
 def test_a_trace_that_cannot_be_written_costs_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

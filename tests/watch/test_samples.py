@@ -29,5 +29,7 @@ def test_the_newest_are_shown_first_and_what_is_none_is_left_out(tmp_path: Path)
     assert block["says"] == "What the model made of a prompt, by weft generate: 8 texts, the newest first."
     assert block["texts"][0] == {"title": "step 11, temperature 0.8, prompt 'def '", "text": "def f11(): <b>"}
     assert len(newest_samples(path, 100)) == 11
+    keep_sample(path, {"step": 12, "text": "after half a line"})
+    assert newest_samples(path, 1) == [{"step": 12, "text": "after half a line"}]
     record.close()
     run.end()

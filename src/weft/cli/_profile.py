@@ -43,6 +43,9 @@ def profile(run: Path, /, *, ranks: str = "suspects", steps: int = 3) -> None:
         found = profile_run(record, chosen.ranks, steps)
     finally:
         record.close()
+    missing = sorted(set(chosen.ranks) - {each.rank for each in found})
+    if missing:
+        print(f"note      nothing came from rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}")
     print("\n".join(_lines(found)))
 
 

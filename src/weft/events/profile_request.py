@@ -43,7 +43,7 @@ class ProfileRequest:
                 (folder / str(number)).mkdir(mode=0o700)
                 asked = replace(self, number=number)
                 write_whole(run.profile_request, json.dumps(asdict(asked)))
-                return asked
+                return asked  # of two who ask at once, ranks may see one alone: the other hears that nothing came
         raise AssertionError("unreachable: the count has no end")
 
     @classmethod

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weft.config.plan import parse_plan
 from weft.config.recipe import ProfileRecipe
 from weft.errors import LaunchError
 from weft.events import RunFolder
@@ -69,7 +70,9 @@ def ranks_to_profile(record: RunRecord, asked: str) -> ProfiledRanks:
     Raises:
         LaunchError: it means none, or ranks that the run has not.
     """
-    number = record.num_ranks
+    number = record.num_ranks or (parse_plan(record.plan).mesh.world_size if record.plan else 0)
+    if not number:
+        raise LaunchError(f"{record.folder.path} has no telemetry and no plan: which ranks the run has is not known.")
     if asked == "all":
         return ProfiledRanks(ranks=tuple(range(number)), why="all")
     if asked == "suspects":
@@ -95,8 +98,10 @@ def profile_run(record: RunRecord, ranks: Sequence[int], num_steps: int) -> list
     if record.state != "running" or not record.steps:
         begun = "is ended" if record.steps else "has done no step"
         raise LaunchError(f"the run in {record.folder.path} {begun}: only steps to come can be profiled.")
+    record.refresh()
     usual = max(record.usual_seconds, 1e-3)
-    after = record.steps[-1].step + math.ceil(_AHEAD_SECONDS / usual)
+    # The newest step is the newest recorded one, which may be a second old.
+    after = record.steps[-1].step + math.ceil((_AHEAD_SECONDS + record.silent_seconds) / usual)
     try:
         asked = ProfileRequest(ranks=tuple(ranks), after_step=after, num_steps=num_steps).ask(record.folder)
     except OSError as error:
@@ -105,7 +110,7 @@ def profile_run(record: RunRecord, ranks: Sequence[int], num_steps: int) -> list
 
 
 class OwnProfile:
-    """Lets a run profile some of its steps by itself, once (`[run.profile]`)."""
+    """Lets a run profile some of its steps by itself, once after each start of its supervisor (`[run.profile]`)."""
 
     def __init__(self, run: RunFolder, recipe: ProfileRecipe) -> None:
         self._run, self._recipe = run, recipe
@@ -133,7 +138,7 @@ class OwnProfile:
 
 
 def _answers(record: RunRecord, asked: ProfileRequest, seconds: float) -> list[RankProfile]:
-    """Wait for all ranks; of those that have not answered when the run or the time is over, nothing is returned."""
+    """Wait for all ranks, until the run or the time is over; return what those have written that have."""
     window = window_folder(record.folder, asked.number)
     deadline = time.monotonic() + seconds
     while not all(facts_path(window, rank).is_file() for rank in asked.ranks) and time.monotonic() < deadline:

@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ def _profile(window: Path, rank: int) -> list[RankProfile]:
         facts: dict[str, Any] = json.loads(facts_path(window, rank).read_text())
         first, last = int(facts["first_step"]), int(facts["last_step"])
         number, seconds = last - first + 1, float(facts["seconds"])
+        if number < 1:
+            return []
         trace = trace_path(window, rank)
         operators = operators_of(json.loads(trace.read_text()), number, seconds)
     except (OSError, ValueError, KeyError, TypeError):
@@ -65,7 +68,7 @@ def operators_of(trace: Mapping[str, Any], num_steps: int, seconds: float) -> di
     """Return what each operator of a trace took per step, the costliest first.
 
     An operator's own time is its time without operators that it called.  `NO_OPERATOR` is what is left of the `seconds`
-    of the window on the main thread.
+    of the window when no thread was in an operator: with an accelerator, autograd runs the backward in another.
     """
     lanes: dict[tuple[int, int], list[tuple[float, float, str]]] = defaultdict(list)
     spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -78,9 +81,10 @@ def operators_of(trace: Mapping[str, Any], num_steps: int, seconds: float) -> di
         elif kind in _DEVICE:
             spent[f"{name} (device)"][0] += took
             spent[f"{name} (device)"][1] += 1
-    busy = {(pid, tid): _add_own_times(sorted(lane), spent) for (pid, tid), lane in lanes.items()}
-    on_main = sum(took for (pid, tid), took in busy.items() if pid == tid)  # as the kernel numbers the main thread
-    spent[NO_OPERATOR] = [max(seconds * 1e6 - on_main, 0.0), float(num_steps)]
+    for lane in lanes.values():
+        _add_own_times(sorted(lane), spent)
+    busy = _union(chain.from_iterable(lanes.values()))
+    spent[NO_OPERATOR] = [max(seconds * 1e6 - busy, 0.0), float(num_steps)]
     told = ((name, values) for name, values in spent.items() if name not in _OF_PROFILER)
     ordered = sorted(told, key=lambda item: -item[1][0])
     return {
@@ -88,23 +92,30 @@ def operators_of(trace: Mapping[str, Any], num_steps: int, seconds: float) -> di
     }
 
 
-def _add_own_times(lane: Iterable[tuple[float, float, str]], spent: dict[str, list[float]]) -> float:
-    """Add the own times of one thread's operators, in their order; return the time of the outermost ones.
+_Span = tuple[float, float, str]
+"""(begin, −duration, name) in microseconds: sorted, a caller stands before what it calls."""
 
-    Times are in microseconds, of (begin, −duration, name).
-    """
+
+def _add_own_times(lane: Iterable[_Span], spent: dict[str, list[float]]) -> None:
+    """Add the own times of one thread's operators, in their order."""
     open_until: list[tuple[float, str]] = []
-    total = 0.0
     for begin, negative, name in lane:
         while open_until and open_until[-1][0] <= begin:
             open_until.pop()
         if open_until:
             spent[open_until[-1][1]][0] += negative
-        else:
-            total -= negative
         spent[name][0] -= negative
         spent[name][1] += 1
         open_until.append((begin - negative, name))
+
+
+def _union(spans: Iterable[_Span]) -> float:
+    """Return the time in which there was any of these."""
+    total, until = 0.0, float("-inf")
+    for begin, negative, _ in sorted(spans):
+        end = begin - negative
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
     return total
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from weft.errors import LaunchError
 from weft.events import FolderOwner, RunFolder
-from weft.events.profile_request import ProfileRequest, window_folder
+from weft.events.profile_request import ProfileRequest, facts_path, window_folder
 from weft.watch.profiles import RankProfile, read_window
 from weft.watch.store import (
     FILE_NAME,
@@ -43,6 +43,7 @@ _LATE_STEPS = 8
 """Newest steps that are read again, for the parts of other hosts may have come later."""
 _MOST_ROWS = 4_000
 """Steps, reports and events that are held each; of more the older ones are thinned out."""
+_MOST_PROFILES = 4
 _LIVE_SECONDS = 30.0
 """Age of a rank's sign of life above which it says nothing of whether the run goes on."""
 
@@ -175,12 +176,15 @@ class RunRecord:
 
     @property
     def profiles(self) -> list[RankProfile]:
-        """What ranks have written in the newest window of a profile (`weft profile`), as far as it is there."""
+        """What the first ranks have written in the newest window of a profile (`weft profile`), at most four of them:
+        a trace has some megabytes."""
         asked = ProfileRequest.newest(self.folder)
-        window = None if asked is None else window_folder(self.folder, asked.number)
-        key = (window, () if window is None else tuple(sorted(path.name for path in window.glob("rank-*.json"))))
-        if self._profiled is None or self._profiled[0] != key:
-            self._profiled = key, [] if asked is None or window is None else read_window(window, asked.ranks)
+        if asked is None:
+            return []
+        window = window_folder(self.folder, asked.number)
+        there = tuple(rank for rank in asked.ranks[:_MOST_PROFILES] if os.path.exists(facts_path(window, rank)))
+        if self._profiled is None or self._profiled[0] != (window, there):
+            self._profiled = (window, there), read_window(window, there)
         return self._profiled[1]
 
     def detailed_steps(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -21,9 +22,14 @@ def keep_sample(path: Path, sample: Mapping[str, Any]) -> None:
         OSError: the file cannot be written.
     """
     line = json.dumps(sample, ensure_ascii=False).encode() + b"\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
-        os.write(descriptor, line)  # one write: two commands at once leave two whole lines
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":  # a full disk took a part of the line before
+            line = b"\n" + line
+        # One write: two commands at once leave two whole lines.
+        if os.write(descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(descriptor)
 

@@ -94,6 +94,7 @@ def join(folder: Path, secret: JobSecret, seconds: float) -> tuple[str, bool]:
         FOLDER, folder, secret, FACTS, seconds=seconds, is_again=False, is_stopping=lambda: False, log=lambda _: None
     ) as meeting:
         assert not meeting.membership.is_lost
+        assert list(meeting.membership.view.members) == [meeting.membership.name]  # no second one of this host
         return meeting.membership.name, meeting.may_lead
 
 

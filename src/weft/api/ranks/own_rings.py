@@ -19,6 +19,7 @@ from weft.run.launch.memory_folder import RINGS, named_memory_folder
 
 if TYPE_CHECKING:
     from weft.run.hosts.signed import JobSecret
+    from weft.watch.collector import Judged
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +29,12 @@ _NOTE = "collector.json"
 """File in the run's folder that tells other hosts where the collector listens."""
 
 
-def open_rank_ring(rank_info: RankInfo, run: Path, stack: ExitStack) -> RankRing | None:
+def open_rank_ring(rank_info: RankInfo, run: Path, stack: ExitStack, judged: Judged | None = None) -> RankRing | None:
     """Return the ring in which this rank records what it does; None where nothing would collect it.
 
     Under a launcher of Weft's its process collects.  Elsewhere a thread of the first rank of each host reads the rings,
-    until `stack` is left: that of rank 0 collects, and the others report to it.  Call on every rank.
+    until `stack` is left: that of rank 0 collects, tells `judged` what it finds, and the others report to it.  Call on
+    every rank.
     """
     if rank_info.failure_pipe is not None:
         return rank_info.open_ring(logger.warning)
@@ -51,22 +53,24 @@ def open_rank_ring(rank_info: RankInfo, run: Path, stack: ExitStack) -> RankRing
     except OSError:
         return None
     if rank_info.rank == 0:
-        _collect(rank_info, run, rings, stack)
+        _collect(rank_info, run, rings, stack, judged)
     elif rank_info.local_rank == 0:
         _report(run, rings, stack)
     return open_ring(generation, rank_info.rank, logger.warning)
 
 
-def _collect(rank_info: RankInfo, run: Path, rings: Path, stack: ExitStack) -> None:
+def _collect(rank_info: RankInfo, run: Path, rings: Path, stack: ExitStack, judged: Judged | None) -> None:
     """Collect what the ranks of all hosts record."""
-    from weft.watch.collector import Collecting  # other ranks have no use for it
+    from weft.watch.collector import Collecting, unheard  # other ranks have no use for it
 
     secret = _secret(run) if rank_info.local_world_size < rank_info.world_size and rank_info.address else None
     listen = None
     if secret is not None and rank_info.address is not None:
         listen = rank_info.address.rpartition(":")[0], secret.key(_NOTE)
     ranks = rank_info.local_world_size
-    collecting = stack.enter_context(Collecting(lambda: run, rings=rings, removes_after=ranks, listen=listen))
+    collecting = stack.enter_context(
+        Collecting(lambda: run, rings=rings, removes_after=ranks, listen=listen, judged=judged or unheard)
+    )
     if secret is not None:
         with suppress(OSError):
             write_whole(run / _NOTE, secret.sign(_NOTE, {"address": collecting.address_of(_NUMBER)}))

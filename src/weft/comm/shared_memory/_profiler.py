@@ -3,7 +3,7 @@
 
 Gloo's own records last until the collective has ended.  One that ends after its profiler was stopped writes into memory
 that torch has given back: ranks that profiled a few steps with reductions under way crashed when the trace was written
-(torch 2.13, 2026-11).  So no record stays open longer than the call that opened it.
+(torch 2.13, 2026-11).  So no record of the profiled thread stays open longer than the call that opened it.
 """
 
 from __future__ import annotations

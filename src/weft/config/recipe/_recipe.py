@@ -321,7 +321,7 @@ class OptimizerRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRecipe:
-    """`[run.profile]`: a run that profiles some of its steps by itself, once.
+    """`[run.profile]`: a run that profiles some of its steps by itself, once after each start.
 
     `weft profile` asks for further windows while it runs.  Steps of a window take longer, by 5 to 30 %.
     """
@@ -378,6 +378,10 @@ class RunRecipe:
         _RULES.at_least(self, 1, "min_devices", "max_devices")
         _RULES.at_least(self, 0, "max_skipped_steps", "seed")
         _RULES.between(self, 0, 2**63, "seed")
+        if self.profile.ranks != "none" and not self.telemetry:
+            raise _RULES.refuse(
+                self, "telemetry", "records nothing, so [run.profile] would find no step. Leave one of them out."
+            )
         if self.checkpoints is not None and not _STORE.fullmatch(self.checkpoints):
             problem = "is no URL of an object store. Write s3://bucket/prefix, or leave it out."
             if "@" not in self.checkpoints:

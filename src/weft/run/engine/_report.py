@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from weft.events import (
     RunFolder,
     StartEvent,
     StepEvent,
+    WarningEvent,
 )
 from weft.events.ring import StepScalars
 from weft.formatting import format_number
@@ -58,7 +60,9 @@ class StepReporter:
         self._memory, self._memory_at = 0, -math.inf
         self._alone_flops: float | None = None
         self._profiled, self._look_at = profiled, 0.0
-        self._profiler = None if profiled is None or not profiled.profile_request.exists() else self._load(profiled)
+        self._profiler: StepProfiler | None = None
+        if profiled is not None and os.path.exists(profiled.profile_request):  # of the run that was here before
+            self._profiler = self._load(profiled)
 
     def measure_peak(self, known: float | None = None) -> None:
         """Measure the FLOP/s of matrix products of all ranks together, by all at once so that shared cores are shared:
@@ -144,12 +148,23 @@ class StepReporter:
             if (now := time.monotonic()) < self._look_at:
                 return
             self._look_at = now + LOOK_SECONDS
-            if not self._profiled.profile_request.exists():
+            if not os.path.exists(self._profiled.profile_request):  # a file server that fails says so by an error
                 return
-            self._profiler = self._load(self._profiled, seen=0)
-        if self._profiler.after_step(step, self.leave_step):
-            self.enter_step()
-            self.begin()
+        with self._without_profiles():
+            self._profiler = self._profiler or self._load(self._profiled, seen=0)
+            if self._profiler.after_step(step, self.leave_step):
+                self.enter_step()
+                self.begin()
+
+    @contextmanager
+    def _without_profiles(self) -> Generator[None]:
+        """Go on without profiles where something goes wrong within: nothing of them ends a training."""
+        try:
+            yield
+        except Exception as problem:
+            self._profiled = self._profiler = None
+            text = f"weft profile is off on rank {self._run.rank}: {type(problem).__name__}: {problem}"
+            self._run.emit(WarningEvent(text=text, source=__name__))
 
     def _load(self, profiled: RunFolder, seen: int | None = None) -> StepProfiler:
         from weft.run.engine.profiler import StepProfiler  # most runs are never asked
@@ -158,8 +173,9 @@ class StepReporter:
 
     def end(self) -> None:
         """The loop is over: no steps follow."""
-        if self._profiler is not None:
-            self._profiler.close(self._step)
+        with self._without_profiles():
+            if self._profiler is not None:
+                self._profiler.close(self._step)
         if self._recorder.progress is not None:
             self._recorder.progress.end()
         self._recorder.ring.end()

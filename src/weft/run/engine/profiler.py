@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
 import socket
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import torch
+from torch.autograd import profiler as profilers
 from torch.profiler import ProfilerActivity, profile
 
 from weft.events import RunFolder
@@ -42,6 +45,8 @@ class StepProfiler:
         self._profile: profile | None = None
         self._first_step = 0
         self._began_ns = 0
+        self._giving_way = ExitStack()
+        """What watches, in a window, for profilers of the loop's own."""
 
     def after_step(self, step: int, elsewhere: Callable[[], object] = lambda: None) -> bool:
         """`step` steps are finished: begin or end a window, if it is time.  Return whether that took time.
@@ -71,7 +76,11 @@ class StepProfiler:
 
     def close(self, step: int) -> None:
         """The loop is over: write what there is."""
-        if self._profile is not None and self._asked is not None:
+        if self._profile is None or self._asked is None:
+            return
+        if step < self._first_step:  # it was to begin with a step that does not come
+            self._stop()
+        else:
             self._end(self._asked, step)
 
     def _look(self) -> ProfileRequest | None:
@@ -82,8 +91,7 @@ class StepProfiler:
         return newest if self._rank in newest.ranks else None
 
     def _begin(self, step: int) -> None:
-        if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateUsage]  # torch has no public one
-            # A second profiler would take the first one's events, without a word.
+        if _is_another_on():
             logger.warning("no steps are profiled for weft profile: the loop has a profiler of its own on.")
             self._asked = None
             return
@@ -94,13 +102,26 @@ class StepProfiler:
         with _silent_kineto():
             self._profile.start()
         self._began_ns = time.perf_counter_ns()
+        self._giving_way.enter_context(_before_other_profilers(self._give_way))
+
+    def _give_way(self) -> None:
+        """The loop begins a profiler of its own.  There can be one: a second takes the first one's events, and torch
+        2.13 crashes when both write theirs."""
+        self._stop()
+        logger.warning("weft profile has given up its steps: the loop has begun a profiler of its own.")
+
+    def _stop(self) -> profile:
+        """Stop the window, and return what it has seen."""
+        assert self._profile is not None
+        ended, self._profile, self._asked = self._profile, None, None
+        self._giving_way.close()
+        ended.stop()
+        return ended
 
     def _end(self, asked: ProfileRequest, step: int) -> None:
         """Stop, and write the trace.  A full disk costs the trace, and nothing else."""
-        assert self._profile is not None
         seconds = (time.perf_counter_ns() - self._began_ns) / 1e9
-        ended, self._profile, self._asked = self._profile, None, None
-        ended.stop()
+        ended = self._stop()
         window, host = window_folder(self._run, asked.number), socket.gethostname()
         facts = {"rank": self._rank, "host": host, "first_step": self._first_step, "last_step": step}
         try:
@@ -110,6 +131,37 @@ class StepProfiler:
             logger.warning("the trace of steps %d to %d was not written: %s", self._first_step, step, problem)
             with suppress(OSError):
                 trace_path(window, self._rank).unlink(missing_ok=True)
+
+
+def _is_another_on() -> bool:
+    """Whether the loop has a profiler of its own that runs, or warms up: torch says nothing of the latter."""
+    if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateUsage]  # torch has no public one
+        return True
+    kept = (each for each in gc.get_objects() if type(each) is profilers.profile)
+    return any(each.entered and each.kineto_results is None for each in kept)
+
+
+@contextmanager
+def _before_other_profilers(call: Callable[[], None]) -> Generator[None]:
+    """Within, call this once before any profiler of torch's is prepared or started.  torch has no hook for it: the two
+    functions that all of them call are wrapped for the steps of the window."""
+    names = [name for name in ("_prepare_profiler", "_run_on_profiler_start") if hasattr(profilers, name)]
+    before = {name: getattr(profilers, name) for name in names}
+
+    def wrapped(name: str) -> Callable[..., Any]:
+        def begin(*arguments: Any, **options: Any) -> Any:
+            call()  # which leaves this context
+            return before[name](*arguments, **options)
+
+        return begin
+
+    for name in names:
+        setattr(profilers, name, wrapped(name))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(profilers, name, function)
 
 
 @contextmanager

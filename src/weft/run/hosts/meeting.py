@@ -135,6 +135,7 @@ def open_meeting(
                 # Only now that this host has joined: whoever joins first leads, and must own the folder.
                 where = {"address": facts.address, "port": place.port, "mark": place.mark}
                 where["owner"] = lock.token.owner.process
+                _check_owned(lock)
                 write_whole(folder / _MEETING, secret.sign(_MEETING, where))
             stack.enter_context(_beating(lock, membership))
         except RegistryLostError as error:
@@ -142,6 +143,14 @@ def open_meeting(
                 raise RegistryLostError(f"{error} This host has waited {seconds:.0f} s for it.", status=75) from None
             raise
         yield Meeting(membership=membership, lock=lock, takes_over=is_etcd)
+
+
+def _check_owned(lock: FolderLock) -> None:
+    """Raise `RegistryLostError` where the folder is another's by now: a host that was slow for long has lost it."""
+    try:
+        lock.check()
+    except LaunchError as error:
+        raise RegistryLostError(f"this host no longer owns {lock.folder}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +197,10 @@ def _joined(
             place.registry.close()
             if time.monotonic() > deadline or is_stopping():
                 raise
-        time.sleep(_PAUSE_SECONDS)
+        # What was sent may still be carried out.  Then a second of this host stands in the list for so long.
+        again = time.monotonic() + LEASE_SECONDS
+        while time.monotonic() < again and not is_stopping():
+            time.sleep(_PAUSE_SECONDS)
 
 
 def _store_of_folder(
@@ -217,6 +229,7 @@ def _store_of_folder(
         except LaunchError as error:
             problem = str(error)
         else:
+            _check_owned(lock)
             store, port = serve_store(facts.address)
             return _Place(TorchStoreRegistry(store), os.urandom(8).hex(), port)
         if time.monotonic() > deadline or is_stopping():

@@ -72,8 +72,11 @@ class TorchStoreRegistry:
     def join(self, value: Callable[[str], str]) -> str:
         def join(store: TCPStore) -> int:
             number = store.add(_JOINED, 1)
-            store.set(f"host/{number}", value(str(number)))
-            store.add(f"beat/{number}", 1)
+            # A call that nobody waits for any more must not leave a host that gives no sign of life.
+            if not self._calls.are_given_up:
+                store.set(f"host/{number}", value(str(number)))
+            if not self._calls.are_given_up:
+                store.add(f"beat/{number}", 1)
             return number
 
         self._number = self._calls.do(join)
@@ -150,6 +153,11 @@ class _BoundedCalls:
         except TimeoutError:
             self._problem = f"the store of the job's first host has not answered for {_CALL.total_seconds():.0f} s"
             raise RegistryLostError(self._problem) from None
+
+    @property
+    def are_given_up(self) -> bool:
+        """Whether a call was not answered in time, or the connection is closed."""
+        return bool(self._problem)
 
     def close(self) -> None:
         """End the thread, unless it hangs."""

@@ -15,13 +15,12 @@ import torch
 from living_run import living_run
 from recorded_runs import MadeUpRun
 
-from weft.cli._profile import _lines
 from weft.errors import LaunchError
 from weft.events import RunFolder
 from weft.events.profile_request import ProfileRequest, facts_path, trace_path, window_folder
 from weft.run.engine.profiler import StepProfiler
 from weft.watch.profile_run import ranks_to_profile
-from weft.watch.profiles import NO_OPERATOR, compare, operators_of, read_window
+from weft.watch.profiles import NO_OPERATOR, compare, operators_of, profile_lines, read_window
 from weft.watch.run_record import RunRecord
 from weft.watch.views import page_of
 
@@ -104,7 +103,6 @@ def steps(profiler: StepProfiler, first: int, last: int) -> list[int]:
     took: list[int] = []
     for step in range(first, last + 1):
         torch.ones(8, 8) @ torch.ones(8, 8)
-        profiler._looked_at = -float("inf")
         if profiler.after_step(step):
             took.append(step)
     return took
@@ -122,7 +120,7 @@ def test_a_rank_profiles_what_it_is_asked_for(tmp_path: Path) -> None:
     assert (found.rank, found.steps) == (1, (8, 10))
     assert found.operators["aten::mm"].calls == 1.0
     assert found.operators["aten::mm"].seconds > 0
-    printed = _lines([found])
+    printed = profile_lines([found])
     assert printed[0].startswith("steps     8 to 10 of rank 1: ")
     assert any(re.fullmatch(r"aten::mm +\d+\.\d{3} +1", line) for line in printed)
     assert f"trace     {trace_path(window_folder(run, 2), 1)}" in printed
@@ -191,7 +189,6 @@ for step in range(1, 16):
         ProfileRequest(ranks=(0,), after_step=0, num_steps=4).ask(run)
     for _ in range(50):
         torch.ones(32, 32) @ torch.ones(32, 32)
-    profiler._looked_at = -float("inf")
     profiler.after_step(step)
     if is_scheduled:
         own.step()

@@ -7,7 +7,7 @@ from pathlib import Path
 from recorded_runs import MadeUpRun
 
 from weft.watch.run_record import RunRecord
-from weft.watch.samples import keep_sample, newest_samples
+from weft.watch.samples import keep_sample, newest_samples, samples_file
 from weft.watch.views import page_of
 
 
@@ -17,7 +17,7 @@ def test_the_newest_are_shown_first_and_what_is_none_is_left_out(tmp_path: Path)
     record = RunRecord(run.folder)
     titles = [block["title"] for block in page_of(record, "training")["blocks"]]
     assert "Generated texts" not in titles
-    path = record.folder.samples
+    path = samples_file(record.folder)
     for step in range(1, 12):
         keep_sample(
             path, {"step": step, "prompt": "def ", "text": f"def f{step}(): <b>", "temperature": 0.8, "top_k": None}

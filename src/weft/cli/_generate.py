@@ -41,7 +41,7 @@ def generate(
     from weft.api import generate as continue_text
     from weft.events import RunFolder
     from weft.run.checkpoint import newest_saved_step
-    from weft.watch.samples import keep_sample
+    from weft.watch.samples import keep_sample, samples_file
 
     folder = RunFolder.open(run)
     step = newest_saved_step(folder.checkpoints)
@@ -51,6 +51,6 @@ def generate(
     print(text)
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     try:
-        keep_sample(folder.samples, {"step": step, "prompt": prompt, "text": text, **settings})
+        keep_sample(samples_file(folder), {"step": step, "prompt": prompt, "text": text, **settings})
     except OSError as problem:
-        print(f"note      {folder.samples} was not written: {problem.strerror}", file=sys.stderr)
+        print(f"note      {samples_file(folder)} was not written: {problem.strerror}", file=sys.stderr)

@@ -90,10 +90,6 @@ class RunFolder:
         return self.path / "export"
 
     @property
-    def samples(self) -> Path:
-        return self.path / "samples.jsonl"
-
-    @property
     def profiles(self) -> Path:
         return self.path / "profiles"
 

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from weft.events.profile_request import facts_path, trace_path
+from weft.formatting import format_seconds
 
+_MOST_ROWS = 15
+_NAME_WIDTH = 44
 NO_OPERATOR = "(no operator: Python, other code)"
 _CPU, _DEVICE = ("cpu_op",), ("kernel", "gpu_memcpy", "gpu_memset")
 _OF_PROFILER = ("<forked function>", "ending")
@@ -133,3 +136,22 @@ def compare(profiles: Sequence[RankProfile]) -> list[tuple[str, list[OperatorTim
 def _more(times: Sequence[OperatorTime | None]) -> float:
     taken = [0.0 if each is None else each.seconds for each in times]
     return taken[0] - (taken[-1] if len(taken) > 1 else 0.0)
+
+
+def profile_lines(found: Sequence[RankProfile]) -> list[str]:
+    """Return a table of operators for a terminal, of at most four ranks, and where the traces are."""
+    shown = found[:4]
+    heads = [f"rank {each.rank}" for each in shown]
+    lines = [
+        f"steps     {first} to {last} of rank {each.rank}: {format_seconds(each.step_seconds)} per step"
+        for each in shown
+        for first, last in [each.steps]
+    ]
+    lines += ["", f"{'ms per step':{_NAME_WIDTH}}" + "".join(f"{head:>11}" for head in heads) + f"{'calls':>9}"]
+    for name, times in compare(shown)[:_MOST_ROWS]:
+        short = name if len(name) < _NAME_WIDTH else name[: _NAME_WIDTH - 2] + "…"
+        cells = "".join("          –" if each is None else f"{1e3 * each.seconds:>11.3f}" for each in times)
+        calls = max(each.calls for each in times if each is not None)
+        lines.append(f"{short:{_NAME_WIDTH}}{cells}{calls:>9.4g}")
+    lines += ["", *(f"trace     {each.trace}" for each in found)]
+    return [*lines, "Open a trace in https://ui.perfetto.dev (the file stays in the browser), or in chrome://tracing."]

@@ -201,7 +201,7 @@ class RunRecord:
         self.owner = self.folder.owner
         self.recipe = _text(self.folder.recipe)
         self.plan = _text(self.folder.plan)
-        self._samples_bytes = _size(self.folder.samples)
+        self._samples_bytes = _size(self.folder.path / "samples.jsonl")
         self._read_lines()
         try:
             self._read_telemetry()

@@ -9,10 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from weft.events import RunFolder
 from weft.watch.run_record import objects_of
 
 _MOST_BYTES = 256 * 1024
 """Read from the end of the file."""
+
+
+def samples_file(run: RunFolder) -> Path:
+    """Return the file of a run's samples, a line each."""
+    return run.path / "samples.jsonl"
 
 
 def keep_sample(path: Path, sample: Mapping[str, Any]) -> None:

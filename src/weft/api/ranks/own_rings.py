@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from weft.errors import LaunchError
+from weft.events import RunFolder
 from weft.events.ring import RankRing, open_ring, ring_path
 from weft.files import write_whole
 from weft.process import start_of
@@ -18,8 +19,8 @@ from weft.run.launch import RankInfo
 from weft.run.launch.memory_folder import RINGS, named_memory_folder
 
 if TYPE_CHECKING:
+    from weft.config.recipe import RunRecipe
     from weft.run.hosts.signed import JobSecret
-    from weft.watch.collector import Judged
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +30,17 @@ _NOTE = "collector.json"
 """File in the run's folder that tells other hosts where the collector listens."""
 
 
-def open_rank_ring(rank_info: RankInfo, run: Path, stack: ExitStack, judged: Judged | None = None) -> RankRing | None:
-    """Return the ring in which this rank records what it does; None where nothing would collect it.
+def open_rank_ring(
+    rank_info: RankInfo, run: Path, stack: ExitStack, recipe: RunRecipe | None = None
+) -> RankRing | None:
+    """Return the ring in which this rank records what it does; None where nothing would collect it, or the recipe wants
+    no telemetry.
 
     Under a launcher of Weft's its process collects.  Elsewhere a thread of the first rank of each host reads the rings,
-    until `stack` is left: that of rank 0 collects, tells `judged` what it finds, and the others report to it.  Call on
-    every rank.
+    until `stack` is left: that of rank 0 collects, and the others report to it.  Call on every rank.
     """
+    if recipe is not None and not recipe.telemetry:
+        return None
     if rank_info.failure_pipe is not None:
         return rank_info.open_ring(logger.warning)
     # Ranks of one host have one parent and one folder of their run: so all of them find one name, and no others do.
@@ -53,23 +58,25 @@ def open_rank_ring(rank_info: RankInfo, run: Path, stack: ExitStack, judged: Jud
     except OSError:
         return None
     if rank_info.rank == 0:
-        _collect(rank_info, run, rings, stack, judged)
+        _collect(rank_info, run, rings, stack, recipe)
     elif rank_info.local_rank == 0:
         _report(run, rings, stack)
     return open_ring(generation, rank_info.rank, logger.warning)
 
 
-def _collect(rank_info: RankInfo, run: Path, rings: Path, stack: ExitStack, judged: Judged | None) -> None:
+def _collect(rank_info: RankInfo, run: Path, rings: Path, stack: ExitStack, recipe: RunRecipe | None) -> None:
     """Collect what the ranks of all hosts record."""
     from weft.watch.collector import Collecting, unheard  # other ranks have no use for it
+    from weft.watch.profile_run import OwnProfile
 
     secret = _secret(run) if rank_info.local_world_size < rank_info.world_size and rank_info.address else None
     listen = None
     if secret is not None and rank_info.address is not None:
         listen = rank_info.address.rpartition(":")[0], secret.key(_NOTE)
     ranks = rank_info.local_world_size
+    judged = unheard if recipe is None else OwnProfile(RunFolder(run), recipe.profile)
     collecting = stack.enter_context(
-        Collecting(lambda: run, rings=rings, removes_after=ranks, listen=listen, judged=judged or unheard)
+        Collecting(lambda: run, rings=rings, removes_after=ranks, listen=listen, judged=judged)
     )
     if secret is not None:
         with suppress(OSError):

@@ -37,7 +37,6 @@ from weft.config.recipe import OnFailure, Recipe, check_group_globs, dump_recipe
 from weft.errors import CheckpointError, LaunchError, PlanError, RecipeError, WeftError
 from weft.events import RunFolder, format_duration, format_loss
 from weft.events.folder_lock import FolderLock
-from weft.events.ring import RankRing
 from weft.model.blueprint import Blueprint
 from weft.planning.search import choose_plan
 from weft.run.checkpoint.export import export_checkpoint
@@ -315,20 +314,12 @@ class TrainingJob:
                     resume=None if resume is None else "latest",
                     prove=self.prove,
                     quiet=self.quiet,
-                    ring=self._own_ring(distributed.rank_info, run, stack),
+                    ring=open_rank_ring(distributed.rank_info, run.path, stack, self.recipe.run),
                 )
                 result = self._finalise(run, outcome, export=first)
                 if dist.is_initialized():
                     dist.barrier()  # no rank returns a result before its export is there
                 return result
-
-    def _own_ring(self, rank_info: RankInfo, run: RunFolder, stack: ExitStack) -> RankRing | None:
-        """Where a rank that another program has started records what it does; None where nothing is recorded."""
-        if not self.recipe.run.telemetry:
-            return None
-        from weft.watch.profile_run import OwnProfile
-
-        return open_rank_ring(rank_info, run.path, stack, OwnProfile(run, self.recipe.run.profile))
 
     def _note_unused_policies(self) -> None:
         """Say that the recipe's policies do nothing here: whoever started the ranks starts them again, or does not."""

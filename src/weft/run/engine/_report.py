@@ -23,7 +23,6 @@ from weft.events import (
     RunFolder,
     StartEvent,
     StepEvent,
-    WarningEvent,
 )
 from weft.events.ring import StepScalars
 from weft.formatting import format_number
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from weft.run.engine.profiler import StepProfiler
 
 _MEMORY_SECONDS = 0.1
-LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 0.5
 """Time between two looks for a request to profile: a look costs some microseconds, on a file server some hundred."""
 
 
@@ -61,8 +60,8 @@ class StepReporter:
         self._alone_flops: float | None = None
         self._profiled, self._look_at = profiled, 0.0
         self._profiler: StepProfiler | None = None
-        if profiled is not None and os.path.exists(profiled.profile_request):  # of the run that was here before
-            self._profiler = self._load(profiled)
+        self._was_asked = profiled is not None and os.path.exists(profiled.profile_request)
+        """Whether a request lies there that was for the run before this one."""
 
     def measure_peak(self, known: float | None = None) -> None:
         """Measure the FLOP/s of matrix products of all ranks together, by all at once so that shared cores are shared:
@@ -142,40 +141,24 @@ class StepReporter:
 
     def _profile(self, step: int) -> None:
         """Begin or end a profile that was asked for.  Its time is none of a step's."""
-        if self._profiled is None:
-            return
         if self._profiler is None:
-            if (now := time.monotonic()) < self._look_at:
+            if self._profiled is None or (now := time.monotonic()) < self._look_at:
                 return
-            self._look_at = now + LOOK_SECONDS
+            self._look_at = now + _LOOK_SECONDS
             if not os.path.exists(self._profiled.profile_request):  # a file server that fails says so by an error
                 return
-        with self._without_profiles():
-            self._profiler = self._profiler or self._load(self._profiled, seen=0)
-            if self._profiler.after_step(step, self.leave_step):
-                self.enter_step()
-                self.begin()
+            from weft.run.engine.profiler import StepProfiler  # most runs are never asked
 
-    @contextmanager
-    def _without_profiles(self) -> Generator[None]:
-        """Go on without profiles where something goes wrong within: nothing of them ends a training."""
-        try:
-            yield
-        except Exception as problem:
-            self._profiled = self._profiler = None
-            text = f"weft profile is off on rank {self._run.rank}: {type(problem).__name__}: {problem}"
-            self._run.emit(WarningEvent(text=text, source=__name__))
-
-    def _load(self, profiled: RunFolder, seen: int | None = None) -> StepProfiler:
-        from weft.run.engine.profiler import StepProfiler  # most runs are never asked
-
-        return StepProfiler(profiled, self._run.rank or 0, seen)
+            seen = None if self._was_asked else 0
+            self._profiler = StepProfiler(self._profiled, self._run.rank or 0, seen, look_seconds=_LOOK_SECONDS)
+        if self._profiler.after_step(step, self.leave_step):
+            self.enter_step()
+            self.begin()
 
     def end(self) -> None:
         """The loop is over: no steps follow."""
-        with self._without_profiles():
-            if self._profiler is not None:
-                self._profiler.close(self._step)
+        if self._profiler is not None:
+            self._profiler.close(self._step)
         if self._recorder.progress is not None:
             self._recorder.progress.end()
         self._recorder.ring.end()

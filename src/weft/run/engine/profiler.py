@@ -19,7 +19,6 @@ from torch.profiler import ProfilerActivity, profile
 from weft.events import RunFolder
 from weft.events.profile_request import ProfileRequest, facts_path, trace_path, window_folder
 from weft.files import write_whole
-from weft.run.engine._report import LOOK_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +31,17 @@ class StepProfiler:
     Starting and writing a trace take their time between two steps; while it is on, a step takes longer (5 to 30 %).
     """
 
-    def __init__(self, run: RunFolder, rank: int, seen: int | None = None) -> None:
-        """`seen` is the number of the newest window that was asked of others; None: all that there are until now."""
-        self._run, self._rank = run, rank
+    def __init__(self, run: RunFolder, rank: int, seen: int | None = None, *, look_seconds: float = 0.0) -> None:
+        """`seen` is the number of the newest window that was asked of others; None: all that there are until now.
+        Between two looks for a request there are at least `look_seconds`."""
+        self._run, self._rank, self._look_seconds = run, rank, look_seconds
         if seen is None:
             newest = ProfileRequest.newest(run)
             seen = 0 if newest is None else newest.number
         self._seen = seen
         self._looked_at = -float("inf")
+        self._is_off = False
+        """Whether something has gone wrong."""
         self._asked: ProfileRequest | None = None
         """What this rank is to do, or does."""
         self._profile: profile | None = None
@@ -49,14 +51,22 @@ class StepProfiler:
         """What watches, in a window, for profilers of the loop's own."""
 
     def after_step(self, step: int, elsewhere: Callable[[], object] = lambda: None) -> bool:
-        """`step` steps are finished: begin or end a window, if it is time.  Return whether that took time.
+        """`step` steps are finished: begin or end a window, if it is time.  Return whether that took time.  Nothing
+        that goes wrong in it ends a training: this rank goes on without profiles.
 
         Args:
             elsewhere: called before, if so: until the next step this rank does something that is none of a step.
         """
+        try:
+            return not self._is_off and self._after_step(step, elsewhere)
+        except Exception as problem:
+            self._leave_off(problem)
+            return True
+
+    def _after_step(self, step: int, elsewhere: Callable[[], object]) -> bool:
         asked = self._asked
         if asked is None:
-            if (now := time.monotonic()) - self._looked_at < LOOK_SECONDS:
+            if (now := time.monotonic()) - self._looked_at < self._look_seconds:
                 return False
             self._looked_at = now
             asked = self._asked = self._look()
@@ -76,12 +86,20 @@ class StepProfiler:
 
     def close(self, step: int) -> None:
         """The loop is over: write what there is."""
-        if self._profile is None or self._asked is None:
+        if self._is_off or self._profile is None or self._asked is None:
             return
-        if step < self._first_step:  # it was to begin with a step that does not come
-            self._stop()
-        else:
-            self._end(self._asked, step)
+        try:
+            if step < self._first_step:  # it was to begin with a step that does not come
+                self._stop()
+            else:
+                self._end(self._asked, step)
+        except Exception as problem:
+            self._leave_off(problem)
+
+    def _leave_off(self, problem: Exception) -> None:
+        self._is_off = True
+        self._giving_way.close()
+        logger.warning("weft profile is off on rank %d: %s: %s", self._rank, type(problem).__name__, problem)
 
     def _look(self) -> ProfileRequest | None:
         newest = ProfileRequest.newest(self._run)

@@ -8,7 +8,7 @@ from typing import Any
 from weft.events import format_loss
 from weft.formatting import format_number
 from weft.watch.run_record import RunRecord
-from weft.watch.samples import newest_samples
+from weft.watch.samples import newest_samples, samples_file
 from weft.watch.store import StepRow
 from weft.watch.views._blocks import Block, block, lines, note, number, plural, rounded, table, text
 from weft.watch.views._common import step_marks
@@ -97,7 +97,7 @@ def _auxiliary(record: RunRecord) -> Block | None:
 
 def _samples(record: RunRecord) -> Block | None:
     """Return the texts that `weft generate` has made of the run's checkpoints, the newest first."""
-    samples = newest_samples(record.folder.samples, _MOST_SAMPLES)
+    samples = newest_samples(samples_file(record.folder), _MOST_SAMPLES)
     if not samples:
         return None
     texts = [{"title": _about(each), "text": str(each["text"])[:_MOST_LETTERS]} for each in samples]

@@ -19,7 +19,7 @@ STAMP := $(VENV)/.weft-$(firstword $(shell cat $(BUILT_FROM) | cksum))
 
 help:
 	@echo "make demo     train a small language model on Python's own source, 8 processes in 3 dimensions"
-	@echo "make test     the test suite (15 minutes on 2 quick cores, 45 on slow ones)"
+	@echo "make test     the test suite (48 minutes on 2 slow cores; quick ones take a third)"
 	@echo "make slow     what 'make test' leaves out because a shorter test stands for it (hours)"
 	@echo "make alterations  10,000 altered checkpoints of each tier: all found (an hour)"
 	@echo "make parity   every plan against one process: gradients and 20 optimizer steps (hours on 2 cores);"

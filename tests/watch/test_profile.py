@@ -15,11 +15,12 @@ import torch
 from living_run import living_run
 from recorded_runs import MadeUpRun
 
-from weft.errors import LaunchError
+from weft.config.recipe import ProfileRecipe, parse_recipe
+from weft.errors import LaunchError, RecipeError
 from weft.events import RunFolder
 from weft.events.profile_request import ProfileRequest, facts_path, trace_path, window_folder
 from weft.run.engine.profiler import StepProfiler
-from weft.watch.profile_run import ranks_to_profile
+from weft.watch.profile_run import OwnProfile, ranks_to_profile
 from weft.watch.profiles import NO_OPERATOR, compare, operators_of, profile_lines, read_window
 from weft.watch.run_record import RunRecord
 from weft.watch.views import page_of
@@ -87,6 +88,41 @@ def test_ranks_that_are_asked_for(tmp_path: Path) -> None:
             ranks_to_profile(record, asked)
     record.close()
     run.end()
+
+
+def judged(folder: Path, **about: Any) -> ProfileRequest | None:
+    """Let a run of four ranks be judged twice that profiles its suspects; return what was asked for."""
+    run = MadeUpRun(folder=folder, data=4, began=10.0, **about)
+    run.add(60)
+    record, own = RunRecord(folder), OwnProfile(RunFolder(folder), ProfileRecipe(ranks="suspects", steps=5))
+    for _ in range(2):
+        own(record.verdicts, record.facts, record.window)
+    record.close()
+    run.end()
+    return ProfileRequest.newest(RunFolder(folder))
+
+
+def test_a_run_profiles_its_suspects_once(tmp_path: Path) -> None:
+    asked = judged(tmp_path / "slow", slow={(2, "optimizer"): 0.03})
+    assert asked is not None
+    assert (asked.ranks[0], len(asked.ranks), asked.num_steps, asked.number) == (2, 2, 5, 1)
+    assert asked.after_step > 60
+    assert judged(tmp_path / "even") is None
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "said"),
+    [
+        ('ranks = "all"', 'ranks = "some"', "ranks"),
+        ("steps = 2", "steps = 0", "steps"),
+        ("steps = 2", "steps = 101", "steps"),
+        ("[run]", "[run]\ntelemetry = false", "Leave one of them out"),
+    ],
+)
+def test_what_a_recipe_cannot_profile(was: str, becomes: str, said: str) -> None:
+    assert parse_recipe(RECIPE).run.profile.steps == 2
+    with pytest.raises(RecipeError, match=said):
+        parse_recipe(RECIPE.replace(was, becomes))
 
 
 def test_a_run_without_a_suspect_profiles_its_first_rank(tmp_path: Path) -> None:

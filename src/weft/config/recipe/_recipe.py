@@ -323,7 +323,7 @@ class OptimizerRecipe:
 class ProfileRecipe:
     """`[run.profile]`: a run that profiles some of its steps by itself, once after each start.
 
-    `weft profile` asks for further windows while it runs.  Steps of a window take longer, by 5 to 30 %.
+    `weft profile` asks for further windows while it runs.  Steps of a window take longer.
     """
 
     ranks: Literal["none", "suspects", "all"] = "none"
@@ -334,7 +334,7 @@ class ProfileRecipe:
 
     def __post_init__(self) -> None:
         _RULES.types(self)
-        _RULES.between(self, 1, 101, "steps")
+        _RULES.between(self, 1, 100, "steps", below=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,7 +145,7 @@ class StepReporter:
             if self._profiled is None or (now := time.monotonic()) < self._look_at:
                 return
             self._look_at = now + _LOOK_SECONDS
-            if not os.path.exists(self._profiled.profile_request):  # a file server that fails says so by an error
+            if not os.path.exists(self._profiled.profile_request):  # Path.exists raises where a file server fails
                 return
             from weft.run.engine.profiler import StepProfiler  # most runs are never asked
 

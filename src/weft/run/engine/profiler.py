@@ -28,7 +28,7 @@ _LOG_LEVEL = "KINETO_LOG_LEVEL"
 class StepProfiler:
     """Profiles steps of one rank when the run is asked to.  No rank waits for another because of it.
 
-    Starting and writing a trace take their time between two steps; while it is on, a step takes longer (5 to 30 %).
+    Starting and writing a trace take their time between two steps; while it is on, a step takes longer.
     """
 
     def __init__(self, run: RunFolder, rank: int, seen: int | None = None, *, look_seconds: float = 0.0) -> None:
